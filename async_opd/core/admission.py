@@ -1,0 +1,75 @@
+"""Admission: the only place where staleness is controlled.
+
+With B samples a batch, K steps a weight version, v the version the rollout engines have and
+s the staleness threshold, the number of samples ever admitted obeys
+
+    admitted ≤ (v + 1 + s) · K · B        and        admitted ≤ steps · B
+
+s = 0 and K = 1 is exactly on-policy: no prompt of batch v + 1 starts before version v + 1 is there.
+A sample that is lost gives its place back, so that the run's last batch is always filled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from fractions import Fraction
+
+
+class Admission:
+    """Counts samples against the budget and wakes who waits for it. One event loop, no locks."""
+
+    def __init__(
+        self, *, batch_size: int, sync_steps: int, staleness_threshold: float, steps: int
+    ) -> None:
+        self._per_version = batch_size * sync_steps
+        self._threshold = Fraction(str(staleness_threshold))  # 0.7 means 7/10: floor() is exact
+        self._total = batch_size * steps
+        self._version = 0
+        self._admitted = 0
+        self._changed = asyncio.Event()
+
+    @property
+    def admitted(self) -> int:
+        """Samples admitted and not lost."""
+        return self._admitted
+
+    @property
+    def version(self) -> int:
+        """The weight version of the rollout engines."""
+        return self._version
+
+    @property
+    def budget(self) -> int:
+        """Samples that may have been admitted by now."""
+        allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
+        return min(allowed, self._total)
+
+    @property
+    def exhausted(self) -> bool:
+        """Every sample the run needs is admitted (one may still be lost and reopen it)."""
+        return self._admitted >= self._total
+
+    async def admit(self, samples: int, at_most_groups: int = 1) -> int:
+        """Waits until ``samples`` more fit the budget; admits up to so many groups of that size.
+
+        Returns the number of groups admitted, at least 1.
+        """
+        while (free := (self.budget - self._admitted) // samples) < 1:
+            self._changed.clear()
+            await self._changed.wait()
+        groups = min(free, at_most_groups)
+        self._admitted += groups * samples
+        return groups
+
+    def advance(self, version: int) -> None:
+        """The rollout engines generate with ``version`` now."""
+        if version < self._version:
+            raise ValueError(f"weight version went back from {self._version} to {version}")
+        self._version = version
+        self._changed.set()
+
+    def give_back(self, samples: int) -> None:
+        """Admitted samples were lost: others may take their place."""
+        self._admitted -= samples
+        self._changed.set()

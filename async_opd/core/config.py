@@ -1,0 +1,357 @@
+"""What a run is: frozen pydantic sections; the docstring under a field is its documentation.
+
+Defaults are the recommended run. Loading a file, overrides and error messages are in
+``async_opd.core.load``; checks that need the files a config names are in ``async_opd.core.preflight``.
+Imports nothing heavier than pydantic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+
+
+class Section(BaseModel):
+    """A frozen part of the config that refuses unknown keys."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=True,
+        populate_by_name=True,
+        protected_namespaces=(),
+    )
+
+
+class EngineConfig(Section):
+    """One vLLM engine. Every replica of a pool gets the same."""
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    max_model_len: PositiveInt | None = None
+    """Longest prompt plus response in tokens; by default the model's own limit."""
+    max_num_seqs: PositiveInt = 64
+    """Requests an engine works on at the same time; more wait outside of it."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens per engine step; bounds the memory of prompt log-probabilities too."""
+    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
+    """Share of a GPU's memory the engine may take."""
+    cpu_kv_cache_mib: PositiveInt = 64
+    """KV cache of an engine on CPU, in MiB."""
+    extra: dict[str, Any] = {}
+    """Further arguments of ``vllm.AsyncEngineArgs``, passed on as they are."""
+
+
+class StudentConfig(Section):
+    """The model that is trained."""
+
+    model: str
+    """Directory of a Hugging Face model, or a hub id."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model. Only for models you trust."""
+
+
+class TeacherConfig(Section):
+    """One named teacher and its pool of replicas."""
+
+    model: str
+    """Directory of a Hugging Face model, or a hub id."""
+    sources: list[str] | None = None
+    """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
+    replicas: int = Field(default=1, ge=1)
+    """Independent engines of this teacher."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine."""
+    engine: EngineConfig = EngineConfig()
+    """Settings of each engine."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model. Only for models you trust."""
+
+
+class FileSource(Section):
+    """Prompts from a jsonl or parquet file, or from a Hugging Face ``datasets`` directory."""
+
+    kind: Literal["file"] = "file"
+    path: str
+    """``*.jsonl``, ``*.parquet``, or a directory written by ``Dataset.save_to_disk``. Relative
+    paths are relative to the config file."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the stream, relative to the other sources' weights."""
+
+
+class ReasoningGymSource(Section):
+    """Procedural tasks from the ``reasoning-gym`` package, graded by its own verifier."""
+
+    kind: Literal["reasoning_gym"]
+    task: str
+    """Name of the reasoning-gym dataset; it is also the rows' data source."""
+    size: PositiveInt = 1000
+    """Number of entries."""
+    seed: int = 0
+    """Seed of the generator: give training and evaluation different ones."""
+    options: dict[str, Any] = {}
+    """Further arguments of the task's own config."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the stream, relative to the other sources' weights."""
+
+
+Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """Where prompts come from and which field means what."""
+
+    train: list[Source]
+    """Sources of the prompts that are trained on, mixed by weight. A bare string is a file."""
+    eval: list[Source] = []
+    """Sources of the prompts that are evaluated on; none means no evaluation."""
+    prompt: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+    answer: str = "answer"
+    """Field with the reference answer; only evaluation needs it."""
+    route_by: str = "data_source"
+    """Field that routes a row to the teacher whose ``sources`` contain its value."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are refused; by default what the model leaves beside the response."""
+    shuffle: bool = True
+    """Reorders the rows of each source in every epoch, by the seed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strings_are_files(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            for key in ("train", "eval"):
+                if isinstance(values.get(key), str):
+                    values[key] = [values[key]]
+                if isinstance(values.get(key), list):
+                    values[key] = [_as_source(entry) for entry in values[key]]
+        return values
+
+
+def _as_source(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return {"kind": "file", "path": entry}
+    if isinstance(entry, dict) and "kind" not in entry:
+        return {"kind": "file", **entry}
+    return entry
+
+
+class RolloutConfig(Section):
+    """How the student answers prompts."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Independent engines of the student."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine."""
+    n: PositiveInt = 4
+    """Rollouts of each prompt (its group)."""
+    max_tokens: PositiveInt = 1024
+    """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Sampling temperature; log-probabilities of rollouts are those of the tempered distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the sampled distribution; 1 keeps it all."""
+    engine: EngineConfig = EngineConfig()
+    """Settings of each engine."""
+
+
+class ForwardKLConfig(Section):
+    """Forward KL(teacher ‖ student) over the teacher's ``top_k`` tokens."""
+
+    kind: Literal["forward_kl"] = "forward_kl"
+    top_k: PositiveInt = 64
+    """Tokens of the teacher's support at each position."""
+    tail: Literal["bucket", "ignore", "renormalize"] = "bucket"
+    """The mass outside of the support: one more outcome (``bucket``: a true divergence of coarser
+    distributions), left out (``ignore``: can be negative), or scaled away (``renormalize``)."""
+
+
+class K1Config(Section):
+    """Reverse KL by the sampled-token estimator k1 = log q - log p, as a policy gradient."""
+
+    kind: Literal["k1"]
+    gradient: Literal["policy_gradient"] = "policy_gradient"
+    """The estimator is an advantage. A *supervised* k1 is refused: its gradient is that of log q
+    alone, in which the teacher does not appear."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
+
+
+Loss = Annotated[ForwardKLConfig | K1Config, Field(discriminator="kind")]
+
+
+class TrainConfig(Section):
+    """The optimizer and how batches meet the hardware."""
+
+    steps: PositiveInt = 200
+    """Optimizer steps."""
+    batch_size: PositiveInt = 128
+    """Samples of one step."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate of AdamW."""
+    schedule: Literal["constant", "cosine"] = "cosine"
+    """After the warm-up: stay at ``lr``, or fall to ``min_lr_ratio`` of it along a cosine."""
+    min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
+    """Where the cosine ends, as a share of ``lr``."""
+    warmup_steps: int = Field(default=10, ge=0)
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's decoupled weight decay, on matrices only."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """AdamW's decay rates."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Gradients are scaled down to this global norm."""
+    tokens_per_micro_batch: PositiveInt = 16384
+    """Most prompt plus response tokens in one forward pass; samples are packed without padding."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
+    gradient_checkpointing: bool = False
+    """Recomputes activations in the backward pass: less memory, about a third more time."""
+    threads: PositiveInt = 1
+    """CPU threads of the trainer, where it trains on a CPU."""
+
+
+class AsyncConfig(Section):
+    """How far the stages may run apart: admitted ≤ (version + 1 + s) · K · batch."""
+
+    staleness_threshold: float = Field(default=0.5, ge=0)
+    """s: share of a weight version's samples that may start before its weights are there. 0 with
+    ``sync_steps`` 1 is exactly on-policy."""
+    sync_steps: PositiveInt = 4
+    """K: optimizer steps between two weight syncs."""
+    on_sync: Literal["keep", "recompute", "finish"] = "keep"
+    """Rollouts in flight at a sync: frozen and continued on their KV cache (``keep``), continued
+    after a new prefill (``recompute``), or finished on the old weights first (``finish``)."""
+
+
+class SyncConfig(Section):
+    """How weights travel from the trainer to the rollout engines."""
+
+    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs."""
+    chunk_mib: PositiveInt = 256
+    """Weights are packed into messages of this size."""
+    timeout_s: float = Field(default=120, gt=0)
+    """Bound of the rendezvous and of each sync."""
+
+
+class QueueConfig(Section):
+    """The message queue between the stages. Producers wait where it is full."""
+
+    max_samples: PositiveInt = 4096
+    """Most samples of a topic, those leased out included."""
+    max_mib: PositiveInt = 4096
+    """Most MiB of a topic, those leased out included."""
+    lease_s: float = Field(default=600, gt=0)
+    """A consumer that has not acknowledged a batch after this time loses it to the next one."""
+
+
+class EvalConfig(Section):
+    """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
+
+    every: int = Field(default=5, ge=0)
+    """Weight versions between two evaluations; 0: only before and after."""
+    max_prompts: PositiveInt | None = None
+    """Evaluates on the first so many prompts of each data source; by default on all."""
+    temperature: float = Field(default=0.0, ge=0)
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: PositiveInt | None = None
+    """Longest response; by default ``rollout.max_tokens``."""
+    grader: str = "exact"
+    """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
+    returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
+    teachers: bool = True
+    """Also measures each teacher on its own data sources once, before training."""
+
+
+class LogConfig(Section):
+    """Where metrics go, besides ``metrics.jsonl``."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """Live display, plain lines, or nothing; ``auto``: live on a terminal."""
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """``auto``: online if you are logged in, else offline."""
+    project: str = "async_opd"
+    """wandb project."""
+
+
+class ClusterConfig(Section):
+    """Where the pools live."""
+
+    address: str | None = None
+    """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of all pools; ``auto``: GPUs if there are any."""
+
+
+class TimeoutConfig(Section):
+    """Bounds of every wait that is not for work, in seconds."""
+
+    engine_start_s: float = Field(default=600, gt=0)
+    """Until all engines and the trainer are ready."""
+    stall_s: float = Field(default=1800, gt=0)
+    """Without any finished step, the run is stopped as stalled."""
+    request_s: float = Field(default=600, gt=0)
+    """One call to an engine replica."""
+    shutdown_s: float = Field(default=30, gt=0)
+    """Clean shutdown; what still lives then is killed."""
+
+
+class RunConfig(Section):
+    """Everything of a run."""
+
+    name: str = "run"
+    """Name of the run: its wandb name and its directory below ``runs/``."""
+    seed: int = 0
+    """Seed of data order, sampling and training."""
+    run_dir: str | None = None
+    """Where results go; by default ``runs/<name>-<time>``."""
+    student: StudentConfig
+    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    """Teachers by name."""
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    loss: Loss = ForwardKLConfig()
+    train: TrainConfig = TrainConfig()
+    async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
+    sync: SyncConfig = SyncConfig()
+    queue: QueueConfig = QueueConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        """Sizes that would starve or dead-lock the pipeline are refused here."""
+        problems = []
+        if self.train.batch_size % self.rollout.n:
+            problems.append(
+                f"train.batch_size ({self.train.batch_size}) must be a multiple of rollout.n "
+                f"({self.rollout.n}): groups are whole"
+            )
+        if self.queue.max_samples < self.train.batch_size:
+            problems.append(
+                f"queue.max_samples ({self.queue.max_samples}) must hold one batch "
+                f"(train.batch_size = {self.train.batch_size})"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    def teacher_of(self, data_source: str) -> str | None:
+        """The name of the teacher responsible for a data source, if there is one."""
+        for name, teacher in self.teachers.items():
+            if data_source in (teacher.sources if teacher.sources is not None else [name]):
+                return name
+        return None
+
+    @property
+    def versions(self) -> int:
+        """Weight versions the run makes: one per ``sync_steps``, and one for a remainder."""
+        return math.ceil(self.train.steps / self.async_.sync_steps)

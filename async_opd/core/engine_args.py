@@ -1,0 +1,73 @@
+"""vLLM engine arguments as plain data: one place for what a student and a teacher engine share.
+
+Pure dictionaries, so that core needs no vllm. The CPU values are measured: see docs/engines.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from async_opd.core.config import EngineConfig
+
+Device = Literal["cpu", "cuda"]
+
+CPU_BLOCK_SIZE = 32
+
+
+def engine_kwargs(
+    engine: EngineConfig,
+    *,
+    model: str,
+    device: Device,
+    tensor_parallel: int,
+    seed: int,
+    trust_remote_code: bool,
+) -> dict[str, Any]:
+    """Arguments of ``vllm.AsyncEngineArgs`` for one replica. ``engine.extra`` has the last word.
+
+    No engine loads a tokenizer: token ids come and go.
+    """
+    kwargs: dict[str, Any] = {
+        "model": model,
+        "dtype": engine.dtype,
+        "tensor_parallel_size": tensor_parallel,
+        "max_num_seqs": engine.max_num_seqs,
+        "seed": seed,
+        "trust_remote_code": trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "enable_prefix_caching": True,
+    }
+    if engine.max_model_len is not None:
+        kwargs["max_model_len"] = engine.max_model_len
+    if engine.max_num_batched_tokens is not None:
+        kwargs["max_num_batched_tokens"] = engine.max_num_batched_tokens
+    if device == "cpu":
+        kwargs |= {
+            "dtype": "float32" if engine.dtype == "auto" else engine.dtype,
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": engine.cpu_kv_cache_mib << 20,
+            "block_size": CPU_BLOCK_SIZE,
+        }
+    else:
+        kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        if engine.dtype == "auto":
+            kwargs["dtype"] = "bfloat16"
+    return kwargs | engine.extra
+
+
+def engine_env(device: Device) -> dict[str, str]:
+    """Environment of a process that holds an engine; must be there before vllm is imported."""
+    env = {
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if device == "cpu":
+        env |= {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }
+    return env

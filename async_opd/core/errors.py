@@ -1,0 +1,85 @@
+"""The exception tree. Every error says its cause, the values seen, and a remedy.
+
+    AsyncOPDError
+    ├── ConfigError        bad input, found before any engine starts      exit code 2
+    ├── StageError         a replica, stage or actor failed or died       exit code 1
+    │   ├── EngineStartError
+    │   ├── WeightSyncError
+    │   └── StageTimeout   (also a TimeoutError)
+    ├── QueueClosed        the topic was closed: no sample will come any more
+    └── LengthError        a message whose arrays do not agree with each other (also a ValueError)
+
+All of them are picklable: they cross process boundaries through Ray.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class AsyncOPDError(Exception):
+    """Root of every error that async_opd raises on purpose."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with the input.
+
+    ``where`` names the file, ``key`` the dotted config key (empty if the problem is the file's),
+    ``message`` what was found and expected, ``remedy`` what to do about it.
+    """
+
+    where: str
+    key: str
+    message: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        place = f"{self.where}: {self.key}" if self.key else self.where
+        return f"{place}: {self.message}" + (f"\n    → {self.remedy}" if self.remedy else "")
+
+
+class ConfigError(AsyncOPDError):
+    """All the problems of the input at once."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} with the input:"
+        return "\n".join([head, *(f"  {number}. {p}" for number, p in enumerate(self.problems, 1))])
+
+
+class StageError(AsyncOPDError):
+    """A stage of the pipeline failed; ``stage`` names it, ``cause`` says why."""
+
+    def __init__(self, stage: str, cause: str, remedy: str = "") -> None:
+        super().__init__(stage, cause, remedy)
+        self.stage = stage
+        self.cause = cause
+        self.remedy = remedy
+
+    def __str__(self) -> str:
+        return f"{self.stage}: {self.cause}" + (f"\n    → {self.remedy}" if self.remedy else "")
+
+
+class EngineStartError(StageError):
+    """An inference engine did not come up."""
+
+
+class WeightSyncError(StageError):
+    """New weights did not reach a rollout replica."""
+
+
+class StageTimeout(StageError, TimeoutError):
+    """A wait reached its bound."""
+
+
+class QueueClosed(AsyncOPDError):
+    """The topic was closed: nothing can be put, and nothing more will come."""
+
+
+class LengthError(AsyncOPDError, ValueError):
+    """A message whose arrays do not agree with each other."""

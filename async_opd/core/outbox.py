@@ -1,0 +1,54 @@
+"""Finished items on their way into the queue, batched by what the queue's own pace allows."""
+
+from __future__ import annotations
+
+import asyncio
+
+from async_opd.core.batch import Batch
+from async_opd.core.samples import Rollout, Sample
+from async_opd.core.stages import Queue
+
+
+class Outbox:
+    """One sender per topic: while a batch is being put, finished items gather for the next one.
+
+    No timer: a lone item leaves at once, and the busier the queue, the larger the batches.
+    """
+
+    def __init__(self, queue: Queue) -> None:
+        self._queue = queue
+        self._waiting: dict[str, list[tuple[Rollout | Sample, asyncio.Future[None]]]] = {}
+        self._senders: dict[str, asyncio.Task[None]] = {}
+
+    async def put(self, topic: str, item: Rollout | Sample) -> None:
+        """Returns when the item is in the queue; raises what the queue raised."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(topic, []).append((item, future))
+        if topic not in self._senders:
+            self._senders[topic] = asyncio.create_task(self._send(topic), name=f"outbox {topic}")
+        await future
+
+    async def _send(self, topic: str) -> None:
+        try:
+            while self._waiting[topic]:
+                entries, self._waiting[topic] = self._waiting[topic], []
+                try:
+                    await self._queue.put(topic, Batch.pack(item for item, _ in entries))
+                except Exception as error:
+                    _settle(entries, error)
+                else:
+                    _settle(entries, None)
+        finally:
+            del self._senders[topic]
+
+
+def _settle(
+    entries: list[tuple[Rollout | Sample, asyncio.Future[None]]], error: Exception | None
+) -> None:
+    for _, future in entries:
+        if future.done():
+            continue
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(error)

@@ -1,0 +1,138 @@
+"""The messages of the pipeline: frozen, ragged, numpy; never padded, no Python object per token.
+
+    Prompt ──rollouter──► Rollout ──scorer──► Sample(Rollout, Scores) ──► trainer
+
+Shapes use P for the prompt's length, R for the response's, k for the teacher's top-k. Log-
+probabilities are natural logarithms (nats). Teacher payloads cover response positions only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_opd.core.errors import LengthError
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One entry of a data source, before sampling.
+
+    ``uid`` is stable: the same entry in the same epoch has the same uid in every run.
+    ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher the prompt is routed to.
+    """
+
+    uid: str
+    data_source: str
+    teacher: str
+    token_ids: Int32
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Response tokens ``start <= i < end`` were sampled with weights of ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled response of the student to a prompt.
+
+    ``uid`` is ``<prompt uid>/<index in the group>``. ``response_ids`` is int32 [R], the end-of-
+    sequence token included if it was sampled. ``rollout_logprobs`` float32 [R] are those of the
+    distribution that was really sampled (after temperature and top-p). ``version_spans`` partition
+    ``0..R`` in order. ``finish_reason`` is ``length`` if the response was cut off.
+    """
+
+    uid: str
+    prompt: Prompt
+    response_ids: Int32
+    rollout_logprobs: Float32
+    version_spans: tuple[VersionSpan, ...]
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        length = len(self.response_ids)
+        if self.rollout_logprobs.shape != (length,):
+            raise LengthError(
+                f"rollout {self.uid}: {length} response tokens but log-probabilities of shape "
+                f"{self.rollout_logprobs.shape}"
+            )
+        ends = [0, *(span.end for span in self.version_spans)]
+        starts = [*(span.start for span in self.version_spans), length]
+        if ends != starts:
+            raise LengthError(
+                f"rollout {self.uid}: version spans {self.version_spans} do not partition "
+                f"0..{length}"
+            )
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest weight version that produced one of the tokens (0 for an empty response)."""
+        return min((span.version for span in self.version_spans), default=0)
+
+    @property
+    def tokens(self) -> int:
+        """Prompt plus response, what a teacher or the trainer has to process."""
+        return len(self.prompt.token_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True)
+class SampledLogprobs:
+    """The teacher's log-probability of each sampled token: float32 [R], temperature 1."""
+
+    logprobs: Float32
+
+
+@dataclass(frozen=True)
+class TopK:
+    """The teacher's k most probable tokens at each response position, and the sampled one.
+
+    ``ids`` int32 [R, k] and ``logprobs`` float32 [R, k], both by falling probability;
+    ``sampled_logprobs`` float32 [R]. All at temperature 1, normalized over the full vocabulary.
+    """
+
+    ids: Int32
+    logprobs: Float32
+    sampled_logprobs: Float32
+
+
+Scores = SampledLogprobs | TopK
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A rollout with its teacher's scores: what the trainer eats."""
+
+    rollout: Rollout
+    scores: Scores
+
+    def __post_init__(self) -> None:
+        length = len(self.rollout.response_ids)
+        arrays = vars(self.scores).values()
+        if any(len(array) != length for array in arrays):
+            shapes = {name: array.shape for name, array in vars(self.scores).items()}
+            raise LengthError(
+                f"sample {self.rollout.uid}: {length} response tokens but scores of shapes {shapes}"
+            )
+
+
+@dataclass(frozen=True)
+class Header:
+    """What the control plane knows of a queued item without touching its payload."""
+
+    uid: str
+    tokens: int
+    nbytes: int
+    oldest_version: int
+    teacher: str

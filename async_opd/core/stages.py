@@ -1,0 +1,173 @@
+"""The Protocols between the pipeline and its stages.
+
+    prompts ──admit──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
+               ▲           ▲        (queue)                   (queue)       │
+               └─ version ─┴───────────── weight sync ──────────────────────┘
+
+``pipeline.py`` knows only these. Plain classes implement them (in one process, for tests) and so
+do the Ray proxies in ``async_opd.cluster``. Every message is frozen and small, except the queue's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from async_opd.core.batch import Batch
+from async_opd.core.queue import Lease, TopicStats
+from async_opd.core.samples import Header, Prompt, Rollout
+
+SCORED = "scored"
+
+
+def rollouts_topic(teacher: str) -> str:
+    """The topic of rollouts that wait for one teacher, and for no other."""
+    return f"rollouts/{teacher}"
+
+
+class Queue(Protocol):
+    """Topics of batches between two stages, bounded by samples and by bytes."""
+
+    async def put(self, topic: str, batch: Batch) -> None:
+        """Appends a batch; waits for room. Raises QueueClosed."""
+
+    async def get(self, topic: str, at_most: int, at_least: int = 1) -> Lease:
+        """Waits for ``at_least`` samples and takes up to ``at_most``. Raises QueueClosed."""
+        ...
+
+    async def ack(self, topic: str, lease_id: int) -> bool:
+        """The lease's samples are done with; False if the lease had expired."""
+        ...
+
+    async def nack(self, topic: str, lease_id: int) -> bool:
+        """The lease's samples go back to the front of the topic."""
+        ...
+
+    async def stats(self) -> dict[str, TopicStats]:
+        """Counts of every topic."""
+        ...
+
+
+@dataclass(frozen=True)
+class SamplingSpec:
+    """How to sample a response. ``temperature`` 0 is greedy."""
+
+    max_tokens: int
+    temperature: float
+    top_p: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A pool was busy from ``start`` to ``end`` (seconds since the epoch) doing ``what``."""
+
+    what: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StageReport:
+    """What a stage did since its last report.
+
+    ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
+    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes).
+    """
+
+    counters: Mapping[str, float] = field(default_factory=dict)
+    gauges: Mapping[str, float] = field(default_factory=dict)
+    busy: tuple[Interval, ...] = ()
+    waits_for: str = ""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A sample that will never be trained, and why."""
+
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step.
+
+    ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions.
+    """
+
+    step: int
+    trained: tuple[Header, ...]
+    staleness: tuple[int, ...]
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class SyncReport:
+    """One weight sync: the new version, bytes sent to each replica, seconds of each part."""
+
+    version: int
+    nbytes: int
+    metrics: Mapping[str, float]
+
+
+class Rollouter(Protocol):
+    """Samples responses of the student and puts them on topics ``rollouts/<teacher>``."""
+
+    async def submit(self, prompts: Sequence[Prompt]) -> None:
+        """Takes prompts over; waits while the replicas are full."""
+
+    async def run(self) -> None:
+        """Works until cancelled; raises StageError when a replica fails."""
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """Rollouts for evaluation, returned and not queued, in the order of the prompts."""
+        ...
+
+    async def report(self) -> StageReport:
+        """What happened since the last report."""
+        ...
+
+
+class TeacherScorer(Protocol):
+    """Moves rollouts from ``rollouts/<teacher>`` through their teachers to ``scored``."""
+
+    async def run(self) -> None:
+        """Works until cancelled; raises StageError when a replica fails."""
+
+    async def generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        """What the teacher itself answers: the yardstick of the evaluation."""
+        ...
+
+    async def report(self) -> dict[str, StageReport]:
+        """One report per teacher."""
+        ...
+
+
+class Trainer(Protocol):
+    """Takes batches from topic ``scored`` and moves the student towards its teachers."""
+
+    async def step(self) -> StepReport:
+        """Waits for one batch, trains on it, acknowledges it."""
+        ...
+
+    async def save(self, directory: str) -> None:
+        """Writes the student in Hugging Face format."""
+
+    async def report(self) -> StageReport:
+        """What happened since the last report."""
+        ...
+
+
+class WeightSync(Protocol):
+    """Carries the trainer's weights to every rollout replica."""
+
+    async def snapshot(self, version: int) -> None:
+        """Copies the weights out; training may go on when this returns."""
+
+    async def push(self) -> SyncReport:
+        """All replicas generate with the snapshot when this returns. Raises WeightSyncError."""
+        ...

@@ -1,0 +1,226 @@
+"""One replica of the student: a vLLM engine that answers prompts and takes new weights.
+
+    group of a prompt ──rollout──► engine ──finished, one by one──► outbox of its teacher
+                                     ▲                                │ put (waits for room)
+              pause · receive · finish · resume                       ▼
+                     (weight sync)                            topic rollouts/<teacher>
+
+Consumes prompts, produces rollouts with the version of every token, waits for the engine and for
+room in the queue. Unblocked by ``resume`` after a sync.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from vllm import AsyncEngineArgs, SamplingParams
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferInitRequest,
+    WeightTransferUpdateRequest,
+)
+from vllm.inputs import TokensPrompt
+from vllm.outputs import CompletionOutput
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from async_opd.core.activity import Activity
+from async_opd.core.errors import StageError, WeightSyncError
+from async_opd.core.outbox import Outbox
+from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
+from async_opd.core.weights import Rendezvous, WeightMeta
+from rollouter.weights import BACKEND as GLOO
+from rollouter.weights import register
+
+PAUSE = {
+    "keep": {"mode": "keep", "clear_cache": False},
+    "recompute": {"mode": "keep", "clear_cache": True},
+    "finish": {"mode": "wait", "clear_cache": True},
+}
+"""How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: their
+KV cache is computed anew from their tokens, under the new weights."""
+
+
+@dataclass(frozen=True)
+class StudentEngineSpec:
+    """What it takes to build one replica; see ``async_opd.core.engine_args``."""
+
+    kwargs: dict[str, Any]
+    sampling: SamplingSpec
+    eos_ids: tuple[int, ...]
+    transfer_backend: str  # "gloo" or "nccl"
+    name: str
+
+
+class StudentReplica:
+    """A vLLM engine with the student's weights of one version."""
+
+    def __init__(self, spec: StudentEngineSpec, queue: Queue) -> None:
+        register()
+        backend = GLOO if spec.transfer_backend == "gloo" else spec.transfer_backend
+        args = AsyncEngineArgs(
+            **spec.kwargs,
+            weight_transfer_config=WeightTransferConfig(backend=backend),
+            logprobs_mode="processed_logprobs",
+        )
+        self._spec = spec
+        self._engine = AsyncLLM.from_engine_args(args)
+        self._outbox = Outbox(queue)
+        self._activity = Activity("generate")
+        self._version = 0
+        self._requests = 0
+        self._tokens = 0
+        self._rollouts = 0
+        self._paused_s = 0.0
+        self._pause_started = 0.0
+
+    async def ready(self) -> int:
+        """Waits until the engine answers, then names the weights version 0. Returns its workers."""
+        await self._engine.check_health()
+        await self._engine.update_weight_version("0")
+        return int(self._engine.vllm_config.parallel_config.world_size)
+
+    async def rollout(self, prompt: Prompt) -> int:
+        """Samples the prompt's group; each rollout goes to the outbox as soon as it is finished.
+
+        Returns the number of response tokens when the whole group is in the queue.
+        """
+        tokens = 0
+
+        async def one(index: int) -> None:
+            nonlocal tokens
+            rollout = await self._sample(prompt, f"{prompt.uid}/{index}", self._spec.sampling)
+            tokens += len(rollout.response_ids)
+            self._rollouts += 1
+            await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
+
+        async with asyncio.TaskGroup() as group:
+            for index in range(self._spec.sampling.n):
+                group.create_task(one(index))
+        return tokens
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
+        return list(
+            await asyncio.gather(
+                *(
+                    self._sample(prompt, f"{prompt.uid}/{index}", sampling)
+                    for prompt in prompts
+                    for index in range(sampling.n)
+                )
+            )
+        )
+
+    async def _sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
+        self._requests += 1
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            stop_token_ids=list(self._spec.eos_ids),
+            logprobs=0,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        request = TokensPrompt(
+            prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"v{self._version}"
+        )
+        with self._activity.busy():
+            async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
+                if output.finished:
+                    self._tokens += len(output.outputs[0].token_ids)
+                    return _rollout(uid, prompt, output.outputs[0])
+        raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
+
+    # ── weight sync ────────────────────────────────────────────────────────────────────────────
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        """Joins the transfer group with this engine's workers at ``rank_offset``."""
+        info: dict[str, Any] = {
+            "master_address": rendezvous.host,
+            "master_port": rendezvous.port,
+            "rank_offset": rank_offset,
+            "world_size": rendezvous.world_size,
+        }
+        if self._spec.transfer_backend == "gloo":
+            info |= {"timeout_s": rendezvous.timeout_s, "chunk_bytes": rendezvous.chunk_bytes}
+        else:
+            info |= {"packed": True, "packed_buffer_size_bytes": rendezvous.chunk_bytes}
+        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def pause(self, on_sync: str) -> None:
+        """Stops sampling; what happens to requests in flight is design.md's ``on_sync``."""
+        self._pause_started = self._activity.clock()
+        await self._engine.pause_generation(**PAUSE[on_sync])
+
+    async def receive(self, meta: WeightMeta) -> None:
+        """Takes the new weights while the sender sends them."""
+        await self._engine.start_weight_update()
+        update = {
+            "names": list(meta.names),
+            "dtype_names": list(meta.dtype_names),
+            "shapes": [list(shape) for shape in meta.shapes],
+        }
+        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+
+    async def finish(self, version: int) -> None:
+        """Names the new weights and checks that the engine does too."""
+        await self._engine.finish_weight_update(weight_version=str(version))
+        told = await self._engine.get_weight_version()
+        if told != str(version):
+            raise WeightSyncError(
+                self._spec.name, f"the engine reports version {told} after the sync to {version}"
+            )
+        self._version = version
+
+    async def resume(self) -> None:
+        """Goes on sampling."""
+        await self._engine.resume_generation()
+        self._paused_s += self._activity.clock() - self._pause_started
+
+    # ── supervision ────────────────────────────────────────────────────────────────────────────
+
+    async def report(self) -> StageReport:
+        """What happened since the last report."""
+        counters = {
+            "tokens": float(self._tokens),
+            "rollouts": float(self._rollouts),
+            "paused_s": self._paused_s,
+        }
+        self._tokens, self._rollouts, self._paused_s = 0, 0, 0.0
+        return StageReport(
+            counters=counters,
+            gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
+            busy=self._activity.drain(),
+            waits_for="" if self._activity.depth else "prompts (admission)",
+        )
+
+    async def shutdown(self) -> None:
+        """Ends the engine's processes."""
+        self._engine.shutdown()
+
+
+def _rollout(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:
+    ids = np.asarray(output.token_ids, dtype=np.int32)
+    flat = output.logprobs
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32)[
+        np.asarray(flat.start_indices, dtype=int)
+    ]
+    spans = tuple(
+        VersionSpan(int(span.version), span.start, span.end)
+        for span in output.weight_versions or ()
+    )
+    return Rollout(
+        uid=uid,
+        prompt=prompt,
+        response_ids=ids,
+        rollout_logprobs=logprobs,
+        version_spans=spans,
+        finish_reason="stop" if output.finish_reason == "stop" else "length",
+    )

@@ -1,0 +1,124 @@
+"""The trainer's end of the weight sync: copies weights out, broadcasts them in packed chunks.
+
+    snapshot ──► host or device copy in wire dtype ──► send ──► chunk · chunk · chunk ──► engines
+
+The transport is gloo here; for NCCL the cluster passes in vLLM's own communicator, so that this
+package needs no vllm.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch.distributed import (  # type: ignore[attr-defined]
+    PrefixStore,
+    ProcessGroupGloo,
+    TCPStore,
+)
+
+from async_opd.core.weights import Rendezvous, WeightMeta, chunk_plan
+
+NamedWeights = Iterable[tuple[str, torch.Tensor]]
+
+
+class Transport(Protocol):
+    """A group in which this process is rank 0 and the engines' workers are the others."""
+
+    def open(self, world_size: int) -> Rendezvous:
+        """Opens the meeting point."""
+        ...
+
+    def connect(self) -> None:
+        """Waits for the others; raises when they do not come in time."""
+
+    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
+        """Sends all tensors, in order."""
+
+
+class GlooTransport:
+    """Chunks of bytes over torch's gloo process group."""
+
+    def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
+        self._host = host
+        self._timeout = timedelta(seconds=timeout_s)
+        self._chunk_bytes = chunk_bytes
+        self._world_size = 0
+        self._store: Any = None
+        self._group: Any = None
+
+    def open(self, world_size: int) -> Rendezvous:
+        """Starts a store on a free port of this host."""
+        self._world_size = world_size
+        self._store = TCPStore(
+            self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
+        )
+        return Rendezvous(
+            host=self._host,
+            port=self._store.port,
+            world_size=world_size,
+            timeout_s=self._timeout.total_seconds(),
+            chunk_bytes=self._chunk_bytes,
+        )
+
+    def connect(self) -> None:
+        """Joins as rank 0."""
+        self._group = ProcessGroupGloo(
+            PrefixStore("weights", self._store), 0, self._world_size, self._timeout
+        )
+
+    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
+        """One broadcast per chunk; each chunk is packed just before it is sent."""
+        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
+            self._group.broadcast(_pack(weights, chunk), 0).wait()
+
+
+def _pack(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor:
+    pieces = [weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk]
+    return torch.cat(pieces).cpu()
+
+
+class Publisher:
+    """Owns the snapshot. ``source`` yields the current weights under their checkpoint names."""
+
+    def __init__(
+        self, source: Callable[[], Iterator[tuple[str, torch.Tensor]]], transport: Transport
+    ) -> None:
+        self._source = source
+        self._transport = transport
+        self._snapshot: list[tuple[str, torch.Tensor]] = []
+
+    def open(self, world_size: int) -> Rendezvous:
+        """See Transport.open."""
+        return self._transport.open(world_size)
+
+    def connect(self) -> None:
+        """See Transport.connect."""
+        self._transport.connect()
+
+    def snapshot(self) -> WeightMeta:
+        """Copies the weights; the learner may go on changing its own afterwards."""
+        self._snapshot = [(name, tensor.detach().clone()) for name, tensor in self._source()]
+        return self.meta
+
+    @property
+    def meta(self) -> WeightMeta:
+        """What the snapshot holds."""
+        return WeightMeta(
+            names=tuple(name for name, _ in self._snapshot),
+            dtype_names=tuple(str(tensor.dtype).split(".")[-1] for _, tensor in self._snapshot),
+            shapes=tuple(tuple(tensor.shape) for _, tensor in self._snapshot),
+            itemsizes=tuple(tensor.dtype.itemsize for _, tensor in self._snapshot),
+        )
+
+    def send(self) -> None:
+        """Broadcasts the snapshot."""
+        self._transport.broadcast(self._snapshot, self.meta)
+
+
+def own_address() -> str:
+    """An address of this host that the other hosts of the cluster can reach."""
+    return socket.gethostbyname(socket.gethostname())
