@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -34,6 +33,7 @@ from async_opd.core.outbox import Outbox
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
 from async_opd.core.weights import Rendezvous, WeightMeta
+from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
 from rollouter.weights import register
 
@@ -44,17 +44,6 @@ PAUSE = {
 }
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: their
 KV cache is computed anew from their tokens, under the new weights."""
-
-
-@dataclass(frozen=True)
-class StudentEngineSpec:
-    """What it takes to build one replica; see ``async_opd.core.engine_args``."""
-
-    kwargs: dict[str, Any]
-    sampling: SamplingSpec
-    eos_ids: tuple[int, ...]
-    transfer_backend: str  # "gloo" or "nccl"
-    name: str
 
 
 class StudentReplica:
@@ -187,7 +176,8 @@ class StudentReplica:
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """What happened since the last report; raises if the engine has died."""
+        await self._engine.check_health()
         counters = {
             "tokens": float(self._tokens),
             "rollouts": float(self._rollouts),

@@ -34,7 +34,7 @@ class RollouterStage:
     """Implements ``async_opd.core.stages.Rollouter`` over replicas of one student."""
 
     def __init__(
-        self, replicas: Sequence[Replica], *, slots: int, group_size: int, max_tokens: int
+        self, replicas: Sequence[Replica], slots: int, group_size: int, max_tokens: int
     ) -> None:
         """``slots`` is the number of requests one engine works on at a time."""
         self._replicas = list(replicas)

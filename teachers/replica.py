@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
@@ -31,19 +29,7 @@ from async_opd.core.samples import (
     VersionSpan,
 )
 from async_opd.core.stages import SamplingSpec, StageReport
-
-
-@dataclass(frozen=True)
-class TeacherEngineSpec:
-    """What it takes to build one replica; see ``async_opd.core.engine_args``.
-
-    ``top_k`` 0 scores the sampled token only.
-    """
-
-    kwargs: dict[str, Any]
-    top_k: int
-    eos_ids: tuple[int, ...]
-    name: str
+from teachers.spec import TeacherEngineSpec
 
 
 class TeacherReplica:
@@ -128,7 +114,8 @@ class TeacherReplica:
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """What happened since the last report; raises if the engine has died."""
+        await self._engine.check_health()
         counters = {"tokens": float(self._tokens), "samples": float(self._samples)}
         self._tokens, self._samples = 0, 0
         return StageReport(

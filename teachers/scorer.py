@@ -39,15 +39,18 @@ class ScorerStage:
     """Implements ``async_opd.core.stages.TeacherScorer`` over the replicas of all teachers."""
 
     def __init__(
-        self, teachers: Mapping[str, Sequence[Replica]], queue: Queue, *, batch_size: int
+        self,
+        teachers: Mapping[str, Sequence[Replica]],
+        queue: Queue,
+        batch_sizes: Mapping[str, int],
     ) -> None:
-        """``batch_size`` is the most rollouts in one call to a replica."""
+        """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it."""
         self._teachers = {name: list(replicas) for name, replicas in teachers.items()}
         self._balancers = {
             name: Balancer(replicas, IN_FLIGHT) for name, replicas in self._teachers.items()
         }
         self._queue = queue
-        self._batch_size = batch_size
+        self._batch_sizes = dict(batch_sizes)
 
     async def run(self) -> None:
         """Scores until cancelled; the first failure ends all loops and is raised."""
@@ -59,7 +62,7 @@ class ScorerStage:
     async def _score(self, teacher: str) -> None:
         balancer, topic = self._balancers[teacher], rollouts_topic(teacher)
         while True:
-            lease = await self._queue.get(topic, self._batch_size)
+            lease = await self._queue.get(topic, self._batch_sizes[teacher])
             rollouts = Batch.join(lease.batches)
             tokens = sum(header.tokens for header in rollouts.headers)
             async with balancer.acquire(tokens) as replica:

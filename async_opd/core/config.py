@@ -1,7 +1,7 @@
 """What a run is: frozen pydantic sections; the docstring under a field is its documentation.
 
 Defaults are the recommended run. Loading a file, overrides and error messages are in
-``async_opd.core.load``; checks that need the files a config names are in ``async_opd.core.preflight``.
+``async_opd.core.load``; checks that need the files it names in ``async_opd.core.preflight``.
 Imports nothing heavier than pydantic.
 """
 
@@ -153,7 +153,7 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
     temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature; log-probabilities of rollouts are those of the tempered distribution."""
+    """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled distribution; 1 keeps it all."""
     engine: EngineConfig = EngineConfig()

@@ -83,3 +83,10 @@ class QueueClosed(AsyncOPDError):
 
 class LengthError(AsyncOPDError, ValueError):
     """A message whose arrays do not agree with each other."""
+
+
+def first_cause(error: BaseException) -> BaseException:
+    """The first real error inside of (nested) exception groups."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

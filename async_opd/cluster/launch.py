@@ -1,0 +1,228 @@
+"""Builds the cluster of a run: one actor per box, all of them at the same time.
+
+queue ─┬─ student/0 … student/N-1     rollouter
+├─ <teacher>/0 … per teacher   scorer
+└─ trainer                     (then: rendezvous of trainer and students)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_opd.cluster.host import Remote
+from async_opd.cluster.proxies import (
+    QueueProxy,
+    RollouterProxy,
+    ScorerProxy,
+    StudentProxy,
+    TeacherProxy,
+    TrainerProxy,
+)
+from async_opd.cluster.session import ray_session
+from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import Device, engine_env, engine_kwargs
+from async_opd.core.errors import StageError, first_cause
+from async_opd.core.stages import SCORED, SamplingSpec, rollouts_topic
+from async_opd.core.weight_sync import BroadcastSync
+from rollouter.spec import StudentEngineSpec
+from teachers.spec import TeacherEngineSpec
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Everything the pipeline talks to."""
+
+    queue: QueueProxy
+    rollouter: RollouterProxy
+    scorer: ScorerProxy
+    trainer: TrainerProxy
+    sync: BroadcastSync
+
+
+@asynccontextmanager
+async def launch(
+    config: RunConfig, *, device: Device, eos_ids: tuple[int, ...]
+) -> AsyncIterator[Stages]:
+    """Starts Ray and all actors; ends every one of their processes on the way out.
+
+    Raises EngineStartError naming the first box that did not come up.
+    """
+    async with ray_session(config):
+        boxes = _Boxes(config, device, eos_ids)
+        try:
+            yield await _build(boxes)
+        finally:
+            await boxes.close()
+
+
+async def _build(boxes: _Boxes) -> Stages:
+    config = boxes.config
+    queue = QueueProxy(await boxes.queue())
+    try:
+        async with asyncio.TaskGroup() as group:
+            student_tasks = [
+                group.create_task(boxes.student(index, queue))
+                for index in range(config.rollout.replicas)
+            ]
+            teacher_tasks = {
+                name: [
+                    group.create_task(boxes.teacher(name, index))
+                    for index in range(teacher.replicas)
+                ]
+                for name, teacher in config.teachers.items()
+            }
+            trainer_task = group.create_task(boxes.trainer(queue))
+    except ExceptionGroup as errors:
+        raise first_cause(errors) from errors
+    students = [task.result() for task in student_tasks]
+    teachers = {
+        name: [TeacherProxy(task.result()) for task in tasks]
+        for name, tasks in teacher_tasks.items()
+    }
+    trainer = TrainerProxy(trainer_task.result())
+    receivers = [StudentProxy(student) for student in students]
+    sync = BroadcastSync(
+        trainer,
+        receivers,
+        await asyncio.gather(*(student.ready() for student in receivers)),
+        on_sync=config.async_.on_sync,
+        timeout_s=config.sync.timeout_s,
+    )
+    await sync.connect()
+    rollouter = RollouterProxy(await boxes.rollouter(receivers))
+    scorer = ScorerProxy(await boxes.scorer(teachers, queue))
+    return Stages(queue, rollouter, scorer, trainer, sync)
+
+
+@dataclass
+class _Boxes:
+    """Starts each kind of actor, and remembers all of them."""
+
+    config: RunConfig
+    device: Device
+    eos_ids: tuple[int, ...]
+    started: list[Remote] = field(default_factory=list)
+    engines: list[Remote] = field(default_factory=list)
+
+    async def queue(self) -> Remote:
+        """The message queue."""
+        config = self.config
+        topics = (*(rollouts_topic(name) for name in config.teachers), SCORED)
+        limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
+        return await self._start("queue", "async_opd.core.queue:MessageQueue", (topics, *limits))
+
+    async def student(self, index: int, queue: QueueProxy) -> Remote:
+        """One replica of the student."""
+        config = self.config
+        rollout = config.rollout
+        name = f"student/{index}"
+        spec = StudentEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                rollout.engine,
+                model=config.student.model,
+                device=self.device,
+                tensor_parallel=rollout.tensor_parallel,
+                seed=config.seed + index,
+                trust_remote_code=config.student.trust_remote_code,
+            ),
+            sampling=SamplingSpec(
+                rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.n
+            ),
+            eos_ids=self.eos_ids,
+            transfer_backend=transfer_backend(config, self.device),
+        )
+        return await self._start(
+            name,
+            "rollouter.replica:StudentReplica",
+            (spec, queue),
+            engine_gpus=rollout.tensor_parallel,
+        )
+
+    async def teacher(self, teacher_name: str, index: int) -> Remote:
+        """One replica of a teacher."""
+        config = self.config
+        teacher = config.teachers[teacher_name]
+        name = f"teacher {teacher_name}/{index}"
+        spec = TeacherEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                teacher.engine,
+                model=teacher.model,
+                device=self.device,
+                tensor_parallel=teacher.tensor_parallel,
+                seed=config.seed,
+                trust_remote_code=teacher.trust_remote_code,
+            ),
+            top_k=getattr(config.loss, "top_k", 0),
+            eos_ids=self.eos_ids,
+        )
+        return await self._start(
+            name, "teachers.replica:TeacherReplica", (spec,), engine_gpus=teacher.tensor_parallel
+        )
+
+    async def trainer(self, queue: QueueProxy) -> Remote:
+        """The trainer."""
+        return await self._start(
+            "trainer",
+            "async_opd.cluster.trainer:build_trainer",
+            (self.config, self.device, queue),
+            env={"OMP_NUM_THREADS": str(self.config.train.threads)},
+            gpus=int(self.device == "cuda"),
+        )
+
+    async def rollouter(self, replicas: list[StudentProxy]) -> Remote:
+        """The rollout stage."""
+        rollout = self.config.rollout
+        args = (replicas, rollout.engine.max_num_seqs, rollout.n, rollout.max_tokens)
+        return await self._start("rollouter", "rollouter.rollouter:RollouterStage", args)
+
+    async def scorer(self, teachers: dict[str, list[TeacherProxy]], queue: QueueProxy) -> Remote:
+        """The scoring stage."""
+        sizes = {name: t.engine.max_num_seqs for name, t in self.config.teachers.items()}
+        return await self._start("scorer", "teachers.scorer:ScorerStage", (teachers, queue, sizes))
+
+    async def close(self) -> None:
+        """Shuts engines down, then kills every process."""
+        shutdowns = (
+            remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
+            for remote in self.engines
+        )
+        await asyncio.gather(*shutdowns, return_exceptions=True)  # a dead one needs no shutdown
+        for remote in self.started:
+            remote.kill()
+
+    async def _start(
+        self,
+        name: str,
+        factory: str,
+        args: tuple[Any, ...],
+        *,
+        env: dict[str, str] | None = None,
+        engine_gpus: int = 0,
+        gpus: int = 0,
+    ) -> Remote:
+        timeouts = self.config.timeouts
+        if engine_gpus:
+            env = engine_env(self.device)
+            gpus = engine_gpus if self.device == "cuda" else 0
+        remote = Remote.create(name, timeout_s=timeouts.request_s, env=env, gpus=gpus)
+        self.started.append(remote)
+        if engine_gpus:
+            self.engines.append(remote)
+        await remote.build(factory, args, timeouts.engine_start_s)
+        return remote
+
+
+def transfer_backend(config: RunConfig, device: Device) -> str:
+    """The collective library of the weight sync. StageError for nccl without a GPU."""
+    backend = config.sync.backend
+    if backend == "nccl" and device == "cpu":
+        raise StageError("weight sync", "sync.backend is nccl but the pools are on CPU", "use auto")
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return backend

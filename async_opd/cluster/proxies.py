@@ -1,0 +1,185 @@
+"""The stages' Protocols over Ray: each proxy turns a method call into one remote call."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from async_opd.cluster.host import Remote
+from async_opd.core.batch import Batch
+from async_opd.core.queue import Lease, TopicStats
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec, StageReport, StepReport
+from async_opd.core.weights import Rendezvous, WeightMeta
+
+ENDLESS = float("inf")
+"""For calls that wait for work; the pipeline's stall bound covers them."""
+
+
+class QueueProxy:
+    """``async_opd.core.stages.Queue`` in the queue actor. Batches travel by value."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def put(self, topic: str, batch: Batch) -> None:
+        """See MessageQueue.put."""
+        await self._remote.call("put", topic, batch, timeout_s=ENDLESS)
+
+    async def get(self, topic: str, at_most: int, at_least: int = 1) -> Lease:
+        """See MessageQueue.get."""
+        lease = await self._remote.call("get", topic, at_most, at_least, timeout_s=ENDLESS)
+        return cast(Lease, lease)
+
+    async def ack(self, topic: str, lease_id: int) -> bool:
+        """See MessageQueue.ack."""
+        return bool(await self._remote.call("ack", topic, lease_id))
+
+    async def nack(self, topic: str, lease_id: int) -> bool:
+        """See MessageQueue.nack."""
+        return bool(await self._remote.call("nack", topic, lease_id))
+
+    async def stats(self) -> dict[str, TopicStats]:
+        """See MessageQueue.stats."""
+        return cast(dict[str, TopicStats], await self._remote.call("stats"))
+
+
+class StudentProxy:
+    """A student replica: for the rollout stage and, as a receiver, for the weight sync."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def rollout(self, prompt: Prompt) -> int:
+        """See StudentReplica.rollout."""
+        return cast(int, await self._remote.call("rollout", prompt))
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """See StudentReplica.generate."""
+        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+
+    async def report(self) -> StageReport:
+        """See StudentReplica.report."""
+        return cast(StageReport, await self._remote.call("report"))
+
+    async def ready(self) -> int:
+        """See StudentReplica.ready."""
+        return cast(int, await self._remote.call("ready"))
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        """See StudentReplica.join."""
+        await self._remote.call("join", rendezvous, rank_offset)
+
+    async def pause(self, on_sync: str) -> None:
+        """See StudentReplica.pause."""
+        await self._remote.call("pause", on_sync)
+
+    async def receive(self, meta: WeightMeta) -> None:
+        """See StudentReplica.receive."""
+        await self._remote.call("receive", meta)
+
+    async def finish(self, version: int) -> None:
+        """See StudentReplica.finish."""
+        await self._remote.call("finish", version)
+
+    async def resume(self) -> None:
+        """See StudentReplica.resume."""
+        await self._remote.call("resume")
+
+
+class TeacherProxy:
+    """A teacher replica, for the scoring stage."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def score(self, batch: Batch) -> Batch:
+        """See TeacherReplica.score."""
+        return cast(Batch, await self._remote.call("score", batch))
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """See TeacherReplica.generate."""
+        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+
+    async def report(self) -> StageReport:
+        """See TeacherReplica.report."""
+        return cast(StageReport, await self._remote.call("report"))
+
+
+class RollouterProxy:
+    """``async_opd.core.stages.Rollouter`` in the rollout stage's actor."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def submit(self, prompts: Sequence[Prompt]) -> None:
+        """See RollouterStage.submit."""
+        await self._remote.call("submit", prompts, timeout_s=ENDLESS)
+
+    async def run(self) -> None:
+        """See RollouterStage.run."""
+        await self._remote.call("run", timeout_s=ENDLESS)
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """See RollouterStage.generate."""
+        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+
+    async def report(self) -> StageReport:
+        """See RollouterStage.report."""
+        return cast(StageReport, await self._remote.call("report"))
+
+
+class ScorerProxy:
+    """``async_opd.core.stages.TeacherScorer`` in the scoring stage's actor."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def run(self) -> None:
+        """See ScorerStage.run."""
+        await self._remote.call("run", timeout_s=ENDLESS)
+
+    async def generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        """See ScorerStage.generate."""
+        return cast(list[Rollout], await self._remote.call("generate", teacher, prompts, sampling))
+
+    async def report(self) -> dict[str, StageReport]:
+        """See ScorerStage.report."""
+        return cast(dict[str, StageReport], await self._remote.call("report"))
+
+
+class TrainerProxy:
+    """``async_opd.core.stages.Trainer``, and the sender of the weight sync."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def step(self) -> StepReport:
+        """See TrainerStage.step."""
+        return cast(StepReport, await self._remote.call("step", timeout_s=ENDLESS))
+
+    async def save(self, directory: str) -> None:
+        """See TrainerStage.save."""
+        await self._remote.call("save", directory)
+
+    async def report(self) -> StageReport:
+        """See TrainerStage.report."""
+        return cast(StageReport, await self._remote.call("report"))
+
+    async def open(self, world_size: int) -> Rendezvous:
+        """See TrainerStage.open."""
+        return cast(Rendezvous, await self._remote.call("open", world_size))
+
+    async def connect(self) -> None:
+        """See TrainerStage.connect."""
+        await self._remote.call("connect")
+
+    async def snapshot(self, version: int) -> WeightMeta:
+        """See TrainerStage.snapshot."""
+        return cast(WeightMeta, await self._remote.call("snapshot", version))
+
+    async def send(self) -> None:
+        """See TrainerStage.send."""
+        await self._remote.call("send")

@@ -1,0 +1,35 @@
+"""Builds the training stage inside of its actor."""
+
+from __future__ import annotations
+
+from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import Device
+from async_opd.core.stages import Queue
+from trainer.publish import GlooTransport, Publisher, Transport, own_address
+from trainer.stage import TrainerStage
+
+
+def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerStage:
+    """Learner, publisher and stage of rank 0."""
+    import torch
+    from trainer.learner import build_learner
+
+    torch.set_num_threads(config.train.threads)
+    learner = build_learner(config, device)
+    return TrainerStage(
+        learner,
+        Publisher(learner.named_weights, _transport(config, device)),
+        queue,
+        batch_size=config.train.batch_size,
+        model_dir=config.student.model,
+    )
+
+
+def _transport(config: RunConfig, device: Device) -> Transport:
+    host = own_address() if config.cluster.address else "127.0.0.1"
+    chunk_bytes = config.sync.chunk_mib << 20
+    if device == "cuda" and config.sync.backend != "gloo":
+        from rollouter.nccl_transport import NcclTransport
+
+        return NcclTransport(host, config.sync.timeout_s, chunk_bytes)
+    return GlooTransport(host, config.sync.timeout_s, chunk_bytes)

@@ -1,0 +1,202 @@
+"""The life of one sample, top to bottom: one small coroutine per arrow.
+
+     prompts ──admit──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
+                ▲           ▲                                               │
+                └─ version ─┴──────────────── push ◄────── snapshot ────────┘
+
+    admit     consumes prompts,          waits for the staleness budget and for room on a replica
+    rollouter (its own loop)             waits for prompts, the engine, room in the queue
+    scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
+    train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
+    push      consumes a snapshot,       waits for the evaluation of the version before
+
+Everything runs at the same time. Whatever ends with an error ends the run, with the stage's name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from async_opd.core.admission import Admission
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import StageError, StageTimeout, first_cause
+from async_opd.core.evaluation import Evaluation
+from async_opd.core.ledger import Ledger
+from async_opd.core.metering import Metering
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import Queue, Rollouter, StepReport, TeacherScorer, Trainer, WeightSync
+
+Result = TypeVar("Result")
+
+
+class Prompts(Protocol):
+    """A stream of prompts without end."""
+
+    def next(self, count: int) -> list[Prompt]: ...
+
+
+class Log(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def summarize(self, metrics: Mapping[str, float]) -> None: ...
+    def waits(self, waits: Mapping[str, str]) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+class Stages(Protocol):
+    """The boxes of the diagram."""
+
+    @property
+    def queue(self) -> Queue: ...
+    @property
+    def rollouter(self) -> Rollouter: ...
+    @property
+    def scorer(self) -> TeacherScorer: ...
+    @property
+    def trainer(self) -> Trainer: ...
+    @property
+    def sync(self) -> WeightSync: ...
+
+
+@dataclass
+class Pipeline:
+    """One run over given stages. ``run`` returns when every step is trained and evaluated."""
+
+    config: RunConfig
+    stages: Stages
+    prompts: Prompts
+    evaluation: Evaluation | None
+    log: Log
+
+    def __post_init__(self) -> None:
+        """The control plane: budget, accounts, meters."""
+        config = self.config
+        self.admission = Admission(
+            batch_size=config.train.batch_size,
+            sync_steps=config.async_.sync_steps,
+            staleness_threshold=config.async_.staleness_threshold,
+            steps=config.train.steps,
+        )
+        self.ledger = Ledger(config.rollout.n)
+        self.metering = Metering()
+        self._step = 0
+        self._pushing: asyncio.Task[None] | None = None
+        self._arrows = asyncio.TaskGroup()
+
+    async def run(self) -> None:
+        """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
+        try:
+            async with self._arrows as arrows:
+                endless: list[asyncio.Task[None]] = [
+                    arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
+                    arrows.create_task(_endless("scorer", self.stages.scorer.run())),
+                ]
+                await self._evaluate("eval_initial")
+                await self._evaluate_teachers()
+                endless.append(arrows.create_task(self._admit()))
+                await self._train()
+                await self._evaluate("eval")
+                for task in endless:
+                    task.cancel()
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def _admit(self) -> None:
+        """Prompts ──► Rollouter, as the staleness budget allows."""
+        group = self.config.rollout.n
+        while True:
+            groups = await self.admission.admit(group, at_most_groups=64)
+            prompts = self.prompts.next(groups)
+            self.ledger.admitted(prompts)
+            await self.stages.rollouter.submit(prompts)
+
+    async def _train(self) -> None:
+        """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
+        self.metering.start()
+        steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
+        for self._step in range(1, steps + 1):
+            report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
+            self.ledger.trained(report.trained)
+            if self._step % sync_steps == 0 or self._step == steps:
+                await self._pushed()
+                version = self.admission.version + 1
+                await self.stages.sync.snapshot(version)
+                self._pushing = self._arrows.create_task(self._push())
+            await self._meter(report)
+        await self._pushed()
+
+    async def _push(self) -> None:
+        """Snapshot ──► every rollout replica; then the budget of the new version is open."""
+        report = await self.stages.sync.push()
+        self.admission.advance(report.version)
+        self.metering.synced(report)
+        every = self.config.eval.every
+        if every and report.version % every == 0 and report.version < self.config.versions:
+            await self._evaluate("eval")
+
+    async def _pushed(self) -> None:
+        """Waits until the push before is done: versions go out one by one."""
+        if self._pushing is not None:
+            await self._bounded("the weight sync before", self._pushing)
+            self._pushing = None
+
+    async def _evaluate(self, prefix: str) -> None:
+        """The student's accuracy under exactly one weight version: no sync meanwhile."""
+        if self.evaluation is not None:
+            metrics = await self.evaluation.run(self.stages.rollouter.generate, prefix)
+            self._publish(metrics)
+
+    async def _evaluate_teachers(self) -> None:
+        if self.evaluation is not None and self.config.eval.teachers:
+            self._publish(await self.evaluation.run_teachers(self.stages.scorer.generate))
+
+    def _publish(self, metrics: Mapping[str, float]) -> None:
+        self.log.summarize(metrics)
+        self.log.log(self._step, metrics)
+        found = ", ".join(
+            f"{key.removesuffix('/accuracy')} {value:.1%}"
+            for key, value in metrics.items()
+            if key.endswith("/accuracy")
+        )
+        self.log.message(f"step {self._step}, version {self.admission.version}: {found}")
+
+    async def _meter(self, report: StepReport) -> None:
+        rollout, teachers, trainer, topics = await asyncio.gather(
+            self.stages.rollouter.report(),
+            self.stages.scorer.report(),
+            self.stages.trainer.report(),
+            self.stages.queue.stats(),
+        )
+        pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
+        metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
+        metrics["sync/version"] = float(self.admission.version)
+        metrics["rollout/admitted"] = float(self.admission.admitted)
+        metrics |= {f"ledger/{state}": float(n) for state, n in self.ledger.counts.items()}
+        self.log.waits(self.metering.waits)
+        self.log.log(report.step, metrics)
+
+    async def _bounded(self, what: str, work: Awaitable[Result]) -> Result:
+        """Awaits with the stall bound, and says what every pool waited for when it is reached."""
+        bound = self.config.timeouts.stall_s
+        try:
+            async with asyncio.timeout(bound):
+                return await work
+        except StageError:
+            raise
+        except TimeoutError as error:
+            waits = "; ".join(f"{pool}: {why}" for pool, why in self.metering.waits.items())
+            raise StageTimeout(
+                "pipeline",
+                f"waited {bound:g} s for {what}; what the pools waited for last: {waits or '?'}",
+                "raise timeouts.stall_s if a step can take so long",
+            ) from error
+
+
+async def _endless(name: str, work: Awaitable[None]) -> None:
+    """A stage's own loop: if it ends, that is an error with a name."""
+    await work
+    raise StageError(name, "its loop ended while the run was going on", "")

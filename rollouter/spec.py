@@ -1,0 +1,19 @@
+"""What it takes to build a student replica; imports nothing heavy, so that anyone may hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from async_opd.core.stages import SamplingSpec
+
+
+@dataclass(frozen=True)
+class StudentEngineSpec:
+    """One replica. ``kwargs`` come from ``async_opd.core.engine_args``."""
+
+    name: str
+    kwargs: dict[str, Any]
+    sampling: SamplingSpec
+    eos_ids: tuple[int, ...]
+    transfer_backend: str  # "gloo" or "nccl"
