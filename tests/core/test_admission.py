@@ -1,0 +1,86 @@
+"""Admission: the budget admitted ≤ (v + 1 + s)·K·B and who it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+from math import floor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.admission import Admission
+
+
+def admission(s: float = 0.0, k: int = 1, b: int = 4, steps: int = 100) -> Admission:
+    return Admission(batch_size=b, sync_steps=k, staleness_threshold=s, steps=steps)
+
+
+async def blocked(budget: Admission, samples: int = 1) -> bool:
+    task = asyncio.create_task(budget.admit(samples))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    done = task.done()
+    task.cancel()
+    return not done
+
+
+async def test_on_policy_admits_exactly_one_batch_per_version() -> None:
+    budget = admission()
+    assert await budget.admit(1, at_most_groups=99) == 4
+    assert await blocked(budget)
+
+
+async def test_a_new_version_opens_the_next_batch() -> None:
+    budget = admission()
+    await budget.admit(1, at_most_groups=99)
+    waiting = asyncio.create_task(budget.admit(1, at_most_groups=99))
+    await asyncio.sleep(0)
+    budget.advance(1)
+    assert await asyncio.wait_for(waiting, 1) == 4
+
+
+async def test_the_threshold_admits_its_share_of_the_next_version() -> None:
+    budget = admission(s=0.5, k=2)
+    assert await budget.admit(1, at_most_groups=99) == 12
+
+
+async def test_groups_are_whole() -> None:
+    budget = admission(s=0.5)
+    assert await budget.admit(4, at_most_groups=99) == 1
+    assert await blocked(budget, 4)
+
+
+async def test_no_more_is_admitted_than_the_run_trains() -> None:
+    budget = admission(s=9, steps=2)
+    assert await budget.admit(1, at_most_groups=99) == 8
+    assert budget.exhausted
+
+
+async def test_a_lost_sample_gives_its_place_to_another() -> None:
+    budget = admission()
+    await budget.admit(4)
+    budget.give_back(1)
+    assert await budget.admit(1) == 1
+
+
+def test_versions_never_go_back() -> None:
+    budget = admission()
+    budget.advance(2)
+    with pytest.raises(ValueError, match="from 2 to 1"):
+        budget.advance(1)
+
+
+@given(
+    st.integers(0, 50),
+    st.integers(0, 30).map(lambda tenths: tenths / 10),
+    st.integers(1, 8),
+    st.integers(1, 64),
+)
+def test_the_budget_is_the_formula_without_rounding_errors(
+    v: int, s: float, k: int, b: int
+) -> None:
+    budget = admission(s=s, k=k, b=b, steps=10**9)
+    budget.advance(v)
+    tenths = round(s * 10)
+    assert budget.budget == floor((10 * (v + 1) + tenths) * k * b // 10)
