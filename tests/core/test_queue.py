@@ -24,13 +24,14 @@ class ManualTimer:
         self.due: list[list[Any]] = []
 
     def __call__(self, delay: float, call: Callable[[], None]) -> Any:
+        due = self.due
         entry = [self.now + delay, call]
         self.due.append(entry)
 
         class Handle:
-            def cancel(handle) -> None:
-                if entry in self.due:
-                    self.due.remove(entry)
+            def cancel(self) -> None:
+                if entry in due:
+                    due.remove(entry)
 
         return Handle()
 

@@ -99,7 +99,7 @@ async def test_a_failing_part_is_named_with_its_cause(part: str) -> None:
 async def test_a_hanging_part_ends_in_a_timeout_that_names_it(part: str) -> None:
     weights = sync([], [Receiver([], hang=part)], timeout_s=0.01)
     await weights.snapshot(1)
-    with pytest.raises(WeightSyncError, match="took longer than 0.01 s"):
+    with pytest.raises(WeightSyncError, match=r"took longer than 0\.01 s"):
         await weights.push()
 
 
@@ -114,7 +114,7 @@ async def test_a_replica_that_received_half_of_the_weights_is_not_resumed() -> N
 
 def test_chunks_cover_every_tensor_once_in_order() -> None:
     plan = chunk_plan([5, 5, 20, 1, 1, 9], 10)
-    assert plan == [range(0, 2), range(2, 3), range(3, 5), range(5, 6)]
+    assert plan == [range(2), range(2, 3), range(3, 5), range(5, 6)]
 
 
 def test_no_tensors_need_no_chunk() -> None:

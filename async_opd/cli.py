@@ -1,0 +1,102 @@
+"""The command line: parses, prints, exits.
+
+    async_opd run CONFIG [a.b.c=value …] [--staleness-threshold F] [--sync-steps N] [--run-dir D]
+    async_opd check CONFIG …          prints the resolved config and the pools
+
+Exit codes: 0 done; 1 the run failed; 2 bad config or usage; 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from async_opd import __version__
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ConfigError
+
+OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.command(arguments))
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="async_opd", description=__doc__.split("\n")[0])
+    parser.add_argument("--version", action="version", version=f"async_opd {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name, command, text in (
+        ("run", _run, "distil: rollouts, scoring and training at the same time"),
+        ("check", _check, "check the input, print the resolved config and the pools"),
+    ):
+        sub = commands.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        sub.add_argument("config", help="YAML file")
+        sub.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="overrides")
+        sub.add_argument(
+            "--staleness-threshold", metavar="F", help="async.staleness_threshold: s in (v+1+s)·K·B"
+        )
+        sub.add_argument("--sync-steps", metavar="N", help="async.sync_steps: steps between syncs")
+        sub.add_argument("--run-dir", metavar="D", help="run_dir: where results go")
+    return parser
+
+
+def _load(arguments: argparse.Namespace) -> RunConfig:
+    from async_opd.core.load import load_config
+
+    flags = {
+        "async.staleness_threshold": arguments.staleness_threshold,
+        "async.sync_steps": arguments.sync_steps,
+        "run_dir": arguments.run_dir,
+    }
+    given = [f"{key}={value}" for key, value in flags.items() if value is not None]
+    return load_config(arguments.config, [*arguments.overrides, *given])
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from async_opd.core.devices import resolve_device
+    from async_opd.core.load import dump_config
+    from async_opd.core.preflight import pools, preflight
+
+    config = _load(arguments)
+    inputs = preflight(config, arguments.config)
+    if inputs.problems:
+        raise ConfigError(inputs.problems)
+    print(dump_config(config))
+    device = resolve_device(config)
+    table = Table("pool", "replicas", "device each", "model", title="pools")
+    for pool in pools(config):
+        each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
+        table.add_row(pool.name, str(pool.replicas), each, pool.model)
+    Console().print(table)
+    print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
+    return OK
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from async_opd.core.preflight import preflight
+
+    config = _load(arguments)
+    inputs = preflight(config, arguments.config)
+    if inputs.problems:
+        raise ConfigError(inputs.problems)
+    from async_opd.run import run
+
+    return run(config, inputs)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

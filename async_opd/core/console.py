@@ -1,0 +1,282 @@
+"""The run on a terminal (a live display) or in a log file (plain lines), and its end screen.
+
+Both are sinks: RunLog reports it when the terminal is gone. ``rich`` is imported when needed.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, TextIO
+
+from async_opd.core.board import Board, accuracies
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import AsyncOPDError
+from async_opd.core.sink import Summary
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+REFRESH_S = 0.25
+PLAIN_INTERVAL_S = 2.0
+PLAIN_WIDTH = 100
+
+
+def open_console(
+    config: RunConfig, clock: Callable[[], float] = time.time, file: TextIO | None = None
+) -> LiveConsole | PlainConsole | None:
+    """The console of ``log.console``, on ``file`` (stdout); None for ``off``."""
+    choice = config.log.console
+    if choice == "off":
+        return None
+    if choice == "auto":
+        terminal = terminal_on(file)
+        choice = "live" if terminal.is_terminal and not terminal.is_dumb_terminal else "plain"
+    board = Board(config, clock)
+    if choice == "live":
+        return LiveConsole(board, file)
+    return PlainConsole(board, file, clock)
+
+
+class LiveConsole:
+    """A display that refreshes 4 times a second in a thread, whether steps arrive or not."""
+
+    name = "console"
+
+    def __init__(self, board: Board, file: TextIO | None = None) -> None:
+        self.board = board
+        self._file = file
+        self._stopped = threading.Event()
+        self._failure: Exception | None = None
+
+    def start(self) -> None:
+        """Shows the display; what else prints to stdout scrolls above it."""
+        from rich.live import Live
+
+        self._terminal = terminal_on(self._file)
+        self._live = Live(get_renderable=self.render, console=self._terminal, auto_refresh=False)
+        self._live.start(refresh=True)
+        self._ticker = threading.Thread(target=self._tick, name="live-console", daemon=True)
+        self._ticker.start()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows new values. Raises AsyncOPDError if the display broke since."""
+        self.board.post(step, metrics)
+        if self._failure is not None:
+            raise AsyncOPDError(f"the live display stopped: {self._failure}") from self._failure
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Shows what pools wait for."""
+        self.board.post_waits(waits)
+
+    def message(self, text: str) -> None:
+        """Shows the text among the last messages."""
+        self.board.post_message(text)
+
+    def close(self, summary: Summary) -> None:
+        """Leaves the last state on the terminal, and the end screen below it."""
+        self._stopped.set()
+        self._ticker.join()
+        self._live.stop()
+        print_end(self._terminal, summary)
+
+    def render(self) -> RenderableType:
+        """The display as it is now."""
+        from rich.console import Group
+        from rich.text import Text
+
+        board = self.board
+        lines = [Text(text, style="dim", no_wrap=True) for text in board.messages]
+        facts = [Text(fact) for fact in (_numbers(board), _topics(board), _eval(board)) if fact]
+        return Group(_progress(board), _stages(board), *facts, *lines)
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(REFRESH_S):
+            try:
+                self._live.refresh()
+            except Exception as error:
+                self._failure = error
+                return
+
+
+class PlainConsole:
+    """Lines without colours: messages, and a step every 2 s at most (the first, the last too)."""
+
+    name = "console"
+
+    def __init__(
+        self,
+        board: Board,
+        file: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.board = board
+        self._file = file
+        self._clock = clock
+        self._printed_step = 0
+        self._printed_at: float | None = None
+
+    def start(self) -> None:
+        """Nothing to open."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Prints the step if it is new and a line is due."""
+        self.board.post(step, metrics)
+        now = self._clock()
+        due = self._printed_at is None or now - self._printed_at >= PLAIN_INTERVAL_S
+        if self.board.step > self._printed_step and (due or step >= self.board.steps):
+            self._print_step(now)
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Keeps what pools wait for; a line has no room for it."""
+        self.board.post_waits(waits)
+
+    def message(self, text: str) -> None:
+        """Prints the text."""
+        self._print(text)
+
+    def close(self, summary: Summary) -> None:
+        """Prints the last step, if it is not yet, and the end screen."""
+        if self.board.step > self._printed_step:
+            self._print_step(self._clock())
+        print_end(terminal_on(self._file, plain=True), summary)
+
+    def _print_step(self, now: float) -> None:
+        self._printed_step, self._printed_at = self.board.step, now
+        board = self.board
+        pools = [
+            f"{row.name} {_rate(row.tokens_per_s)} tok/s {_share(row.busy)} busy"
+            for row in board.stages
+            if row.tokens_per_s is not None or row.busy is not None
+        ]
+        parts = [f"step {board.step}/{board.steps}", _numbers(board), *pools, _times(board)]
+        self._print("  ".join(part for part in parts if part))
+
+    def _print(self, text: str) -> None:
+        print(text, file=self._file or sys.stdout, flush=True)
+
+
+def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
+    """A rich console that takes text as it is, and raises where rich would end the process."""
+    from rich.console import Console
+
+    class Terminal(Console):
+        """rich exits the process when the reader of a pipe is gone; the run must go on."""
+
+        def on_broken_pipe(self) -> None:
+            """Lets the BrokenPipeError through: rich calls this while it handles it."""
+            raise
+
+    if plain:
+        return Terminal(
+            file=file,
+            force_terminal=False,
+            color_system=None,
+            width=PLAIN_WIDTH,
+            markup=False,
+            emoji=False,
+            highlight=False,
+        )
+    return Terminal(file=file, markup=False, emoji=False, highlight=False)
+
+
+def print_end(terminal: Console, summary: Summary) -> None:
+    """Accuracy before, after and of the teachers; then where the results are and how it ended."""
+    from rich.table import Table
+
+    before, after, teacher = (
+        accuracies(summary.metrics, prefix) for prefix in ("eval_initial", "eval", "eval_teacher")
+    )
+    sources = list(dict.fromkeys([*before, *after, *teacher]))
+    if sources:
+        table = Table("data source", title="accuracy", title_justify="left")
+        for column in ("before", "after", "teacher"):
+            table.add_column(column, justify="right")
+        for source in sources:
+            table.add_row(source, *(_share(of.get(source), 1) for of in (before, after, teacher)))
+        terminal.print(table)
+    terminal.print(f"results   {summary.run_dir}", soft_wrap=True)
+    steps = f"{summary.steps} steps in {_duration(summary.seconds)}"
+    style = "bold green" if summary.status == "completed" else "bold red"
+    terminal.print(f"status    {summary.status}, {steps}", style=style, soft_wrap=True)
+    if summary.error:
+        terminal.print(f"error     {summary.error}", soft_wrap=True)
+
+
+def _progress(board: Board) -> RenderableType:
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 1), expand=True)
+    grid.add_column(no_wrap=True)
+    grid.add_column(ratio=1)
+    grid.add_column(no_wrap=True)
+    bar = ProgressBar(total=board.steps, completed=min(board.step, board.steps))
+    grid.add_row(f"step {board.step}/{board.steps}", bar, _times(board))
+    return grid
+
+
+def _stages(board: Board) -> RenderableType:
+    from rich import box
+    from rich.table import Table
+
+    table = Table("stage", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("tokens/s", justify="right")
+    table.add_column("busy", justify="right")
+    table.add_column("waits for", no_wrap=True, ratio=1)
+    for row in board.stages:
+        table.add_row(row.name, _rate(row.tokens_per_s), _share(row.busy), row.waits_for)
+    return table
+
+
+_NUMBERS = (
+    ("loss", "loss/total", "{:.4g}"),
+    ("grad norm", "train/grad_norm", "{:.3g}"),
+    ("lr", "train/lr", "{:.3g}"),
+    ("version", "sync/version", "{:.0f}"),
+    ("staleness mean", "staleness/mean", "{:.2f}"),
+    ("max", "staleness/max", "{:.0f}"),
+    ("overlap", "perf/overlap", "{:.0%}"),
+)
+
+
+def _numbers(board: Board) -> str:
+    """The scalars that are known."""
+    metrics = board.metrics
+    return "  ".join(
+        f"{label} {form.format(metrics[key])}" for label, key, form in _NUMBERS if key in metrics
+    )
+
+
+def _topics(board: Board) -> str:
+    rows = [f"{row.name} {row.ready:.0f} ready, {row.leased:.0f} leased" for row in board.topics]
+    return "queue  " + "  |  ".join(rows) if rows else ""
+
+
+def _eval(board: Board) -> str:
+    rows = [f"{source} {accuracy:.1%}" for source, accuracy in board.accuracies.items()]
+    return "accuracy  " + "  ".join(rows) if rows else ""
+
+
+def _times(board: Board) -> str:
+    left = board.left_s
+    return (
+        f"{_duration(board.elapsed_s)} elapsed, {_duration(left) if left is not None else '?'} left"
+    )
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
+
+
+def _share(value: float | None, digits: int = 0) -> str:
+    return "-" if value is None else f"{value:.{digits}%}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,74 @@
+"""Graders: (response text, row) → 0 to 1."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+from async_opd.core.errors import StageError
+from async_opd.core.sources import Row
+
+Grader = Callable[[str, Row], float]
+
+
+def load_grader(name: str) -> Grader:
+    """``exact``, ``math_verify`` or ``module:function``; reasoning-gym rows by their own verifier.
+
+    Raises ImportError, AttributeError or ValueError if there is no such grader.
+    """
+    chosen = _named(name)
+
+    def grade(response: str, row: Row) -> float:
+        grader = reasoning_gym if "reasoning_gym" in row.fields else chosen
+        try:
+            value = float(grader(response, row))
+        except Exception as error:
+            raise StageError(
+                "grader",
+                f"{name} failed on row {row.uid}: {type(error).__name__}: {error}",
+                "a grader must return a number from 0 to 1 for every response",
+            ) from error
+        if not 0 <= value <= 1:
+            raise StageError("grader", f"{name} returned {value} on row {row.uid}, not 0 to 1")
+        return value
+
+    return grade
+
+
+def _named(name: str) -> Grader:
+    if name == "exact":
+        return exact
+    if name == "math_verify":
+        importlib.import_module("math_verify")
+        return math_verify
+    module, colon, function = name.partition(":")
+    if not colon:
+        raise ValueError(f"{name!r} is neither exact, math_verify nor module:function")
+    grader = getattr(importlib.import_module(module), function)
+    if not callable(grader):
+        raise ValueError(f"{name} is {type(grader).__name__}, not a function")
+    return grader  # type: ignore[no-any-return]
+
+
+def exact(response: str, row: Row) -> float:
+    """1 if the response is the answer, white space around both left out."""
+    return float(row.answer is not None and response.strip() == row.answer.strip())
+
+
+def math_verify(response: str, row: Row) -> float:
+    """1 if both are the same mathematical value. Without signals: it may run in any thread."""
+    from math_verify import parse, verify
+
+    gold = parse(str(row.answer), parsing_timeout=None)
+    found = parse(response, parsing_timeout=None)
+    return float(verify(gold, found, timeout_seconds=None))
+
+
+def reasoning_gym(response: str, row: Row) -> float:
+    """The task's own score."""
+    import reasoning_gym as gym
+
+    entry: dict[str, Any] = row.fields
+    score = gym.get_score_answer_fn(entry["reasoning_gym"])
+    return float(score(answer=response.strip(), entry=entry))

@@ -1,0 +1,89 @@
+"""An endless, deterministic stream of prompts from several sources, mixed by weight.
+
+    rows of each source ──shuffled per epoch──┐
+    rows of each source ──shuffled per epoch──┴─ by weight ──► Prompt, Prompt, …
+
+The cursor is one integer: the same seed, sources and cursor give the same prompts.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from async_opd.core.samples import Prompt
+from async_opd.core.sources import Row
+from async_opd.core.text import PromptText
+
+Encode = Callable[[PromptText], list[int]]
+Route = Callable[[str], str | None]
+
+
+def to_prompt(row: Row, encode: Encode, route: Route, epoch: int = 0) -> Prompt:
+    """Tokenizes and routes a row; its uid says the epoch too. KeyError without a teacher."""
+    teacher = route(row.data_source)
+    if teacher is None:
+        raise KeyError(f"no teacher for data source {row.data_source!r} (row {row.uid})")
+    ids = np.asarray(encode(row.prompt), dtype=np.int32)
+    return Prompt(f"{row.uid}#{epoch}", row.data_source, teacher, ids)
+
+
+class PromptStream:
+    """Rows of several sources by weight, each source from start to end, epoch after epoch."""
+
+    def __init__(
+        self,
+        sources: Sequence[Sequence[Row]],
+        weights: Sequence[float],
+        encode: Encode,
+        route: Route,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        cursor: int = 0,
+    ) -> None:
+        self._sources = [list(rows) for rows in sources]
+        self._weights = list(weights)
+        self._encode, self._route = encode, route
+        self._seed, self._shuffle = seed, shuffle
+        self._taken = [0] * len(sources)
+        self._orders: dict[int, tuple[int, list[int]]] = {}
+        self._cursor = 0
+        for _ in range(cursor):
+            self._advance()
+
+    @property
+    def cursor(self) -> int:
+        """Prompts taken so far."""
+        return self._cursor
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next prompts."""
+        return [self._prompt(*self._advance()) for _ in range(count)]
+
+    def _advance(self) -> tuple[int, int]:
+        """The source that is furthest behind its share, and how many it gave before."""
+        source = min(
+            range(len(self._sources)), key=lambda i: ((self._taken[i] + 1) / self._weights[i], i)
+        )
+        taken = self._taken[source]
+        self._taken[source] += 1
+        self._cursor += 1
+        return source, taken
+
+    def _prompt(self, source: int, taken: int) -> Prompt:
+        rows = self._sources[source]
+        epoch, position = divmod(taken, len(rows))
+        row = rows[self._order(source, epoch)[position]]
+        return to_prompt(row, self._encode, self._route, epoch)
+
+    def _order(self, source: int, epoch: int) -> list[int]:
+        known = self._orders.get(source)
+        if known is None or known[0] != epoch:
+            order = list(range(len(self._sources[source])))
+            if self._shuffle:
+                random.Random(f"{self._seed}/{source}/{epoch}").shuffle(order)
+            known = self._orders[source] = (epoch, order)
+        return known[1]

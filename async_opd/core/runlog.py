@@ -1,0 +1,181 @@
+"""The record of a run: files that must be written, and sinks that may fail.
+
+    log ──┬──► metrics.jsonl           message ──┬──► run.log         finish ──► summary.json
+          └──► sinks (wandb, console)            └──► sinks                  └──► sinks close
+
+Everything is called from the driver's event loop. A file that cannot be written ends the run with
+OSError; a sink that fails is reported once, counted (``log/sink_failures``), and never ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from async_opd.core.atomic_file import write_atomically
+from async_opd.core.config import RunConfig
+from async_opd.core.console import open_console
+from async_opd.core.sink import Sink, Status, Summary
+from async_opd.core.wandb_sink import WandbSink
+
+SINK_FAILURES = "log/sink_failures"
+
+
+class RunLog:
+    """Writes a run directory's ``metrics.jsonl``, ``run.log`` and ``summary.json``.
+
+    A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
+    ``sinks`` replaces those the config asks for; they are closed in order.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        clock: Callable[[], float] = time.time,
+        sinks: list[Sink] | None = None,
+    ) -> None:
+        self.failures = 0
+        self._run_dir = run_dir
+        self._clock = clock
+        self._wanted = _configured(config, run_dir, clock) if sinks is None else sinks
+        self._sinks: list[Sink] = []
+        self._reported: set[str] = set()
+        self._not_finite: set[str] = set()
+        self._last: dict[str, float] = {}
+        self._summarized: dict[str, float] = {}
+        self._steps = 0
+        self._finished = False
+
+    def __enter__(self) -> Self:
+        """Opens the files (appending) and starts the sinks, which may take a while."""
+        self._run_dir.mkdir(parents=True, exist_ok=True)
+        self._started = self._clock()
+        self._metrics_file = self._open("metrics.jsonl")
+        self._messages_file = self._open("run.log")
+        for sink in reversed(self._wanted):
+            if self._guard(sink, lambda sink: sink.start()):
+                self._sinks.insert(0, sink)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finishes the run if nobody did."""
+        if error is None:
+            self.finish("failed", "the run's log was closed before the run said how it ended")
+        elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            self.finish("interrupted")
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line and forwards it. A step may come several times, with other metrics."""
+        self._steps = max(self._steps, step)
+        self._warn(metrics)
+        if self.failures:
+            metrics = {**metrics, SINK_FAILURES: float(self.failures)}
+        self._last |= metrics
+        line = {"step": step, "time": self._clock(), **_finite(metrics)}
+        self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._each(lambda sink: sink.log(step, metrics))
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the values for the summary, where they win over logged ones."""
+        self._summarized |= metrics
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Tells the sinks what each pool waits for ('' if it computes)."""
+        self._each(lambda sink: sink.waits(waits))
+
+    def message(self, text: str) -> None:
+        """A line to ``run.log``, with the time, and to the sinks."""
+        moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
+        self._messages_file.write(f"{moment} {text}\n")
+        self._each(lambda sink: sink.message(text))
+
+    def finish(self, status: Status, error: str | None = None) -> None:
+        """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.
+
+        The summary is on the disk before a sink is closed, and again if closing one failed.
+        """
+        if self._finished:
+            return
+        self._finished = True
+        self.message(f"{status}: {error}" if error else status)
+        summary = self._write_summary(status, error)
+        for sink in self._sinks:
+            self._guard(sink, lambda sink: sink.close(summary))
+        if self.failures != summary.metrics[SINK_FAILURES]:
+            self._write_summary(status, error)
+        self._metrics_file.close()
+        self._messages_file.close()
+
+    def _open(self, name: str) -> TextIO:
+        """Line-buffered: what was logged is in the file, whatever becomes of the process."""
+        return (self._run_dir / name).open("a", encoding="utf-8", buffering=1)
+
+    def _write_summary(self, status: Status, error: str | None) -> Summary:
+        summary = Summary(
+            status=status,
+            error=error,
+            steps=self._steps,
+            seconds=self._clock() - self._started,
+            run_dir=self._run_dir,
+            metrics=self._last | self._summarized | {SINK_FAILURES: float(self.failures)},
+        )
+        content = asdict(summary) | {
+            "run_dir": str(self._run_dir),
+            "metrics": _finite(summary.metrics),
+        }
+        text = json.dumps(content, indent=2, allow_nan=False)
+        write_atomically(self._run_dir / "summary.json", text + "\n")
+        return summary
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """Names each metric that is not a finite number, once."""
+        for key, value in metrics.items():
+            if not math.isfinite(value) and key not in self._not_finite:
+                self._not_finite.add(key)
+                self.message(f"{key} is {value}; metrics.jsonl has null where it is not finite")
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in self._sinks:
+            self._guard(sink, call)
+
+    def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
+        """Whether the call succeeded. Every failure is counted, a sink's first one is reported."""
+        try:
+            call(sink)
+        except Exception as error:
+            self.failures += 1
+            if sink.name not in self._reported:
+                self._reported.add(sink.name)
+                self.message(
+                    f"{sink.name} failed: {type(error).__name__}: {error} (the run goes on, "
+                    f"metrics.jsonl is complete; further failures are counted in {SINK_FAILURES})"
+                )
+            return False
+        return True
+
+
+def _configured(config: RunConfig, run_dir: Path, clock: Callable[[], float]) -> list[Sink]:
+    """The sinks the config asks for. The console is last: it tells how closing the others went."""
+    sinks: list[Sink] = [] if config.log.wandb == "off" else [WandbSink(config, run_dir)]
+    console = open_console(config, clock)
+    return sinks if console is None else [*sinks, console]
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in metrics.items()}

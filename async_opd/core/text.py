@@ -1,0 +1,102 @@
+"""Text and token ids: the student's tokenizer and chat template, without transformers.
+
+Loaded once, in the driver. Tested to agree with transformers' AutoTokenizer.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer
+
+PromptText = str | list[dict[str, Any]]
+
+
+class Text:
+    """Encodes prompts and decodes responses with the files of a model directory."""
+
+    def __init__(
+        self, model_dir: str | Path, chat_template: Literal["auto", "always", "never"] = "auto"
+    ) -> None:
+        self._dir = Path(model_dir)
+        self._tokenizer = Tokenizer.from_file(str(self._dir / "tokenizer.json"))
+        self._mode = chat_template
+
+    def encode(self, prompt: PromptText) -> list[int]:
+        """Token ids of a prompt. ValueError for chat messages without a chat template."""
+        if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
+            if self._mode == "always":
+                raise ValueError(f"data.chat_template is always, but {self._dir} has none")
+            return list(self._tokenizer.encode(prompt).ids)
+        if self.template is None or self._mode == "never":
+            raise ValueError(
+                f"the prompt is a list of chat messages, but {self._dir} has no chat template, or "
+                "data.chat_template is never"
+            )
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        rendered = self._render(messages)
+        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of a response, special tokens left out."""
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))
+
+    @property
+    def size(self) -> int:
+        """Tokens of the vocabulary, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @cached_property
+    def template(self) -> str | None:
+        """The chat template, if the model has one."""
+        file = self._dir / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text(encoding="utf-8")
+        template = read_json(self._dir / "tokenizer_config.json").get("chat_template")
+        if isinstance(template, list):
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.globals["raise_exception"] = _raise
+        config = read_json(self._dir / "tokenizer_config.json")
+        special = {
+            name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
+        }
+        return environment.from_string(str(self.template)).render(
+            messages=messages,
+            add_generation_prompt=True,
+            **{name: value for name, value in special.items() if value is not None},
+        )
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object, or an empty one if there is no such file."""
+    if not file.is_file():
+        return {}
+    value = json.loads(file.read_text(encoding="utf-8"))
+    return value if isinstance(value, dict) else {}
+
+
+def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end a response: generation_config.json, else config.json."""
+    for name in ("generation_config.json", "config.json"):
+        value = read_json(Path(model_dir) / name).get("eos_token_id")
+        if value is not None:
+            return tuple(value) if isinstance(value, list) else (int(value),)
+    return ()
+
+
+def _content(token: Any) -> str | None:
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _raise(message: str) -> None:
+    raise ValueError(f"the chat template refuses these messages: {message}")

@@ -1,0 +1,108 @@
+"""Metrics to Weights & Biases: online, or into ``run_dir/wandb`` for a later ``wandb sync``."""
+
+from __future__ import annotations
+
+import netrc
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import urlsplit
+
+from async_opd.core.config import RunConfig
+from async_opd.core.sink import Summary
+
+if TYPE_CHECKING:
+    import wandb
+
+Mode = Literal["online", "offline", "disabled"]
+
+INIT_TIMEOUT_S = 30.0
+_SECRET = re.compile(r"(^|_|-)(api_?key|key|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
+
+
+class WandbSink:
+    """One wandb run. ``start`` and ``close`` are bounded; logging only hands data over."""
+
+    name = "wandb"
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._run: wandb.Run | None = None
+
+    def start(self) -> None:
+        """Opens the wandb run; raises what ``wandb.init`` raises, after its time limit at most."""
+        import wandb
+
+        wanted = self._config.log.wandb
+        self._run = wandb.init(
+            project=self._config.log.project,
+            name=self._config.name,
+            dir=str(self._run_dir),
+            mode=_auto_mode() if wanted == "auto" else _MODES[wanted],
+            config=without_secrets(self._config.model_dump(mode="json", by_alias=True)),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=self._config.timeouts.shutdown_s,
+                finish_timeout_raises=True,
+            ),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; ``step`` is a column, because a step may come several times."""
+        if self._run is not None:
+            self._run.log({"step": step, **metrics})
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Nothing: wandb takes numbers."""
+
+    def message(self, text: str) -> None:
+        """Nothing: wandb takes numbers."""
+
+    def close(self, summary: Summary) -> None:
+        """Sets wandb's summary and ends the wandb run, as failed unless the run completed."""
+        run, self._run = self._run, None
+        if run is not None:
+            run.summary.update({**summary.metrics, "status": summary.status})
+            run.finish(exit_code=0 if summary.status == "completed" else 1)
+
+
+_MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}
+
+
+def _auto_mode() -> Mode:
+    """Online if wandb has credentials; WANDB_MODE can keep it from going online."""
+    import wandb
+
+    settings = wandb.setup().settings
+    if settings.mode in ("offline", "dryrun"):
+        return "offline"
+    if settings.mode == "disabled":
+        return "disabled"
+    logged_in = (
+        any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        or bool(settings.api_key)
+        or _in_netrc(urlsplit(settings.base_url).hostname or "")
+    )
+    return "online" if logged_in else "offline"
+
+
+def _in_netrc(host: str) -> bool:
+    """Whether the netrc file that ``wandb login`` writes has an entry for the server."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    return path.exists() and host in netrc.netrc(path).hosts
+
+
+def without_secrets(value: Any, key: str = "") -> Any:
+    """A copy in which the values of keys such as ``hf_token`` or ``api_key`` are hidden."""
+    if isinstance(value, Mapping):
+        return {name: without_secrets(entry, str(name)) for name, entry in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(entry) for entry in value]
+    return "<hidden>" if isinstance(value, str) and _SECRET.search(key) else value
