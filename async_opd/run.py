@@ -6,7 +6,6 @@ completed → 0        failed → 1        SIGINT or SIGTERM → saved, interrup
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from pathlib import Path
@@ -34,8 +33,9 @@ COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
 
 def run(config: RunConfig, inputs: Inputs) -> int:
     """Runs to the end; returns the exit code."""
-    run_dir = Path(config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    config = config.model_copy(update={"run_dir": str(run_dir)})
+    name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(name).absolute()
+    config = config.model_copy(update={"run_dir": name})
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     with RunLog(config, run_dir) as log:
@@ -95,7 +95,7 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
 
 
 async def _save(stages: Stages, run_dir: Path, log: RunLog) -> None:
-    await stages.trainer.save(os.path.abspath(run_dir / "model"))
+    await stages.trainer.save(str(run_dir / "model"))
     log.message(f"the student is in {run_dir / 'model'}")
 
 

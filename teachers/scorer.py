@@ -1,6 +1,6 @@
 """The scoring stage: moves rollouts through their teachers.
 
-    topic rollouts/<teacher> ──lease──► balancer ──► replica.score ──► topic scored, then ack
+    topic rollouts/<teacher> ──lease──► balancer ──► replica.score ──► topic scored; ack with the next get
 
 One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
 produces samples, waits for rollouts, for a free place on a replica and for room in the queue.
@@ -14,7 +14,6 @@ from typing import Protocol
 
 from async_opd.core.balancer import Balancer
 from async_opd.core.batch import Batch
-from async_opd.core.errors import StageError
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
@@ -61,19 +60,15 @@ class ScorerStage:
 
     async def _score(self, teacher: str) -> None:
         balancer, topic = self._balancers[teacher], rollouts_topic(teacher)
+        done: int | None = None
         while True:
-            lease = await self._queue.get(topic, self._batch_sizes[teacher])
+            lease = await self._queue.get(topic, self._batch_sizes[teacher], ack=done)
             rollouts = Batch.join(lease.batches)
             tokens = sum(header.tokens for header in rollouts.headers)
             async with balancer.acquire(tokens) as replica:
                 samples = await replica.score(rollouts)
-            if not await self._queue.ack(topic, lease.id):
-                raise StageError(
-                    f"teacher {teacher}",
-                    f"{len(rollouts)} rollouts were scored too late: their lease had expired",
-                    "raise queue.lease_s, or give the teacher more replicas",
-                )
             await self._queue.put(SCORED, samples)
+            done = lease.id
 
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec

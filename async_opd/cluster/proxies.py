@@ -26,14 +26,16 @@ class QueueProxy:
         """See MessageQueue.put."""
         await self._remote.call("put", topic, batch, timeout_s=ENDLESS)
 
-    async def get(self, topic: str, at_most: int, at_least: int = 1) -> Lease:
+    async def get(
+        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+    ) -> Lease:
         """See MessageQueue.get."""
-        lease = await self._remote.call("get", topic, at_most, at_least, timeout_s=ENDLESS)
+        lease = await self._remote.call("get", topic, at_most, at_least, ack, timeout_s=ENDLESS)
         return cast(Lease, lease)
 
-    async def ack(self, topic: str, lease_id: int) -> bool:
+    async def ack(self, topic: str, lease_id: int) -> None:
         """See MessageQueue.ack."""
-        return bool(await self._remote.call("ack", topic, lease_id))
+        await self._remote.call("ack", topic, lease_id)
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See MessageQueue.nack."""

@@ -5,6 +5,7 @@
     ├── StageError         a replica, stage or actor failed or died       exit code 1
     │   ├── EngineStartError
     │   ├── WeightSyncError
+    │   ├── LeaseExpired
     │   └── StageTimeout   (also a TimeoutError)
     ├── QueueClosed        the topic was closed: no sample will come any more
     └── LengthError        a message whose arrays do not agree with each other (also a ValueError)
@@ -71,6 +72,18 @@ class EngineStartError(StageError):
 
 class WeightSyncError(StageError):
     """New weights did not reach a rollout replica."""
+
+
+class LeaseExpired(StageError):
+    """Samples were acknowledged after their lease had expired: others may work on them too."""
+
+    def __init__(self, topic: str, lease_id: int) -> None:
+        super().__init__(
+            f"topic {topic}",
+            f"lease {lease_id} had expired before it was acknowledged",
+            "raise queue.lease_s above the longest time a batch takes, or add replicas",
+        )
+        self.args = (topic, lease_id)
 
 
 class StageTimeout(StageError, TimeoutError):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import QueueClosed
+from async_opd.core.errors import LeaseExpired, QueueClosed
 
 
 class Cancellable(Protocol):
@@ -286,13 +286,18 @@ class MessageQueue:
         """See Topic.put."""
         await self._topics[topic].put(batch)
 
-    async def get(self, topic: str, at_most: int, at_least: int = 1) -> Lease:
-        """See Topic.get."""
+    async def get(
+        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+    ) -> Lease:
+        """Acknowledges lease ``ack`` of the same topic first, in the same call; see Topic.get."""
+        if ack is not None:
+            await self.ack(topic, ack)
         return await self._topics[topic].get(at_most, at_least)
 
-    async def ack(self, topic: str, lease_id: int) -> bool:
-        """See Topic.ack."""
-        return self._topics[topic].ack(lease_id)
+    async def ack(self, topic: str, lease_id: int) -> None:
+        """See Topic.ack. Raises LeaseExpired."""
+        if not self._topics[topic].ack(lease_id):
+            raise LeaseExpired(topic, lease_id)
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See Topic.nack."""

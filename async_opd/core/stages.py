@@ -32,13 +32,17 @@ class Queue(Protocol):
     async def put(self, topic: str, batch: Batch) -> None:
         """Appends a batch; waits for room. Raises QueueClosed."""
 
-    async def get(self, topic: str, at_most: int, at_least: int = 1) -> Lease:
-        """Waits for ``at_least`` samples and takes up to ``at_most``. Raises QueueClosed."""
+    async def get(
+        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+    ) -> Lease:
+        """Waits for ``at_least`` samples and takes up to ``at_most``; acknowledges ``ack`` first.
+
+        Raises QueueClosed or LeaseExpired.
+        """
         ...
 
-    async def ack(self, topic: str, lease_id: int) -> bool:
-        """The lease's samples are done with; False if the lease had expired."""
-        ...
+    async def ack(self, topic: str, lease_id: int) -> None:
+        """The lease's samples are done with. Raises LeaseExpired."""
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """The lease's samples go back to the front of the topic."""

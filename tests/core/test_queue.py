@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import QueueClosed
+from async_opd.core.errors import LeaseExpired, QueueClosed
 from async_opd.core.queue import MessageQueue, Topic
 from tests.conftest import make_rollout
 
@@ -232,3 +232,22 @@ def test_every_sample_is_acknowledged_exactly_once_whatever_consumers_do(
             await queue.put(batch(*group))
 
     assert asyncio.run(run()) == [uid for group in names for uid in group]
+
+
+async def test_a_get_can_acknowledge_the_lease_before() -> None:
+    queue = MessageQueue(("a",), 10, 1 << 20, 10.0)
+    await queue.put("a", batch("x/0"))
+    await queue.put("a", batch("y/0"))
+    first = await queue.get("a", 1)
+    await queue.get("a", 1, ack=first.id)
+    assert (await queue.stats())["a"].acked == 1
+
+
+async def test_a_late_acknowledgement_is_an_error_with_a_remedy() -> None:
+    timer = ManualTimer()
+    queue = MessageQueue(("a",), 10, 1 << 20, 10.0, timer)
+    await queue.put("a", batch("x/0"))
+    lease = await queue.get("a", 1)
+    timer.advance(11)
+    with pytest.raises(LeaseExpired, match=r"queue\.lease_s"):
+        await queue.ack("a", lease.id)

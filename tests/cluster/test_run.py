@@ -1,0 +1,232 @@
+"""``async_opd run`` as a user runs it: real vLLM, a real Ray cluster, real wandb (offline)."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from async_opd.core.load import load_config
+from async_opd.core.text import Text
+
+pytestmark = pytest.mark.engine
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
+BOUND_S = 240
+
+
+@dataclass
+class Run:
+    """A finished run and what it left."""
+
+    code: int
+    output: str
+    directory: Path
+    left: list[str]
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        return dict(json.loads((self.directory / "summary.json").read_text()))
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        lines = (self.directory / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+class Running:
+    """``async_opd run`` in a process of its own."""
+
+    def __init__(self, directory: Path, *overrides: str) -> None:
+        self.directory = directory
+        command = [sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE), *SHORT, *overrides]
+        self.output = (directory.parent / f"{directory.name}.txt").open("w+")
+        self.process = subprocess.Popen(
+            [*command, "--run-dir", str(directory)], stdout=self.output, stderr=subprocess.STDOUT
+        )
+        self.family: dict[int, psutil.Process] = {}
+
+    def until(self, text: str) -> None:
+        """Waits until the output holds a text."""
+        deadline = time.monotonic() + BOUND_S
+        while text not in self.read():
+            assert self.process.poll() is None, self.read()
+            assert time.monotonic() < deadline, self.read()
+            self.look()
+            time.sleep(0.2)
+
+    def look(self) -> None:
+        """Remembers all processes below the run."""
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            self.family[child.pid] = child
+
+    def read(self) -> str:
+        self.output.flush()
+        return Path(self.output.name).read_text()
+
+    def end(self) -> Run:
+        """Waits for the exit; gives leftovers a few seconds to be gone."""
+        code = self.process.wait(BOUND_S)
+        _, left = psutil.wait_procs(list(self.family.values()), timeout=15)
+        names = [" ".join(p.cmdline())[:80] for p in left if p.is_running()]
+        return Run(code, self.read(), self.directory, names)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(tmp_path_factory.mktemp("runs") / "done", "rollout.replicas=2")
+    running.until("everything is up")
+    running.look()
+    return running.end()
+
+
+def test_a_run_exits_0(done: Run) -> None:
+    assert done.code == 0, done.output
+
+
+def test_its_summary_says_completed(done: Run) -> None:
+    assert done.summary["status"] == "completed"
+
+
+def test_it_leaves_no_process_behind(done: Run) -> None:
+    assert done.left == []
+
+
+def test_every_step_is_in_the_metrics(done: Run) -> None:
+    steps = [line["step"] for line in done.metrics if "loss/total" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_have_the_names_of_the_design(done: Run) -> None:
+    line = [line for line in done.metrics if "loss/total" in line][-1]
+    for prefix in ("rollout/", "teacher/sort/", "teacher/reverse/", "queue/scored/", "train/"):
+        assert any(key.startswith(prefix) for key in line)
+
+
+def test_accuracy_is_there_before_and_after_for_every_data_source(done: Run) -> None:
+    for source in ("sort", "reverse"):
+        assert f"eval_initial/{source}/accuracy" in done.summary["metrics"]
+        assert f"eval/{source}/accuracy" in done.summary["metrics"]
+
+
+def test_the_teachers_know_their_own_task(done: Run) -> None:
+    for source in ("sort", "reverse"):
+        assert done.summary["metrics"][f"eval_teacher/{source}/accuracy"] >= 0.97
+
+
+def test_all_samples_were_trained(done: Run) -> None:
+    assert done.summary["metrics"]["ledger/trained"] == 6 * 128
+
+
+def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
+    config = load_config(done.directory / "config.yaml")
+    expected = load_config(EXAMPLE, [*SHORT, "rollout.replicas=2", f"run_dir={done.directory}"])
+    assert config == expected
+
+
+def test_wandb_wrote_an_offline_run(done: Run) -> None:
+    assert list((done.directory / "wandb").glob("offline-run-*"))
+
+
+def test_the_trace_is_there(done: Run) -> None:
+    assert json.loads((done.directory / "trace.json").read_text())["traceEvents"]
+
+
+def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(done.directory / "model", dtype=torch.float32)
+    text = Text(done.directory / "model")
+    rows = [json.loads(line) for line in (EXAMPLE.parent / "quickstart/data/eval.jsonl").open()]
+    rows = [row for row in rows if row["data_source"] == "sort"][:32]
+    prompts = torch.tensor([text.encode(row["prompt"]) for row in rows])
+    answers = model.generate(
+        prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=8, do_sample=False
+    )[:, prompts.shape[1] :]
+    right = sum(
+        text.decode(a.tolist()) == row["answer"] for a, row in zip(answers, rows, strict=True)
+    )
+    assert right / len(rows) == pytest.approx(done.summary["metrics"]["eval/sort/accuracy"])
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(tmp_path_factory.mktemp("runs") / "interrupted", "train.steps=500")
+    running.until("step 0, version 0: eval_teacher")
+    running.look()
+    running.process.send_signal(signal.SIGINT)
+    return running.end()
+
+
+def test_an_interrupted_run_exits_130(interrupted: Run) -> None:
+    assert interrupted.code == 130, interrupted.output
+
+
+def test_an_interrupted_run_says_so(interrupted: Run) -> None:
+    assert interrupted.summary["status"] == "interrupted"
+
+
+def test_an_interrupted_run_keeps_the_model(interrupted: Run) -> None:
+    assert (interrupted.directory / "model" / "model.safetensors").is_file()
+
+
+def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:
+    assert interrupted.left == []
+
+
+@pytest.fixture(scope="module")
+def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(tmp_path_factory.mktemp("runs") / "killed", "train.steps=500")
+    running.until("step 0, version 0: eval_teacher")
+    running.look()
+    engines = [
+        process
+        for process in running.family.values()
+        if process.is_running() and "EngineCore" in f"{process.name()} {process.cmdline()}"
+    ]
+    assert engines
+    engines[0].kill()
+    return running.end()
+
+
+def test_a_run_whose_engine_dies_exits_1(engine_killed: Run) -> None:
+    assert engine_killed.code == 1, engine_killed.output
+
+
+def test_a_run_whose_engine_dies_names_the_stage(engine_killed: Run) -> None:
+    assert engine_killed.summary["status"] == "failed"
+    assert any(name in engine_killed.summary["error"] for name in ("student/0", "teacher "))
+
+
+def test_a_run_whose_engine_dies_leaves_no_process_behind(engine_killed: Run) -> None:
+    assert engine_killed.left == []
+
+
+@pytest.fixture(scope="module")
+def engine_missing(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "missing",
+        "teachers.sort.engine.extra={quantization: no_such_method}",
+    )
+    running.until("starting Ray")
+    return running.end()
+
+
+def test_an_engine_that_does_not_start_ends_the_run_with_1(engine_missing: Run) -> None:
+    assert engine_missing.code == 1, engine_missing.output
+
+
+def test_an_engine_that_does_not_start_is_named_with_its_reason(engine_missing: Run) -> None:
+    assert "teacher sort/0" in engine_missing.summary["error"]
+    assert "no_such_method" in engine_missing.summary["error"]

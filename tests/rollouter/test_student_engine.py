@@ -1,0 +1,244 @@
+"""A real student engine: log-probabilities, versions, weight sync, requests in flight.
+
+One scenario per model (tied and untied head); the tests state what it must have shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
+
+pytestmark = pytest.mark.engine
+
+MODES = ("keep", "recompute", "finish")
+
+
+@dataclass
+class Seen:
+    """What a scenario measured."""
+
+    before: float = 0.0
+    tempered: float = 0.0
+    errors: dict[str, float] = field(default_factory=dict)
+    spans: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
+    in_flight_errors: dict[str, float] = field(default_factory=dict)
+    order: list[str] = field(default_factory=list)
+    stopped: list[bool] = field(default_factory=list)
+
+
+def untied_copy(tmp: Path) -> Path:
+    """The student with a head of its own."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(QUICKSTART / "models" / "student")
+    model.config.tie_word_embeddings = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    shutil.copytree(QUICKSTART / "models" / "student", tmp / "untied")
+    (tmp / "untied" / "model.safetensors").unlink()
+    model.save_pretrained(tmp / "untied")
+    return tmp / "untied"
+
+
+class Sender:
+    """A publisher in this process."""
+
+    def __init__(self, publisher: Any) -> None:
+        self.publisher = publisher
+
+    async def open(self, world_size: int) -> Any:
+        return self.publisher.open(world_size)
+
+    async def connect(self) -> None:
+        await asyncio.to_thread(self.publisher.connect)
+
+    async def snapshot(self, version: int) -> Any:
+        return self.publisher.snapshot()
+
+    async def send(self) -> None:
+        await asyncio.to_thread(self.publisher.send)
+
+
+class World:
+    """A student engine, its queue, and the same weights in transformers."""
+
+    def __init__(self, path: Path) -> None:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        from async_opd.core.queue import MessageQueue
+        from async_opd.core.stages import SamplingSpec
+        from async_opd.core.weight_sync import BroadcastSync
+        from rollouter.replica import StudentReplica
+        from rollouter.spec import StudentEngineSpec
+        from trainer.publish import GlooTransport, Publisher
+
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.queue = MessageQueue(("rollouts/sort",), 1000, 1 << 30, 60.0)
+        self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
+        spec = StudentEngineSpec("student/0", kwargs(path), self.sampling, EOS, "gloo")
+        self.replica = StudentReplica(spec, self.queue)
+        publisher = Publisher(
+            lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
+            GlooTransport("127.0.0.1", 30.0, 100_000),
+        )
+        self.sync = BroadcastSync(
+            Sender(publisher), [self.replica], [1], on_sync="keep", timeout_s=30.0
+        )
+        self.version = 0
+
+    async def push(self, on_sync: str = "keep") -> None:
+        """A weight sync of the transformers model's weights."""
+        self.version += 1
+        self.sync._on_sync = on_sync
+        await self.sync.snapshot(self.version)
+        await self.sync.push()
+
+    async def error(self) -> float:
+        """Largest difference between the engine's log-probabilities and transformers'."""
+        rollouts = await self.replica.generate(prompts(4), self.sampling)
+        return max(self.difference(rollout) for rollout in rollouts)
+
+    def difference(self, rollout: Any, start: int = 0, temperature: float = 1.0) -> float:
+        """The same for one rollout, from response token ``start`` on."""
+        table = reference_logprobs(
+            self.model, rollout.prompt.token_ids, rollout.response_ids, temperature
+        )
+        own = table[np.arange(len(table)), rollout.response_ids]
+        return float(np.abs(own - rollout.rollout_logprobs)[start:].max(initial=0.0))
+
+
+@asynccontextmanager
+async def world(path: Path) -> AsyncIterator[World]:
+    made = World(path)
+    try:
+        await made.replica.ready()
+        await made.sync.connect()
+        yield made
+    finally:
+        await made.replica.shutdown()
+
+
+def perturb(parameter: Any) -> None:
+    """Moves a parameter enough that every log-probability changes."""
+    import torch
+
+    torch.manual_seed(0)
+    with torch.no_grad():
+        parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+async def decoding(replica: Any, requests: int) -> None:
+    """Waits until all requests are in flight and some have tokens already."""
+    states = replica._engine.output_processor.request_states
+    decoded = 0
+    while len(states) < requests or not decoded:  # noqa: ASYNC110  (a first token is no event)
+        await asyncio.sleep(0)
+        decoded = sum(state.detokenizer.num_output_tokens() for state in states.values())
+
+
+async def scenario(path: Path) -> Seen:
+    from async_opd.core.batch import unpack_rollouts
+    from async_opd.core.stages import SamplingSpec
+
+    seen = Seen()
+    async with world(path) as w:
+        seen.before = await w.error()
+        tempered = SamplingSpec(12, 0.5, 1.0, 1)
+        cold = await w.replica.generate(prompts(4), tempered)
+        seen.tempered = max(w.difference(rollout, temperature=0.5) for rollout in cold)
+        seen.stopped = [r.finish_reason == "stop" and r.response_ids[-1] in EOS for r in cold]
+        many = await w.replica.generate(prompts(16), tempered)
+        seen.order = [rollout.uid for rollout in many]
+        for name, parameter in w.model.named_parameters():
+            family = name.split("layers.0.")[-1] if "layers.0." in name else name
+            if "layers.1." in name:
+                continue
+            perturb(parameter)
+            await w.push()
+            seen.errors[family] = await w.error()
+        for mode in MODES:
+            groups = [asyncio.create_task(w.replica.rollout(p)) for p in prompts(24)]
+            await decoding(w.replica, 24)
+            if mode != "recompute":
+                perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
+            await w.push(mode)
+            await asyncio.gather(*groups)
+            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", 100)).batches)
+            seen.spans[mode] = [rollout.version_spans for rollout in rollouts]
+            seen.in_flight_errors[mode] = (
+                max(
+                    w.difference(r, start=r.version_spans[-1].start)
+                    for r in rollouts
+                    if r.version_spans[-1].version == w.version
+                )
+                if any(r.version_spans[-1].version == w.version for r in rollouts)
+                else 0.0
+            )
+    return seen
+
+
+@pytest.fixture(scope="module", params=["tied", "untied"])
+def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    path = QUICKSTART / "models" / "student"
+    if request.param == "untied":
+        path = untied_copy(tmp_path_factory.mktemp("models"))
+    return asyncio.run(scenario(path))
+
+
+def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:
+    assert seen.before < 1e-4
+
+
+def test_rollout_logprobs_are_those_of_the_tempered_distribution(seen: Seen) -> None:
+    assert seen.tempered < 1e-4
+
+
+def test_responses_end_with_the_end_of_sequence_token(seen: Seen) -> None:
+    assert all(seen.stopped)
+
+
+def test_evaluation_answers_come_in_the_order_of_the_prompts(seen: Seen) -> None:
+    assert seen.order == [f"sort{index}/0" for index in range(16)]
+
+
+def test_every_parameter_family_arrives(seen: Seen) -> None:
+    assert {family: error for family, error in seen.errors.items() if error >= 1e-4} == {}
+
+
+def test_the_families_are_all_there(seen: Seen) -> None:
+    wanted = {"model.embed_tokens.weight", "model.norm.weight", "self_attn.q_norm.weight"}
+    wanted |= {f"self_attn.{name}_proj.weight" for name in "qkvo"}
+    wanted |= {f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
+    assert wanted <= set(seen.errors)
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_rollouts_in_flight_go_on_under_the_new_version(seen: Seen, mode: str) -> None:
+    assert any(len(spans) == 2 for spans in seen.spans[mode])
+
+
+def test_finish_lets_every_rollout_end_on_its_version(seen: Seen) -> None:
+    assert {len(spans) for spans in seen.spans["finish"]} == {1}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_versions_of_a_rollout_follow_each_other(seen: Seen, mode: str) -> None:
+    for spans in seen.spans[mode]:
+        assert [b.version - a.version for a, b in pairwise(spans)] in ([], [1])
+
+
+@pytest.mark.parametrize("mode", ["keep", "recompute"])
+def test_logprobs_after_a_sync_belong_to_the_new_weights(seen: Seen, mode: str) -> None:
+    assert seen.in_flight_errors[mode] < 1e-4

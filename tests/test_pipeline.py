@@ -1,0 +1,358 @@
+"""The whole pipeline in one process on fakes, behind the same Protocols as the Ray proxies."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.evaluation import Evaluation
+from async_opd.core.outbox import Outbox
+from async_opd.core.queue import MessageQueue
+from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.stages import (
+    SCORED,
+    SamplingSpec,
+    StageReport,
+    StepReport,
+    SyncReport,
+    rollouts_topic,
+)
+from async_opd.pipeline import Pipeline
+from rollouter.rollouter import RollouterStage
+from teachers.scorer import ScorerStage
+
+TEACHERS = ("a", "b")
+
+
+class Pace:
+    """Lets other tasks run a random number of times: speeds of the stages, without time."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    async def wait(self) -> None:
+        for _ in range(self._random.randint(0, 12)):
+            await asyncio.sleep(0)
+
+
+class FakeStudent:
+    def __init__(self, queue: MessageQueue, n: int, pace: Pace) -> None:
+        self.version = 0
+        self.n, self.pace = n, pace
+        self.outbox = Outbox(queue)
+        self.fail_at: int | None = None
+        self.started: list[tuple[str, int]] = []
+
+    async def rollout(self, prompt: Prompt) -> int:
+        for index in range(self.n):
+            if self.fail_at is not None and len(self.started) >= self.fail_at:
+                raise StageError("student/0", "its process died")
+            self.started.append((f"{prompt.uid}/{index}", self.version))
+            version = self.version
+            await self.pace.wait()
+            rollout = self._rollout(prompt, index, version)
+            await self.outbox.put(rollouts_topic(prompt.teacher), rollout)
+        return self.n
+
+    def _rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
+        spans = (VersionSpan(version, 0, 2), VersionSpan(self.version, 2, 4))
+        if version == self.version:
+            spans = (VersionSpan(version, 0, 4),)  # type: ignore[assignment]
+        ids = np.arange(4, dtype=np.int32)
+        logprobs = np.zeros(4, dtype=np.float32)
+        return Rollout(f"{prompt.uid}/{index}", prompt, ids, logprobs, spans, "stop")
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return [self._rollout(prompt, 0, self.version) for prompt in prompts]
+
+    async def report(self) -> StageReport:
+        return StageReport(gauges={"version": float(self.version)})
+
+
+class FakeTeacher:
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+        self.fail = False
+
+    async def score(self, batch: Batch) -> Batch:
+        await self.pace.wait()
+        if self.fail:
+            raise StageError("teacher a/0", "its process died")
+        return Batch.pack(
+            Sample(rollout, SampledLogprobs(rollout.rollout_logprobs))
+            for rollout in batch.unpack()
+            if isinstance(rollout, Rollout)
+        )
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return []
+
+    async def report(self) -> StageReport:
+        return StageReport()
+
+
+class FakeTrainer:
+    def __init__(self, queue: MessageQueue, batch_size: int, pace: Pace) -> None:
+        self.queue, self.batch_size, self.pace = queue, batch_size, pace
+        self.version = self.steps = 0
+        self.trained: list[tuple[str, int]] = []
+        self.hang = False
+
+    async def step(self) -> StepReport:
+        if self.hang:
+            await asyncio.Event().wait()
+        lease = await self.queue.get(SCORED, self.batch_size, self.batch_size)
+        samples = unpack_samples(lease.batches)
+        await self.pace.wait()
+        staleness = tuple(self.version - s.rollout.oldest_version for s in samples)
+        self.trained += [(s.rollout.uid, self.version) for s in samples]
+        await self.queue.ack(SCORED, lease.id)
+        self.steps += 1
+        headers = tuple(header for batch in lease.batches for header in batch.headers)
+        return StepReport(self.steps, headers, staleness, {"loss/total": 1.0})
+
+    async def save(self, directory: str) -> None: ...
+
+    async def report(self) -> StageReport:
+        return StageReport()
+
+
+class FakeSync:
+    def __init__(self, trainer: FakeTrainer, students: list[FakeStudent], pace: Pace) -> None:
+        self.trainer, self.students, self.pace = trainer, students, pace
+        self.fail = False
+
+    async def snapshot(self, version: int) -> None:
+        self.trainer.version = version
+
+    async def push(self) -> SyncReport:
+        await self.pace.wait()
+        if self.fail:
+            raise StageError("weight sync", "the broadcast failed")
+        for student in self.students:
+            student.version = self.trainer.version
+        return SyncReport(self.trainer.version, 8, {"sync/seconds": 0.1})
+
+
+@dataclass
+class FakeLog:
+    steps: list[int] = field(default_factory=list)
+    summary: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.steps.append(step)
+        self.last = dict(metrics)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        self.summary |= metrics
+
+    def waits(self, waits: Mapping[str, str]) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+class FakePrompts:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def next(self, count: int) -> list[Prompt]:
+        prompts = []
+        for _ in range(count):
+            teacher = TEACHERS[self.count % 2]
+            prompts.append(Prompt(f"p{self.count}", teacher, teacher, np.zeros(2, np.int32)))
+            self.count += 1
+        return prompts
+
+
+@dataclass
+class World:
+    """Everything a run on fakes consists of."""
+
+    pipeline: Pipeline
+    students: list[FakeStudent]
+    teachers: dict[str, FakeTeacher]
+    trainer: FakeTrainer
+    sync: FakeSync
+    queue: MessageQueue
+    log: FakeLog
+    rollouter: RollouterStage
+    scorer: ScorerStage
+
+
+def world(
+    seed: int = 0,
+    *,
+    steps: int = 6,
+    batch_size: int = 4,
+    n: int = 2,
+    s: float = 0.5,
+    k: int = 2,
+    replicas: int = 2,
+    stall_s: float = 30.0,
+    evaluation: Evaluation | None = None,
+) -> World:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {name: {"model": name} for name in TEACHERS},
+            "data": {"train": "prompts.jsonl"},
+            "rollout": {"n": n},
+            "train": {"steps": steps, "batch_size": batch_size},
+            "async": {"staleness_threshold": s, "sync_steps": k},
+            "eval": {"every": 1, "teachers": False},
+            "timeouts": {"stall_s": stall_s},
+        }
+    )
+    pace = Pace(seed)
+    topics = (*(rollouts_topic(name) for name in TEACHERS), SCORED)
+    queue = MessageQueue(topics, 64, 1 << 20, 60.0)
+    students = [FakeStudent(queue, n, pace) for _ in range(replicas)]
+    teachers = {name: FakeTeacher(pace) for name in TEACHERS}
+    trainer = FakeTrainer(queue, batch_size, pace)
+    sync = FakeSync(trainer, students, pace)
+    rollouter = RollouterStage(students, 4, n, 4)
+    scorer = ScorerStage(
+        {name: [teacher] for name, teacher in teachers.items()}, queue, dict.fromkeys(TEACHERS, 8)
+    )
+    log = FakeLog()
+    parts: Any = type("Parts", (), {})()
+    parts.queue, parts.rollouter, parts.scorer = queue, rollouter, scorer
+    parts.trainer, parts.sync = trainer, sync
+    pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log)
+    return World(pipeline, students, teachers, trainer, sync, queue, log, rollouter, scorer)
+
+
+async def test_a_run_trains_every_step_and_then_ends() -> None:
+    run = world()
+    await run.pipeline.run()
+    assert run.trainer.steps == 6
+
+
+async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
+    run = world()
+    await run.pipeline.run()
+    assert run.pipeline.ledger.counts == {"in_flight": 0, "trained": 24}
+
+
+async def test_the_last_weights_reach_the_replicas() -> None:
+    run = world(steps=5, k=2)
+    await run.pipeline.run()
+    assert [student.version for student in run.students] == [3, 3]
+
+
+async def test_a_replica_that_dies_ends_the_run_with_its_name() -> None:
+    run = world()
+    run.students[0].fail_at = 3
+    with pytest.raises(StageError, match="student/0: its process died"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_teacher_that_dies_ends_the_run_with_its_name() -> None:
+    run = world()
+    run.teachers["a"].fail = True
+    with pytest.raises(StageError, match="teacher a/0"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_failing_weight_sync_ends_the_run_although_everybody_waits_for_it() -> None:
+    run = world(s=0.0)
+    run.sync.fail = True
+    with pytest.raises(StageError, match="the broadcast failed"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_stage_loop_that_ends_is_an_error_with_a_name() -> None:
+    run = world()
+
+    async def ends() -> None: ...
+
+    run.scorer.run = ends  # type: ignore[method-assign]
+    with pytest.raises(StageError, match="scorer: its loop ended"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_run_that_makes_no_step_ends_by_its_stall_bound() -> None:
+    run = world(stall_s=0.01)
+    run.trainer.hang = True
+    with pytest.raises(StageTimeout, match="a batch of scored samples"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_cancelled_run_leaves_no_task_behind() -> None:
+    run = world()
+    run.trainer.hang = True
+    task = asyncio.create_task(run.pipeline.run())
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await asyncio.sleep(0)
+    assert [t for t in asyncio.all_tasks() if t is not asyncio.current_task()] == []
+
+
+async def test_accuracy_is_measured_before_during_and_after() -> None:
+    prompts = tuple(FakePrompts().next(4))
+    graded: list[str] = []
+
+    def grade(rollout: Rollout) -> float:
+        graded.append(rollout.uid)
+        return 1.0
+
+    evaluation = Evaluation(prompts, SamplingSpec(4, 0.0, 1.0, 1), grade)
+    run = world(steps=4, k=1, evaluation=evaluation)
+    await run.pipeline.run()
+    assert len(graded) == 4 * (1 + 3 + 1)
+
+
+async def test_the_summary_has_accuracy_before_and_after() -> None:
+    evaluation = Evaluation(
+        tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), lambda rollout: 0.5
+    )
+    run = world(evaluation=evaluation)
+    await run.pipeline.run()
+    assert run.log.summary["eval_initial/a/accuracy"] == run.log.summary["eval/b/accuracy"] == 0.5
+
+
+async def test_on_policy_means_that_every_token_of_a_batch_is_of_its_version() -> None:
+    run = world(s=0.0, k=1)
+    await run.pipeline.run()
+    versions = dict(started for student in run.students for started in student.started)
+    assert all(versions[uid] == version for uid, version in run.trainer.trained)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    s=st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.5]),
+    k=st.integers(1, 3),
+    n=st.sampled_from([1, 2, 4]),
+    replicas=st.integers(1, 3),
+    steps=st.integers(1, 7),
+)
+def test_at_any_speed_each_sample_is_trained_once_and_the_budget_holds(
+    seed: int, s: float, k: int, n: int, replicas: int, steps: int
+) -> None:
+    async def run() -> World:
+        made = world(seed, steps=steps, n=n, s=s, k=k, replicas=replicas)
+        await asyncio.wait_for(made.pipeline.run(), 10)
+        return made
+
+    made = asyncio.run(run())
+    counts = Counter(uid for uid, _ in made.trainer.trained)
+    assert len(counts) == steps * 4
+    assert set(counts.values()) == {1}
+    started = sorted(version for student in made.students for _, version in student.started)
+    for version in set(started):
+        assert sum(v <= version for v in started) <= (version + 1 + s) * k * 4
