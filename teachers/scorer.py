@@ -1,9 +1,10 @@
 """The scoring stage: moves rollouts through their teachers.
 
-    topic rollouts/<teacher> ──lease──► balancer ──► replica.score ──► topic scored; ack with the next get
+    topic rollouts/<teacher> ──lease──► balancer ──► replica.score ──► topic scored
 
 One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
-produces samples, waits for rollouts, for a free place on a replica and for room in the queue.
+produces samples, waits for rollouts, for a free place on a replica and for room in the queue. A
+lease is acknowledged with the next get, after its samples are in the queue.
 """
 
 from __future__ import annotations

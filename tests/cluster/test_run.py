@@ -230,3 +230,32 @@ def test_an_engine_that_does_not_start_ends_the_run_with_1(engine_missing: Run) 
 def test_an_engine_that_does_not_start_is_named_with_its_reason(engine_missing: Run) -> None:
     assert "teacher sort/0" in engine_missing.summary["error"]
     assert "no_such_method" in engine_missing.summary["error"]
+
+
+@pytest.fixture(scope="module")
+def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "on_policy",
+        "loss={kind: k1, clamp: 5.0}",
+        "async={staleness_threshold: 0, sync_steps: 1, on_sync: finish}",
+        "train.steps=3",
+        "eval.every=0",
+        "log.wandb=off",
+    )
+    running.until("everything is up")
+    return running.end()
+
+
+def test_a_policy_gradient_run_exits_0(on_policy: Run) -> None:
+    assert on_policy.code == 0, on_policy.output
+
+
+def test_on_policy_samples_have_no_staleness(on_policy: Run) -> None:
+    assert [line["staleness/max"] for line in on_policy.metrics if "staleness/max" in line] == [
+        0
+    ] * 3
+
+
+def test_on_policy_rollouts_have_the_trainers_own_logprobs(on_policy: Run) -> None:
+    gaps = [line["loss/rollout_gap"] for line in on_policy.metrics if "loss/rollout_gap" in line]
+    assert max(gaps) < 1e-4

@@ -143,7 +143,7 @@ async def decoding(replica: Any, requests: int) -> None:
     """Waits until all requests are in flight and some have tokens already."""
     states = replica._engine.output_processor.request_states
     decoded = 0
-    while len(states) < requests or not decoded:  # noqa: ASYNC110  (a first token is no event)
+    while len(states) < requests or not decoded:
         await asyncio.sleep(0)
         decoded = sum(state.detokenizer.num_output_tokens() for state in states.values())
 
