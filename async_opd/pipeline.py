@@ -117,6 +117,7 @@ class Pipeline:
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
         self.metering.start()
+        metering: asyncio.Task[None] | None = None
         steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
         for self._step in range(1, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
@@ -126,8 +127,12 @@ class Pipeline:
                 version = self.admission.version + 1
                 await self.stages.sync.snapshot(version)
                 self._pushing = self._arrows.create_task(self._push())
-            await self._meter(report)
+            if metering is not None:
+                await metering  # of the step before: it ran beside this one
+            metering = self._arrows.create_task(self._meter(report))
         await self._pushed()
+        if metering is not None:
+            await metering
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then the budget of the new version is open."""
@@ -147,12 +152,13 @@ class Pipeline:
     async def _evaluate(self, prefix: str) -> None:
         """The student's accuracy under exactly one weight version: no sync meanwhile."""
         if self.evaluation is not None:
-            metrics = await self.evaluation.run(self.stages.rollouter.generate, prefix)
-            self._publish(metrics)
+            work = self.evaluation.run(self.stages.rollouter.generate, prefix)
+            self._publish(await self._bounded("the evaluation", work))
 
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
-            self._publish(await self.evaluation.run_teachers(self.stages.scorer.generate))
+            work = self.evaluation.run_teachers(self.stages.scorer.generate)
+            self._publish(await self._bounded("the evaluation of the teachers", work))
 
     def _publish(self, metrics: Mapping[str, float]) -> None:
         self.log.summarize(metrics)

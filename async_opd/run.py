@@ -15,7 +15,7 @@ import uvloop
 from async_opd.cluster.launch import Stages, launch
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
-from async_opd.core.errors import AsyncOPDError, first_cause
+from async_opd.core.errors import AsyncOPDError, ConfigError, first_cause
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import load_grader
 from async_opd.core.load import dump_config
@@ -28,7 +28,7 @@ from async_opd.core.text import Text, eos_ids
 from async_opd.core.trace import Trace
 from async_opd.pipeline import Pipeline
 
-COMPLETED, FAILED, INTERRUPTED = 0, 1, 130
+COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
 def run(config: RunConfig, inputs: Inputs) -> int:
@@ -53,6 +53,9 @@ async def _run(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) ->
     except asyncio.CancelledError:
         log.finish("interrupted", "by a signal")
         return INTERRUPTED
+    except ConfigError as error:
+        log.finish("failed", str(error))
+        return BAD_INPUT
     except AsyncOPDError as error:
         log.finish("failed", str(error))
         return FAILED

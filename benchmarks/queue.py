@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import uvloop
 
 from async_opd.cluster.host import Remote
 from async_opd.cluster.proxies import QueueProxy
@@ -203,7 +204,7 @@ def main() -> None:
     arguments = parser.parse_args()
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
-        print(json.dumps(asyncio.run(measure(arguments.repeats))))
+        print(json.dumps(uvloop.run(measure(arguments.repeats))))
     finally:
         ray.shutdown()
 

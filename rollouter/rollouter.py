@@ -56,9 +56,8 @@ class RollouterStage:
 
     async def run(self) -> None:
         """Waits for the first failure of a replica and raises it; ends by cancellation only."""
-        self._failed = asyncio.get_running_loop().create_future()
         try:
-            await self._failed
+            await self._failure()
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -89,5 +88,12 @@ class RollouterStage:
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if error is not None and self._failed is not None and not self._failed.done():
-            self._failed.set_exception(error)
+        failure = self._failure()
+        if error is not None and not failure.done():
+            failure.set_exception(error)
+
+    def _failure(self) -> asyncio.Future[None]:
+        """Ends with the first failure, whether ``run`` waits for it yet or not."""
+        if self._failed is None:
+            self._failed = asyncio.get_running_loop().create_future()
+        return self._failed

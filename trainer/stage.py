@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import unpack_samples
+from async_opd.core.queue import Lease
 from async_opd.core.stages import SCORED, Queue, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from trainer.publish import Publisher
 
 if TYPE_CHECKING:
-    from trainer.learner import Learner
+    from trainer.learner import Learner, LearnerReport
 
 
 class TrainerStage:
@@ -55,16 +56,18 @@ class TrainerStage:
         self._waits_for = "scored samples"
         lease = await self._queue.get(SCORED, self._batch_size, self._batch_size)
         self._waits_for = ""
-        samples = unpack_samples(lease.batches)
+        headers = tuple(header for batch in lease.batches for header in batch.headers)
         async with self._weights:
-            staleness = tuple(self._version - s.rollout.oldest_version for s in samples)
+            staleness = tuple(self._version - header.oldest_version for header in headers)
             with self._activity.busy():
-                report = await asyncio.to_thread(self._learner.train_batch, samples)
+                report = await asyncio.to_thread(self._train, lease)
         await self._queue.ack(SCORED, lease.id)
         self._step += 1
-        self._tokens += sum(sample.rollout.tokens for sample in samples)
-        headers = tuple(header for batch in lease.batches for header in batch.headers)
+        self._tokens += sum(header.tokens for header in headers)
         return StepReport(self._step, headers, staleness, report.metrics)
+
+    def _train(self, lease: Lease) -> LearnerReport:
+        return self._learner.train_batch(unpack_samples(lease.batches))
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

@@ -13,6 +13,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import ray
+
 from async_opd.cluster.host import Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
@@ -25,7 +27,8 @@ from async_opd.cluster.proxies import (
 from async_opd.cluster.session import ray_session
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
-from async_opd.core.errors import StageError, first_cause
+from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
+from async_opd.core.preflight import pools
 from async_opd.core.stages import SCORED, SamplingSpec, rollouts_topic
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.spec import StudentEngineSpec
@@ -52,6 +55,8 @@ async def launch(
     Raises EngineStartError naming the first box that did not come up.
     """
     async with ray_session(config):
+        if device == "cuda":
+            _enough_gpus(config)
         boxes = _Boxes(config, device, eos_ids)
         try:
             yield await _build(boxes)
@@ -91,6 +96,7 @@ async def _build(boxes: _Boxes) -> Stages:
         await asyncio.gather(*(student.ready() for student in receivers)),
         on_sync=config.async_.on_sync,
         timeout_s=config.sync.timeout_s,
+        drain_timeout_s=(config.timeouts.request_s if config.async_.on_sync == "finish" else None),
     )
     await sync.connect()
     rollouter = RollouterProxy(await boxes.rollouter(receivers))
@@ -216,6 +222,16 @@ class _Boxes:
             self.engines.append(remote)
         await remote.build(factory, args, timeouts.engine_start_s)
         return remote
+
+
+def _enough_gpus(config: RunConfig) -> None:
+    """ConfigError if the cluster has fewer GPUs than the pools take: actors would wait for ever."""
+    wanted = sum(pool.gpus for pool in pools(config))
+    found = int(ray.cluster_resources().get("GPU", 0))
+    if wanted > found:
+        message = f"the pools take {wanted} GPUs, the Ray cluster has {found}"
+        remedy = "take fewer replicas, or join a larger cluster"
+        raise ConfigError([Problem("cluster", "cluster.address", message, remedy)])
 
 
 def transfer_backend(config: RunConfig, device: Device) -> str:

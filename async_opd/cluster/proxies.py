@@ -58,7 +58,8 @@ class StudentProxy:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See StudentReplica.generate."""
-        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+        rollouts = await self._remote.call("generate", prompts, sampling, timeout_s=ENDLESS)
+        return cast(list[Rollout], rollouts)
 
     async def report(self) -> StageReport:
         """See StudentReplica.report."""
@@ -101,7 +102,8 @@ class TeacherProxy:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See TeacherReplica.generate."""
-        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+        rollouts = await self._remote.call("generate", prompts, sampling, timeout_s=ENDLESS)
+        return cast(list[Rollout], rollouts)
 
     async def report(self) -> StageReport:
         """See TeacherReplica.report."""
@@ -124,7 +126,8 @@ class RollouterProxy:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See RollouterStage.generate."""
-        return cast(list[Rollout], await self._remote.call("generate", prompts, sampling))
+        rollouts = await self._remote.call("generate", prompts, sampling, timeout_s=ENDLESS)
+        return cast(list[Rollout], rollouts)
 
     async def report(self) -> StageReport:
         """See RollouterStage.report."""
@@ -145,7 +148,10 @@ class ScorerProxy:
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """See ScorerStage.generate."""
-        return cast(list[Rollout], await self._remote.call("generate", teacher, prompts, sampling))
+        rollouts = await self._remote.call(
+            "generate", teacher, prompts, sampling, timeout_s=ENDLESS
+        )
+        return cast(list[Rollout], rollouts)
 
     async def report(self) -> dict[str, StageReport]:
         """See ScorerStage.report."""

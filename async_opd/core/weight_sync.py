@@ -67,14 +67,20 @@ class BroadcastSync:
         *,
         on_sync: str,
         timeout_s: float,
+        drain_timeout_s: float | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``workers[i]`` is the number of ranks that receiver i contributes to the group."""
+        """``workers[i]`` is the number of ranks that receiver i contributes to the group.
+
+        ``drain_timeout_s`` bounds the pause, which with ``finish`` lasts as long as the longest
+        response; by default ``timeout_s``.
+        """
         self._sender = sender
         self._receivers = list(receivers)
         self._workers = list(workers)
         self._on_sync = on_sync
         self._timeout_s = timeout_s
+        self._drain_timeout_s = drain_timeout_s or timeout_s
         self._clock = clock
         self._snapshot: tuple[int, WeightMeta] | None = None
 
@@ -101,7 +107,8 @@ class BroadcastSync:
             raise WeightSyncError("weight sync", "push without a snapshot")
         version, meta = self._snapshot
         started = self._clock()
-        await self._together("pausing", *(r.pause(self._on_sync) for r in self._receivers))
+        pauses = asyncio.gather(*(r.pause(self._on_sync) for r in self._receivers))
+        await self._bounded("pausing", pauses, self._drain_timeout_s)
         paused = self._clock()
         await self._together(
             "the broadcast", self._sender.send(), *(r.receive(meta) for r in self._receivers)
@@ -128,14 +135,17 @@ class BroadcastSync:
     async def _together(self, what: str, *parts: Awaitable[None]) -> None:
         await self._bounded(what, asyncio.gather(*parts))
 
-    async def _bounded(self, what: str, work: Awaitable[Result]) -> Result:
+    async def _bounded(
+        self, what: str, work: Awaitable[Result], timeout_s: float | None = None
+    ) -> Result:
+        timeout_s = timeout_s or self._timeout_s
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(timeout_s):
                 return await work
         except TimeoutError as error:
             raise WeightSyncError(
                 "weight sync",
-                f"{what} took longer than {self._timeout_s:g} s with {len(self._receivers)} "
+                f"{what} took longer than {timeout_s:g} s with {len(self._receivers)} "
                 f"replicas and {self._world} ranks",
                 "raise sync.timeout_s if the model is large; otherwise a replica hangs",
             ) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -51,7 +52,10 @@ class Running:
         command = [sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE), *SHORT, *overrides]
         self.output = (directory.parent / f"{directory.name}.txt").open("w+")
         self.process = subprocess.Popen(
-            [*command, "--run-dir", str(directory)], stdout=self.output, stderr=subprocess.STDOUT
+            [*command, "--run-dir", str(directory)],
+            stdout=self.output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         self.family: dict[int, psutil.Process] = {}
 
@@ -165,7 +169,7 @@ def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(tmp_path_factory.mktemp("runs") / "interrupted", "train.steps=500")
     running.until("step 0, version 0: eval_teacher")
     running.look()
-    running.process.send_signal(signal.SIGINT)
+    os.killpg(running.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
     return running.end()
 
 
