@@ -1,0 +1,65 @@
+"""A tiny random Qwen3 model and random samples for the trainer's tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_opd.core.samples import (
+    Prompt,
+    Rollout,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+    VersionSpan,
+)
+
+VOCABULARY = 32
+
+
+def tiny_model(seed: int = 0) -> Any:
+    """Two layers, tied embeddings, float32."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sample:
+    """A sample with random tokens and a random teacher; ``k`` 0 gives sampled-token scores."""
+    random = np.random.default_rng(1000 + index)
+    ids = random.integers(0, VOCABULARY, response, dtype=np.int32)
+    table = torch.from_numpy(random.standard_normal((response, VOCABULARY))).log_softmax(-1)
+    own = table.numpy()[np.arange(response), ids].astype(np.float32)
+    scores: Scores = SampledLogprobs(own)
+    if k:
+        best = table.reshape(response, VOCABULARY).topk(k, dim=-1)
+        scores = TopK(best.indices.int().numpy(), best.values.float().numpy(), own)
+    spans = (VersionSpan(0, 0, response),) if response else ()
+    rollout = Rollout(
+        uid=f"p{index}/0",
+        prompt=Prompt(
+            f"p{index}", "s", "t", random.integers(0, VOCABULARY, prompt, dtype=np.int32)
+        ),
+        response_ids=ids,
+        rollout_logprobs=random.standard_normal(response).astype(np.float32),
+        version_spans=spans,
+        finish_reason="stop",
+    )
+    return Sample(rollout, scores)

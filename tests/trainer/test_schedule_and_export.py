@@ -1,0 +1,78 @@
+"""The learning rate's schedule, and the saved model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.core.config import TrainConfig
+from tests.trainer.models import tiny_model
+from trainer.export import save_model
+from trainer.schedule import learning_rate
+
+TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)
+
+
+@pytest.mark.parametrize(("step", "rate"), [(0, 0.25), (3, 1.0), (4, 1.0), (19, 0.1)])
+def test_the_cosine_schedule_has_its_corners(step: int, rate: float) -> None:
+    assert learning_rate(step, TRAIN) == pytest.approx(rate)
+
+
+def test_the_cosine_is_half_way_down_in_the_middle() -> None:
+    train = TRAIN.model_copy(update={"warmup_steps": 0, "steps": 11})
+    assert learning_rate(5, train) == pytest.approx(0.55)
+
+
+def test_a_constant_schedule_stays() -> None:
+    train = TRAIN.model_copy(update={"schedule": "constant"})
+    assert learning_rate(19, train) == 1.0
+
+
+def test_a_run_of_one_step_has_a_rate() -> None:
+    train = TRAIN.model_copy(update={"steps": 1, "warmup_steps": 0})
+    assert learning_rate(0, train) == 1.0
+
+
+def saved(tmp_path: Path, quickstart: str, seed: int = 0) -> tuple[Any, Path]:
+    model = tiny_model(seed)
+    save_model(model, f"{quickstart}/models/student", str(tmp_path / "model"))
+    return model, tmp_path / "model"
+
+
+def test_a_saved_model_loads_with_equal_weights(tmp_path: Path, quickstart: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, path = saved(tmp_path, quickstart)
+    loaded = AutoModelForCausalLM.from_pretrained(path)
+    for name, parameter in model.state_dict().items():
+        assert torch.equal(parameter, loaded.state_dict()[name])
+
+
+def test_a_saved_model_has_its_tokenizer(tmp_path: Path, quickstart: str) -> None:
+    from transformers import AutoTokenizer
+
+    _, path = saved(tmp_path, quickstart)
+    assert AutoTokenizer.from_pretrained(path).decode([20, 21]) == "01"
+
+
+def test_saving_again_replaces_the_model(tmp_path: Path, quickstart: str) -> None:
+    saved(tmp_path, quickstart, seed=0)
+    saved(tmp_path, quickstart, seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_save_that_fails_leaves_the_old_model(
+    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = saved(tmp_path, quickstart)
+
+    def fail(*_: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(model, "save_pretrained", fail)
+    with pytest.raises(OSError, match="disk full"):
+        save_model(model, f"{quickstart}/models/student", str(path))
+    assert (path / "model.safetensors").is_file()
