@@ -87,9 +87,10 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    from async_opd.core.hub import localize
     from async_opd.core.preflight import preflight
 
-    config = _load(arguments)
+    config = localize(_load(arguments), arguments.config)
     inputs = preflight(config, arguments.config)
     if inputs.problems:
         raise ConfigError(inputs.problems)

@@ -135,10 +135,9 @@ class RunLog:
             run_dir=self._run_dir,
             metrics=self._last | self._summarized | {SINK_FAILURES: float(self.failures)},
         )
-        content = asdict(summary) | {
-            "run_dir": str(self._run_dir),
-            "metrics": _finite(summary.metrics),
-        }
+        content = asdict(summary) | {"run_dir": str(self._run_dir)}
+        del content["metrics"]
+        content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
         text = json.dumps(content, indent=2, allow_nan=False)
         write_atomically(self._run_dir / "summary.json", text + "\n")
         return summary

@@ -12,7 +12,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: the content of ``summary.json``.
+    """How a run ended: the content of ``summary.json``, where metrics stand beside the rest.
 
     ``steps`` is the last step that was logged, ``seconds`` the time since the log was opened,
     ``metrics`` the last value of every metric (the summarized ones win).

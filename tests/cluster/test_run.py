@@ -118,17 +118,17 @@ def test_metrics_have_the_names_of_the_design(done: Run) -> None:
 
 def test_accuracy_is_there_before_and_after_for_every_data_source(done: Run) -> None:
     for source in ("sort", "reverse"):
-        assert f"eval_initial/{source}/accuracy" in done.summary["metrics"]
-        assert f"eval/{source}/accuracy" in done.summary["metrics"]
+        assert f"eval_initial/{source}/accuracy" in done.summary
+        assert f"eval/{source}/accuracy" in done.summary
 
 
 def test_the_teachers_know_their_own_task(done: Run) -> None:
     for source in ("sort", "reverse"):
-        assert done.summary["metrics"][f"eval_teacher/{source}/accuracy"] >= 0.97
+        assert done.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
 
 
 def test_all_samples_were_trained(done: Run) -> None:
-    assert done.summary["metrics"]["ledger/trained"] == 6 * 128
+    assert done.summary["ledger/trained"] == 6 * 128
 
 
 def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
@@ -161,7 +161,7 @@ def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> Non
     right = sum(
         text.decode(a.tolist()) == row["answer"] for a, row in zip(answers, rows, strict=True)
     )
-    assert right / len(rows) == pytest.approx(done.summary["metrics"]["eval/sort/accuracy"])
+    assert right / len(rows) == pytest.approx(done.summary["eval/sort/accuracy"])
 
 
 @pytest.fixture(scope="module")

@@ -115,7 +115,7 @@ def test_a_value_that_is_not_finite_is_written_as_null(tmp_path: Path, value: fl
         log.log(1, {"loss/total": value})
         log.finish("completed")
     assert lines(tmp_path)[0]["loss/total"] is None
-    assert summary(tmp_path)["metrics"]["loss/total"] is None
+    assert summary(tmp_path)["loss/total"] is None
 
 
 def test_a_metric_that_is_not_finite_is_named_once(tmp_path: Path) -> None:
@@ -165,7 +165,9 @@ def test_the_summary_says_how_the_run_ended_and_its_last_values(tmp_path: Path) 
         "steps": 2,
         "seconds": 60.0,
         "run_dir": str(tmp_path),
-        "metrics": {"loss/total": 1.0, "train/lr": 1.0, "log/sink_failures": 0.0},
+        "loss/total": 1.0,
+        "train/lr": 1.0,
+        "log/sink_failures": 0.0,
     }
 
 
@@ -174,7 +176,7 @@ def test_summarized_values_win_over_logged_ones(tmp_path: Path) -> None:
         log.summarize({"eval/sort/accuracy": 0.9})
         log.log(1, {"eval/sort/accuracy": 0.1})
         log.finish("completed")
-    assert summary(tmp_path)["metrics"]["eval/sort/accuracy"] == 0.9
+    assert summary(tmp_path)["eval/sort/accuracy"] == 0.9
 
 
 def test_the_first_finish_counts(tmp_path: Path) -> None:
@@ -213,7 +215,7 @@ def test_a_failing_sink_is_reported_once_and_counted(tmp_path: Path) -> None:
     reports = [text for text in healthy.messages() if text.startswith("broken failed")]
     assert len(reports) == 1
     assert "BrokenPipeError: no log" in reports[0]
-    assert summary(tmp_path)["metrics"]["log/sink_failures"] == 3.0
+    assert summary(tmp_path)["log/sink_failures"] == 3.0
 
 
 def test_failures_of_sinks_are_a_metric(tmp_path: Path) -> None:
@@ -245,7 +247,7 @@ def test_a_sink_that_fails_to_close_is_in_the_summary(tmp_path: Path) -> None:
     with opened(tmp_path, Recorder(fails=("close",))) as log:
         log.finish("completed")
     assert summary(tmp_path)["status"] == "completed"
-    assert summary(tmp_path)["metrics"]["log/sink_failures"] == 1.0
+    assert summary(tmp_path)["log/sink_failures"] == 1.0
 
 
 def test_the_console_starts_before_wandb_and_closes_after_it(tmp_path: Path) -> None:
@@ -273,7 +275,7 @@ def test_an_unreachable_wandb_does_not_end_the_run(
     with RunLog(config(wandb="online"), tmp_path, clock=Clock()) as log:
         log.log(1, {"train/lr": 1.0})
         log.finish("completed")
-    assert summary(tmp_path)["metrics"] == {"train/lr": 1.0, "log/sink_failures": 1.0}
+    assert summary(tmp_path)["log/sink_failures"] == 1.0
     assert "wandb failed: CommError: timed out" in (tmp_path / "run.log").read_text()
 
 

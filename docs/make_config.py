@@ -1,0 +1,78 @@
+"""Writes docs/config.md from the docstrings under the fields of ``async_opd.core.config``.
+
+python docs/make_config.py
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from async_opd.core.config import RunConfig
+
+HEAD = """# Config
+
+Made by `python docs/make_config.py` from the code. Precedence: defaults < YAML < command line
+(`a.b.c=value`). Unknown keys are refused. `<name>` stands for a name you choose.
+"""
+
+
+def sections(annotation: Any) -> list[type[BaseModel]]:
+    """The config sections an annotation can hold."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in sections(inner)]
+
+
+def type_name(annotation: Any) -> str:
+    """The type, for people."""
+    name = annotation.__name__ if isinstance(annotation, type) else str(annotation)
+    name = str(annotation) if get_args(annotation) else name
+    for old in ("typing.", "Annotated[int, Gt(gt=0)]"):
+        name = name.replace(old, "int > 0" if old.startswith("Ann") else "")
+    return name.replace("|", "or").replace("NoneType", "none").replace("None", "none")
+
+
+def rows(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    """Table rows of a section's own keys."""
+    for name, info in section.model_fields.items():
+        if sections(info.annotation):
+            continue
+        key = f"{prefix}{info.alias or name}"
+        default = "required" if info.default is PydanticUndefined else f"`{info.default!r}`"
+        text = " ".join((info.description or "").split()).replace("|", "\\|")
+        yield f"| `{key}` | {type_name(info.annotation)} | {default} | {text} |"
+
+
+def tables(section: type[BaseModel], prefix: str, title: str) -> Iterator[str]:
+    """A section's table, then those of the sections inside of it."""
+    own = list(rows(section, prefix))
+    doc = " ".join((section.__doc__ or "").split())
+    yield f"## {title}\n\n{doc}\n"
+    if own:
+        yield "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *own]) + "\n"
+    for name, info in section.model_fields.items():
+        inner = sections(info.annotation)
+        label = info.alias or name
+        many = ".<name>" if "dict" in str(info.annotation) else ""
+        many = "[]" if "list" in str(info.annotation) else many
+        for choice in inner:
+            kind = choice.model_fields.get("kind")
+            suffix = f", kind: {get_args(kind.annotation)[0]}" if kind else ""
+            yield from tables(choice, f"{prefix}{label}{many}.", f"`{prefix}{label}{many}`{suffix}")
+
+
+def document() -> str:
+    """The whole file."""
+    return "\n".join([HEAD, *tables(RunConfig, "", "the run")])
+
+
+if __name__ == "__main__":
+    target = Path(__file__).parent / "config.md"
+    target.write_text(document(), encoding="utf-8")
+    sys.stdout.write(f"{target}\n")

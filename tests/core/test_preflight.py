@@ -1,0 +1,191 @@
+"""Preflight: every kind of bad input, each with its key and a remedy, all reported together."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.core.config import RunConfig
+from async_opd.core.devices import gpu_count
+from async_opd.core.errors import Problem
+from async_opd.core.load import load_config
+from async_opd.core.preflight import preflight
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+MODELS = EXAMPLE.parent / "quickstart" / "models"
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(EXAMPLE, overrides)
+
+
+def found(*overrides: str, gpus: int = 0) -> list[Problem]:
+    return preflight(config(*overrides), "c.yaml", gpus).problems
+
+
+def one(*overrides: str, gpus: int = 0) -> Problem:
+    (problem,) = found(*overrides, gpus=gpus)
+    return problem
+
+
+def rows(tmp_path: Path, *entries: Any) -> str:
+    file = tmp_path / "rows.jsonl"
+    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    file.write_text("\n".join(lines))
+    return f"data.train=[{file}]"
+
+
+GOOD = [{"prompt": "sort 1=", "data_source": "sort"}, {"prompt": "x", "data_source": "reverse"}]
+
+
+def test_the_quickstart_has_no_problem() -> None:
+    assert found() == []
+
+
+def test_a_missing_model_is_named() -> None:
+    problem = one("student.model=/no/such/model")
+    assert (problem.key, problem.where) == ("student.model", "c.yaml")
+    assert "/no/such/model" in problem.message
+
+
+def test_a_missing_data_file_is_named() -> None:
+    problem = found("data.train=[/no/such.jsonl]")[0]
+    assert (problem.where, problem.message) == ("/no/such.jsonl", "does not exist")
+
+
+def test_an_empty_data_source_is_refused(tmp_path: Path) -> None:
+    assert found(rows(tmp_path))[0].message == "has no rows"
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    assert found(rows(tmp_path, GOOD[0], "{oops"))[0].where.endswith("rows.jsonl, row 2")
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
+    problem = found(rows(tmp_path, GOOD[0], {"data_source": "sort"}))[0]
+    assert "has no field 'prompt'" in problem.message
+
+
+def test_a_prompt_that_the_models_cannot_hold_is_refused(tmp_path: Path) -> None:
+    long = {"prompt": "sort " + "1" * 200 + "=", "data_source": "sort"}
+    problem = one(rows(tmp_path, *GOOD, long))
+    assert problem.key == "data"
+    assert "longer than 119 tokens" in problem.message
+    assert "rollout.max_tokens" in problem.remedy
+
+
+def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:
+    assert one("rollout.max_tokens=128").key == "rollout.max_tokens"
+
+
+def test_a_data_source_without_a_teacher_is_refused(tmp_path: Path) -> None:
+    problem = one(rows(tmp_path, *GOOD, {"prompt": "x", "data_source": "add"}))
+    assert (problem.key, "'add'" in problem.message) == ("teachers", True)
+
+
+def test_a_teacher_that_no_data_source_uses_is_refused(tmp_path: Path) -> None:
+    problem = one(rows(tmp_path, GOOD[0]), "data.eval=[]")
+    assert problem.key == "teachers.reverse"
+    assert "teachers.reverse.sources" in problem.remedy
+
+
+def test_two_teachers_of_one_data_source_are_refused() -> None:
+    assert one("teachers.reverse.sources=[reverse, sort]").key == "teachers.reverse.sources"
+
+
+def other_tokenizer(tmp_path: Path) -> Path:
+    path = tmp_path / "teacher"
+    shutil.copytree(MODELS / "teacher-sort", path)
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = "1", "2"
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    problem = one(f"teachers.sort.model={other_tokenizer(tmp_path)}")
+    assert problem.key == "teachers.sort.model"
+    assert "different tokenizers" in problem.message
+
+
+def test_a_teacher_whose_vocabulary_does_not_cover_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "teacher"
+    shutil.copytree(MODELS / "teacher-sort", path)
+    content = json.loads((path / "config.json").read_text()) | {"vocab_size": 64}
+    (path / "config.json").write_text(json.dumps(content))
+    assert "vocabulary of 64" in one(f"teachers.sort.model={path}").message
+
+
+def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "student"
+    shutil.copytree(MODELS / "student", path)
+    for name in ("config.json", "generation_config.json"):
+        content = json.loads((path / name).read_text()) | {"eos_token_id": None}
+        (path / name).write_text(json.dumps(content))
+    assert "eos_token_id" in one(f"student.model={path}").message
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "student"
+    shutil.copytree(MODELS / "student", path)
+    (path / "model.safetensors").unlink()
+    assert "no *.safetensors" in one(f"student.model={path}").message
+
+
+def test_more_gpus_than_there_are_are_refused_with_the_sum() -> None:
+    problem = one("cluster.device=cuda", "rollout.replicas=2", gpus=4)
+    assert "take 5 GPUs" in problem.message
+    assert "this machine has 4" in problem.message
+
+
+def test_enough_gpus_are_taken() -> None:
+    assert found("cluster.device=cuda", gpus=4) == []
+
+
+def test_visible_gpus_are_those_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,3")
+    assert gpu_count() == 2
+
+
+def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "student"
+    shutil.copytree(MODELS / "student", path)
+    content = json.loads((path / "config.json").read_text()) | {"head_dim": 48}
+    (path / "config.json").write_text(json.dumps(content))
+    assert "head size 48" in one(f"student.model={path}").message
+
+
+def test_a_top_k_above_the_vocabulary_is_refused() -> None:
+    assert one("loss.top_k=129").key == "loss.top_k"
+
+
+def test_a_grader_that_cannot_be_imported_is_refused() -> None:
+    assert one("eval.grader=no_such_module:grade").key == "eval.grader"
+
+
+def test_everything_is_reported_together(tmp_path: Path) -> None:
+    keys = [
+        problem.key
+        for problem in found(
+            "loss.top_k=129",
+            "eval.grader=nonsense",
+            "teachers.sort.model=/no/such",
+            "cluster.device=cuda",
+            rows(tmp_path, *GOOD, {"prompt": "x", "data_source": "add"}),
+            gpus=1,
+        )
+    ]
+    assert set(keys) == {
+        "loss.top_k", "eval.grader", "teachers.sort.model", "cluster", "teachers",
+    }  # fmt: skip
+
+
+def test_rows_are_handed_on_to_the_run() -> None:
+    inputs = preflight(config(), "c.yaml", 0)
+    assert (len(inputs.train[0]), len(inputs.eval)) == (6000, 512)

@@ -1,0 +1,62 @@
+"""The command line: exit codes, flags, and what ``check`` does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_opd.cli import main
+
+EXAMPLE = str(Path(__file__).parents[1] / "examples" / "quickstart.yaml")
+
+
+def test_check_exits_0_on_the_quickstart() -> None:
+    assert main(["check", EXAMPLE]) == 0
+
+
+def test_check_prints_the_resolved_config_and_the_pools(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", EXAMPLE])
+    printed = capsys.readouterr().out
+    assert "sync_steps: 4" in printed
+    assert "teachers.reverse" in printed
+
+
+def test_the_flags_set_their_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", EXAMPLE, "--staleness-threshold", "2", "--sync-steps", "9", "--run-dir", "here"])
+    printed = capsys.readouterr().out
+    assert "staleness_threshold: 2.0" in printed
+    assert "sync_steps: 9" in printed
+    assert "run_dir: here" in printed
+
+
+@pytest.mark.parametrize("command", ["check", "run"])
+def test_bad_input_exits_2_and_says_everything(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, EXAMPLE, "loss.top_k=999", "student.model=/no/such/model"]) == 2
+    printed = capsys.readouterr().err
+    assert "loss.top_k" not in printed or "999" in printed
+    assert "/no/such/model" in printed
+
+
+def test_a_missing_config_exits_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "/no/such.yaml"]) == 2
+
+
+def test_a_wrong_command_exits_2() -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["dance"])
+    assert caught.value.code == 2
+
+
+def test_check_imports_neither_torch_nor_ray_nor_vllm() -> None:
+    code = (
+        "import sys; from async_opd.cli import main; main(sys.argv[1:]);"
+        "print([m for m in ('torch', 'ray', 'vllm', 'transformers') if m in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, "check", EXAMPLE]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "[]", done.stdout + done.stderr

@@ -1,0 +1,29 @@
+"""Docs that are made from the code are up to date; what the README names exists."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_config_reference_is_what_the_code_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_config.py"))["document"]()
+    assert (ROOT / "docs" / "config.md").read_text() == made, "run python docs/make_config.py"
+
+
+def test_every_link_of_the_readme_leads_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
+    assert [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_every_file_named_in_the_architecture_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    folders = "core|cluster|rollouter|teachers|trainer|tests"
+    named = set(re.findall(rf"`((?:{folders})/[\w/]+\.py)", text))
+    found = {
+        name for name in named for root in (ROOT, ROOT / "async_opd") if (root / name).exists()
+    }
+    assert named - found == set()
