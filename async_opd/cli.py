@@ -9,6 +9,7 @@ Exit codes: 0 done; 1 the run failed; 2 bad config or usage; 130 interrupted.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 
@@ -21,7 +22,12 @@ OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    parser = _parser()
+    arguments, rest = parser.parse_known_args(argv)
+    for text in rest:  # argparse leaves overrides after an option to us
+        if text.startswith("-"):
+            parser.error(f"unrecognized arguments: {text}")
+    arguments.overrides += rest
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
@@ -57,7 +63,7 @@ def _load(arguments: argparse.Namespace) -> RunConfig:
     flags = {
         "async.staleness_threshold": arguments.staleness_threshold,
         "async.sync_steps": arguments.sync_steps,
-        "run_dir": arguments.run_dir,
+        "run_dir": arguments.run_dir and json.dumps(arguments.run_dir),
     }
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
     return load_config(arguments.config, [*arguments.overrides, *given])

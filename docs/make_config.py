@@ -63,7 +63,7 @@ def tables(section: type[BaseModel], prefix: str, title: str) -> Iterator[str]:
         many = "[]" if "list" in str(info.annotation) else many
         for choice in inner:
             kind = choice.model_fields.get("kind")
-            suffix = f", kind: {get_args(kind.annotation)[0]}" if kind else ""
+            suffix = f", kind: {' | '.join(get_args(kind.annotation))}" if kind else ""
             yield from tables(choice, f"{prefix}{label}{many}.", f"`{prefix}{label}{many}`{suffix}")
 
 

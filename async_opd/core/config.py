@@ -10,19 +10,20 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, model_validator
+
+from async_opd.core.data_config import DataConfig as DataConfig
+from async_opd.core.data_config import FileSource as FileSource
+from async_opd.core.data_config import ReasoningGymSource as ReasoningGymSource
+from async_opd.core.section import Section as Section
 
 
-class Section(BaseModel):
-    """A frozen part of the config that refuses unknown keys."""
+class SizesError(ValueError):
+    """Sizes that do not fit each other; ``faults`` are (dotted key, what is wrong, remedy)."""
 
-    model_config = ConfigDict(
-        extra="forbid",
-        frozen=True,
-        use_attribute_docstrings=True,
-        populate_by_name=True,
-        protected_namespaces=(),
-    )
+    def __init__(self, faults: list[tuple[str, str, str]]) -> None:
+        super().__init__("; ".join(f"{key}: {message}" for key, message, _ in faults))
+        self.faults = faults
 
 
 class EngineConfig(Section):
@@ -40,14 +41,14 @@ class EngineConfig(Section):
     """Share of a GPU's memory the engine may take."""
     cpu_kv_cache_mib: PositiveInt = 64
     """KV cache of an engine on CPU, in MiB."""
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = Field(default={})
     """Further arguments of ``vllm.AsyncEngineArgs``, passed on as they are."""
 
 
 class StudentConfig(Section):
     """The model that is trained."""
 
-    model: str
+    model: str = Field(min_length=1)
     """Directory of a Hugging Face model, or a hub id."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
@@ -56,7 +57,7 @@ class StudentConfig(Section):
 class TeacherConfig(Section):
     """One named teacher and its pool of replicas."""
 
-    model: str
+    model: str = Field(min_length=1)
     """Directory of a Hugging Face model, or a hub id."""
     sources: list[str] | None = None
     """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
@@ -68,77 +69,6 @@ class TeacherConfig(Section):
     """Settings of each engine."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
-
-
-class FileSource(Section):
-    """Prompts from a jsonl or parquet file, or from a Hugging Face ``datasets`` directory."""
-
-    kind: Literal["file"] = "file"
-    path: str
-    """``*.jsonl``, ``*.parquet``, or a directory written by ``Dataset.save_to_disk``. Relative
-    paths are relative to the config file."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the stream, relative to the other sources' weights."""
-
-
-class ReasoningGymSource(Section):
-    """Procedural tasks from the ``reasoning-gym`` package, graded by its own verifier."""
-
-    kind: Literal["reasoning_gym"]
-    task: str
-    """Name of the reasoning-gym dataset; it is also the rows' data source."""
-    size: PositiveInt = 1000
-    """Number of entries."""
-    seed: int = 0
-    """Seed of the generator: give training and evaluation different ones."""
-    options: dict[str, Any] = {}
-    """Further arguments of the task's own config."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the stream, relative to the other sources' weights."""
-
-
-Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
-
-
-class DataConfig(Section):
-    """Where prompts come from and which field means what."""
-
-    train: list[Source]
-    """Sources of the prompts that are trained on, mixed by weight. A bare string is a file."""
-    eval: list[Source] = []
-    """Sources of the prompts that are evaluated on; none means no evaluation."""
-    prompt: str = "prompt"
-    """Field with the prompt: a string, or a list of chat messages."""
-    answer: str = "answer"
-    """Field with the reference answer; only evaluation needs it."""
-    route_by: str = "data_source"
-    """Field that routes a row to the teacher whose ``sources`` contain its value."""
-    chat_template: Literal["auto", "always", "never"] = "auto"
-    """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
-    max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are refused; by default what the model leaves beside the response."""
-    shuffle: bool = True
-    """Reorders the rows of each source in every epoch, by the seed."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _strings_are_files(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = dict(values)
-            for key in ("train", "eval"):
-                if isinstance(values.get(key), str):
-                    values[key] = [values[key]]
-                if isinstance(values.get(key), list):
-                    values[key] = [_as_source(entry) for entry in values[key]]
-        return values
-
-
-def _as_source(entry: Any) -> Any:
-    if isinstance(entry, str):
-        return {"kind": "file", "path": entry}
-    if isinstance(entry, dict) and "kind" not in entry:
-        return {"kind": "file", **entry}
-    return entry
 
 
 class RolloutConfig(Section):
@@ -160,15 +90,34 @@ class RolloutConfig(Section):
     """Settings of each engine."""
 
 
-class ForwardKLConfig(Section):
-    """Forward KL(teacher ‖ student) over the teacher's ``top_k`` tokens."""
+class TopKLoss(Section):
+    """A divergence over the teacher's most probable tokens."""
 
-    kind: Literal["forward_kl"] = "forward_kl"
     top_k: PositiveInt = 64
     """Tokens of the teacher's support at each position."""
     tail: Literal["bucket", "ignore", "renormalize"] = "bucket"
     """The mass outside of the support: one more outcome (``bucket``: a true divergence of coarser
     distributions), left out (``ignore``: can be negative), or scaled away (``renormalize``)."""
+
+
+class ForwardKLConfig(TopKLoss):
+    """Forward KL(teacher ‖ student): mass covering, tolerates stale samples."""
+
+    kind: Literal["forward_kl"] = "forward_kl"
+
+
+class ReverseKLConfig(TopKLoss):
+    """Reverse KL(student ‖ teacher): mode seeking."""
+
+    kind: Literal["reverse_kl"]
+
+
+class JSDConfig(TopKLoss):
+    """Generalized Jensen-Shannon divergence between teacher and student."""
+
+    kind: Literal["jsd"]
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Weight of the teacher in the mixture; 0 is forward KL, 1 is reverse KL."""
 
 
 class K1Config(Section):
@@ -182,7 +131,26 @@ class K1Config(Section):
     """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
 
 
-Loss = Annotated[ForwardKLConfig | K1Config, Field(discriminator="kind")]
+class SampledConfig(Section):
+    """Another estimate from the sampled token: k2, k3 or abs (see trainer/losses/estimators.py)."""
+
+    kind: Literal["k2", "k3", "abs"]
+    gradient: Literal["supervised", "policy_gradient"] = "supervised"
+    """Differentiate the estimate, or use its negative as the sampled token's advantage."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
+
+    @model_validator(mode="after")
+    def _clamp_is_for_advantages(self) -> Self:
+        if self.clamp is not None and self.gradient == "supervised":
+            raise ValueError(
+                "clamp bounds an advantage; a supervised estimate has none, and clamping the "
+                "estimate itself would silently remove the gradient of the tokens it touches"
+            )
+        return self
+
+
+Loss = ForwardKLConfig | ReverseKLConfig | JSDConfig | K1Config | SampledConfig
 
 
 class TrainConfig(Section):
@@ -316,7 +284,7 @@ class RunConfig(Section):
     """Teachers by name."""
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
-    loss: Loss = ForwardKLConfig()
+    loss: Annotated[Loss, Field(discriminator="kind")] = ForwardKLConfig()
     train: TrainConfig = TrainConfig()
     async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     sync: SyncConfig = SyncConfig()
@@ -329,19 +297,28 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         """Sizes that would starve or dead-lock the pipeline are refused here."""
-        problems = []
-        if self.train.batch_size % self.rollout.n:
-            problems.append(
-                f"train.batch_size ({self.train.batch_size}) must be a multiple of rollout.n "
-                f"({self.rollout.n}): groups are whole"
+        size, group = self.train.batch_size, self.rollout.n
+        faults = []
+        if size % group:
+            low, high = size // group * group, -(-size // group) * group
+            faults.append(
+                (
+                    "train.batch_size",
+                    f"found {size}, expected a multiple of rollout.n ({group}): groups are whole",
+                    f"for example {low or high} or {high}",
+                )
             )
-        if self.queue.max_samples < self.train.batch_size:
-            problems.append(
-                f"queue.max_samples ({self.queue.max_samples}) must hold one batch "
-                f"(train.batch_size = {self.train.batch_size})"
+        if self.queue.max_samples < size:
+            faults.append(
+                (
+                    "queue.max_samples",
+                    f"found {self.queue.max_samples}, which cannot hold one batch "
+                    f"(train.batch_size = {size})",
+                    f"at least {size}",
+                )
             )
-        if problems:
-            raise ValueError("; ".join(problems))
+        if faults:
+            raise SizesError(faults)
         return self
 
     def teacher_of(self, data_source: str) -> str | None:

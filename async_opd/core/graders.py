@@ -20,17 +20,22 @@ def load_grader(name: str) -> Grader:
     chosen = _named(name)
 
     def grade(response: str, row: Row) -> float:
-        grader = reasoning_gym if "reasoning_gym" in row.fields else chosen
+        verifier = "reasoning_gym" in row.fields
+        grader, label = (reasoning_gym, "reasoning_gym") if verifier else (chosen, name)
         try:
             value = float(grader(response, row))
         except Exception as error:
             raise StageError(
                 "grader",
-                f"{name} failed on row {row.uid}: {type(error).__name__}: {error}",
+                f"{label} failed on row {row.uid}: {type(error).__name__}: {error}",
                 "a grader must return a number from 0 to 1 for every response",
             ) from error
         if not 0 <= value <= 1:
-            raise StageError("grader", f"{name} returned {value} on row {row.uid}, not 0 to 1")
+            raise StageError(
+                "grader",
+                f"{label} returned {value} on row {row.uid}",
+                "a grader must return a number from 0 to 1 for every response",
+            )
         return value
 
     return grade

@@ -7,250 +7,228 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Hashable, Sequence
+import reprlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
-from async_opd.core.config import RunConfig
+from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.schema import default_of, key_of, keys_below, keys_called
+from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
+from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
 
 COMMAND_LINE = "command line"
-K1_ALIASES = re.compile(r"^(supervised_)?(reverse_kl_)?(k1|kl)(_supervised|_loss)?$")
+MOST_SUGGESTED = 12
 
-
-class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads ``1e-5`` as a number and refuses duplicate keys."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if key in seen:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} is there twice", key_node.start_mark
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"),
-    list("-+0123456789."),
-)
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_shown = _short.repr
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads, overrides, validates. Raises ConfigError with every problem found."""
+    """Reads, overrides, validates. Raises ConfigError with every problem found.
+
+    Relative paths of models and data are relative to the file's folder, wherever they were given;
+    ``run_dir`` stays relative to the working directory.
+    """
     file = Path(path)
-    tree = _read(file)
-    origin: dict[str, str] = {}
-    problems: list[Problem] = []
+    source = _Source(str(file), _read(file))
     for override in overrides:
-        problem = _override(tree, override, origin)
-        if problem:
-            problems.append(problem)
-    problems += _supervised_k1(tree, str(file), origin)
-    if isinstance(tree.get("loss"), dict):
-        tree["loss"].setdefault("kind", "forward_kl")
-    _resolve_paths(tree, file.resolve().parent)
+        source.override(override)
+    source.check_names()
+    _resolve_paths(source.tree, file.resolve().parent)
+    config: RunConfig | None = None
     try:
-        config = RunConfig.model_validate(tree)
+        config = RunConfig.model_validate(source.tree)
     except ValidationError as error:
-        known = {problem.key for problem in problems}
-        found = (_problem(entry, tree, str(file), origin) for entry in error.errors())
-        problems += [p for p in found if not any(k and p.key.startswith(k) for k in known)]
-        raise ConfigError(problems) from None
-    if problems:
-        raise ConfigError(problems)
+        for entry in error.errors():
+            source.problems += _problems(entry, source)
+    if source.problems or config is None:
+        raise ConfigError(source.problems)
     return config
 
 
 def dump_config(config: RunConfig) -> str:
     """YAML that loads to an equal config."""
-    return yaml.safe_dump(
-        config.model_dump(mode="json", by_alias=True), sort_keys=False, allow_unicode=True
-    )
+    return dump_yaml(config.model_dump(by_alias=True))
 
 
-def _read(file: Path) -> dict[str, Any]:
+class _Source:
+    """The tree of values, where each came from, and what is wrong with it so far."""
+
+    def __init__(self, file: str, tree: dict[Any, Any]) -> None:
+        self.file = file
+        self.tree = tree
+        self.problems: list[Problem] = []
+        self._overridden: set[str] = set()
+
+    def where(self, key: str) -> str:
+        """The file, or the command line if the key or one it lies in was given there."""
+        return COMMAND_LINE if any(_lies_in(key, k) for k in self._overridden) else self.file
+
+    def override(self, text: str) -> None:
+        """Applies ``a.b.c=value``; what is wrong with it becomes a problem."""
+        key, equals, raw = text.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not equals or not all(parts):
+            remedy = "write key=value, as in train.lr=1e-4"
+            self.problems.append(Problem(COMMAND_LINE, text, "is no override", remedy))
+            return
+        try:
+            value = load_yaml(raw)
+        except YamlError as error:
+            message, remedy = f"{raw!r} is no valid YAML: {error}", "quote it: key='\"value\"'"
+            self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+            return
+        node: Any = self.tree
+        for depth, part in enumerate(parts[:-1], 1):
+            if node.get(part) is None:
+                node[part] = {}
+                self._overridden.add(".".join(parts[:depth]))
+            node = node[part]
+            if not isinstance(node, dict):
+                message = f"{'.'.join(parts[:depth])} is {_shown(node)}, which has no keys below it"
+                remedy = f"give {'.'.join(parts[:depth])} as a whole"
+                self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+                return
+        node[parts[-1]] = value
+        self._overridden.add(".".join(parts))
+
+    def check_names(self) -> None:
+        """What pydantic would accept or refuse for another reason than the true one."""
+        if "async_" in self.tree:
+            value = self.tree.pop("async_")
+            message = f"unknown key (value {_shown(value)})"
+            where = self.where("async_")
+            self.problems.append(Problem(where, "async_", message, "did you mean async?"))
+        loss = self.tree.get("loss")
+        culprit = supervised_k1(loss)
+        if culprit is not None:
+            key = f"loss.{culprit}" if culprit else "loss"
+            self.problems.append(
+                Problem(self.where(key), key, f"found {_shown(loss)}: {MESSAGE}", REMEDY)
+            )
+            loss = self.tree["loss"] = without_request(loss)
+        if isinstance(loss, dict):
+            self.tree["loss"] = {"kind": "forward_kl", **loss}
+
+
+def _lies_in(key: str, outer: str) -> bool:
+    return key == outer or key.startswith(outer + ".")
+
+
+def _read(file: Path) -> dict[Any, Any]:
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            [Problem(str(file), "", f"cannot be read: {error}", "check the path")]
-        ) from None
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        problem = Problem(str(file), "", f"cannot be read: {error}", "check the path")
+        raise ConfigError([problem]) from None
     try:
-        tree = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError([Problem(str(file), "", f"is no valid YAML: {message}")]) from None
+        tree = load_yaml(text)
+    except YamlError as error:
+        problems = [
+            Problem(f"{file}:{line}", key, f"is no valid YAML: {message}" if not key else message)
+            for line, key, message in error.faults
+        ]
+        raise ConfigError(problems) from None
     if not isinstance(tree, dict):
-        raise ConfigError(
-            [Problem(str(file), "", f"holds {type(tree).__name__}, expected keys and values")]
-        )
+        found = "nothing" if tree is None else _shown(tree)
+        message = f"holds {found}, expected keys and values"
+        remedy = f"it needs {', '.join(_required())}"
+        raise ConfigError([Problem(str(file), "", message, remedy)])
     return tree
 
 
-def _override(tree: dict[str, Any], override: str, origin: dict[str, str]) -> Problem | None:
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        return Problem(
-            COMMAND_LINE, override, "is no override", "write key=value, as in train.lr=1e-4"
-        )
-    try:
-        value = yaml.load(text, _Loader)
-    except (yaml.YAMLError, ValueError, RecursionError):
-        value = text
-    node: Any = tree
-    for part in parts[:-1]:
-        if node.get(part) is None:
-            node[part] = {}
-        node = node[part]
-        if not isinstance(node, dict):
-            return Problem(COMMAND_LINE, key, f"{part} is {node!r}, which has no keys below it")
-    node[parts[-1]] = value
-    origin[".".join(parts)] = COMMAND_LINE
-    return None
+def _required() -> list[str]:
+    return [name for name, info in RunConfig.model_fields.items() if info.is_required()]
 
 
-def _supervised_k1(tree: dict[str, Any], where: str, origin: dict[str, str]) -> list[Problem]:
-    loss = tree.get("loss")
-    if not isinstance(loss, dict):
-        return []
-    kind = str(loss.get("kind", ""))
-    if not K1_ALIASES.match(kind.lower().replace("-", "_")):
-        return []
-    supervised = "supervised" in kind or "loss" in kind
-    supervised |= str(loss.get("gradient", "policy_gradient")) != "policy_gradient"
-    supervised |= any(loss.get(key) is False for key in ("policy_gradient", "use_policy_gradient"))
-    if not supervised and kind == "k1":
-        return []
-    place = next((w for k, w in origin.items() if k.startswith("loss")), where)
-    return [
-        Problem(
-            place,
-            "loss",
-            f"{loss!r}: a supervised k1 does not distil: the gradient of log q - log p is that of "
-            "log q alone, in which the teacher does not appear",
-            "write loss: {kind: k1, gradient: policy_gradient}, or use forward_kl",
-        )
-    ]
-
-
-def _resolve_paths(tree: dict[str, Any], folder: Path) -> None:
+def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
     """Makes paths absolute that are relative to the config file."""
-    models = [tree.get("student")]
-    if isinstance(tree.get("teachers"), dict):
-        models += tree["teachers"].values()
+    teachers = tree.get("teachers")
+    models = [tree.get("student"), *(teachers.values() if isinstance(teachers, dict) else ())]
     for section in models:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             model = section["model"]
-            if model.startswith(".") or (folder / model).exists():
+            if model.startswith(("./", "../")) or (model and _exists(folder / model)):
                 section["model"] = str(folder / model)
     data = tree.get("data")
-    if not isinstance(data, dict):
-        return
-    for key in ("train", "eval"):
-        entries = data.get(key)
-        if isinstance(entries, str):
-            data[key] = str(folder / entries)
-        elif isinstance(entries, list):
-            data[key] = [_resolve_entry(entry, folder) for entry in entries]
+    if isinstance(data, dict):
+        for key in ("train", "eval"):
+            entries = data.get(key)
+            if isinstance(entries, list):
+                data[key] = [_resolved(entry, folder) for entry in entries]
+            elif entries is not None:
+                data[key] = _resolved(entries, folder)
 
 
-def _resolve_entry(entry: Any, folder: Path) -> Any:
-    if isinstance(entry, str):
+def _resolved(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, str) and entry:
         return str(folder / entry)
-    if isinstance(entry, dict) and isinstance(entry.get("path"), str):
+    if isinstance(entry, dict) and isinstance(entry.get("path"), str) and entry["path"]:
         return {**entry, "path": str(folder / entry["path"])}
     return entry
 
 
-def _problem(entry: Any, tree: dict[str, Any], where: str, origin: dict[str, str]) -> Problem:
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL: preflight says so
+        return False
+
+
+def _problems(entry: Any, source: _Source) -> Iterator[Problem]:
     """One pydantic error in our words."""
-    parts = _path(entry["loc"], tree)
-    key = ".".join(parts)
-    place = next((w for k, w in origin.items() if key.startswith(k)), where)
-    message, remedy = str(entry["msg"]), ""
-    kind = entry["type"]
+    if isinstance(entry.get("ctx", {}).get("error"), SizesError):
+        for key, message, remedy in entry["ctx"]["error"].faults:
+            yield Problem(source.where(key), key, message, remedy)
+        return
+    key = key_of(entry["loc"])
+    message, remedy = _words(entry, key)
+    if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = f"{key}.kind"
+    yield Problem(source.where(key), key, message, remedy)
+
+
+def _words(entry: Any, key: str) -> tuple[str, str]:
+    """Message and remedy."""
+    kind, found = entry["type"], entry["input"]
     if kind == "extra_forbidden":
-        known = _known_keys(parts[:-1])
-        near = difflib.get_close_matches(parts[-1], known, n=1, cutoff=0.5)
-        message = f"unknown key (value {entry['input']!r})"
-        remedy = (
-            f"did you mean {'.'.join([*parts[:-1], near[0]])}?"
-            if near
-            else (f"known keys here: {', '.join(known)}" if known else "remove it")
+        return f"unknown key (value {_shown(found)})", _nearest_key(key)
+    if kind == "missing":
+        return "is missing", f"add {key}"
+    if kind == "union_tag_invalid":
+        allowed = entry["ctx"]["expected_tags"]
+        return f"found {found['kind']!r}, expected one of {allowed}", _nearest(
+            found["kind"], allowed
         )
-    elif kind == "missing":
-        message, remedy = "is missing", f"add {key}"
-    elif kind == "union_tag_invalid":
-        expected = entry["ctx"]["expected_tags"]
-        found = entry["input"].get("kind") if isinstance(entry["input"], dict) else entry["input"]
-        key, message = f"{key}.kind", f"found {found!r}, expected one of {expected}"
-        near = difflib.get_close_matches(str(found), re.findall(r"'(\w+)'", expected), n=1)
-        remedy = f"did you mean {near[0]}?" if near else ""
-    elif key == "":
-        key, message = "config", message.removeprefix("Value error, ")
-    else:
-        message = f"found {entry['input']!r}: {message.removeprefix('Value error, ')}"
-        default = _default(parts)
-        remedy = f"the default is {default!r}" if default is not None else ""
-    return Problem(place, key, message, remedy)
+    if key == "loss" and isinstance(found, str):
+        return f"found {found!r}, expected a section", f"write loss: {{kind: {found}}}"
+    expected = str(entry["msg"]).removeprefix("Value error, ")
+    expected = re.sub(r"^(Input|Tuple|String|List|Dictionary) should (be|have) ", "", expected)
+    default = default_of(key)
+    remedy = f"the default is {default!r}" if default is not None else ""
+    if kind == "literal_error":
+        remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
+    return f"found {_shown(found)}, expected {expected}", remedy
 
 
-def _path(loc: tuple[int | str, ...], tree: Any) -> list[str]:
-    """The location without the tags that pydantic adds for unions."""
-    parts: list[str] = []
-    node: Any = tree
-    for index, item in enumerate(loc):
-        tag = isinstance(node, dict) and item == node.get("kind") and item not in node
-        if tag or (item == "file" and isinstance(node, str | dict) and index < len(loc) - 1):
-            continue
-        parts.append("async" if item == "async_" else str(item))
-        try:
-            node = node[item]
-        except (KeyError, IndexError, TypeError):
-            node = None
-    return parts
+def _nearest(found: Any, allowed: str) -> str:
+    """The closest of the quoted words in ``allowed``."""
+    near = difflib.get_close_matches(str(found).lower(), re.findall(r"'([^']+)'", allowed), n=1)
+    return f"did you mean {near[0]}?" if near else ""
 
 
-def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections an annotation can hold."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for inner in get_args(annotation) for section in _sections(inner)]
-
-
-def _walk(parts: Sequence[str]) -> list[type[BaseModel]]:
-    sections: list[type[BaseModel]] = [RunConfig]
-    for part in parts:
-        inner: list[type[BaseModel]] = []
-        for section in sections:
-            for name, info in section.model_fields.items():
-                if part in (name, info.alias):
-                    inner += _sections(info.annotation)
-        sections = inner or sections  # a dict's key or a list's index
-    return sections
-
-
-def _known_keys(parts: Sequence[str]) -> list[str]:
-    keys = [
-        info.alias or name
-        for section in _walk(parts)
-        for name, info in section.model_fields.items()
-    ]
-    return list(dict.fromkeys(keys))
-
-
-def _default(parts: Sequence[str]) -> Any:
-    for section in _walk(parts[:-1]):
-        for name, info in section.model_fields.items():
-            if parts[-1] in (name, info.alias) and not info.is_required():
-                return info.default
-    return None
+def _nearest_key(key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    known = keys_below(parent)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {f'{parent}.{near[0]}'.lstrip('.')}?"
+    elsewhere = keys_called(name)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    return f"known here: {', '.join(known[:MOST_SUGGESTED])}" if known else "remove it"

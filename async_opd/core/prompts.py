@@ -45,7 +45,7 @@ class PromptStream:
         cursor: int = 0,
     ) -> None:
         self._sources = [list(rows) for rows in sources]
-        self._weights = list(weights)
+        self._weights, self._total = list(weights), float(sum(weights))
         self._encode, self._route = encode, route
         self._seed, self._shuffle = seed, shuffle
         self._taken = [0] * len(sources)
@@ -64,10 +64,15 @@ class PromptStream:
         return [self._prompt(*self._advance()) for _ in range(count)]
 
     def _advance(self) -> tuple[int, int]:
-        """The source that is furthest behind its share, and how many it gave before."""
-        source = min(
-            range(len(self._sources)), key=lambda i: ((self._taken[i] + 1) / self._weights[i], i)
-        )
+        """The next source, and how many it gave before.
+
+        Of the sources that are behind their share, the one whose next prompt is due first: at all
+        times each source is within one prompt of its share.
+        """
+        sources = range(len(self._sources))
+        step = self._cursor + 1
+        behind = [i for i in sources if self._taken[i] * self._total < self._weights[i] * step]
+        source = min(behind or sources, key=lambda i: ((self._taken[i] + 1) / self._weights[i], i))
         taken = self._taken[source]
         self._taken[source] += 1
         self._cursor += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class SourceError(AsyncOPDError):
 
 @dataclass(frozen=True)
 class Row:
-    """One entry. ``uid`` is ``<source>:<0-based index>``; ``fields`` is everything it had."""
+    """One entry. ``uid`` is ``<source>:<0-based index>``, in jsonl that of its line."""
 
     uid: str
     data_source: str
@@ -40,33 +41,39 @@ def read_source(source: FileSource | ReasoningGymSource, index: int, data: DataC
     if isinstance(source, ReasoningGymSource):
         return list(_reasoning_gym(source, index))
     path = Path(source.path)
-    if not path.exists():
+    if not os.path.exists(path):
         raise SourceError(str(path), "does not exist")
-    rows = [
-        _row(fields, f"{index}:{at}", at + 1, path, data) for at, fields in enumerate(_read(path))
-    ]
+    try:
+        rows = [
+            _row(fields, f"{index}:{number - 1}", number, path, data)
+            for number, fields in _read(path)
+        ]
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(str(path), f"cannot be read: {error}") from error
     if not rows:
         raise SourceError(str(path), "has no rows")
     return rows
 
 
-def _read(path: Path) -> Iterator[dict[str, Any]]:
+def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Rows with their 1-based numbers."""
     if path.suffix == ".jsonl":
         yield from _jsonl(path)
     elif path.suffix == ".parquet":
         import pyarrow.parquet as parquet
 
         try:
-            yield from parquet.read_table(path).to_pylist()
-        except (OSError, ValueError) as error:
+            table = parquet.read_table(path)
+        except (OSError, ValueError, NotImplementedError) as error:
             raise SourceError(str(path), f"is no valid parquet: {error}") from error
+        yield from enumerate(table.to_pylist(), 1)
     elif path.is_dir():
-        yield from _datasets(path)
+        yield from enumerate(_datasets(path), 1)
     else:
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
 
-def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
+def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
@@ -77,7 +84,7 @@ def _jsonl(path: Path) -> Iterator[dict[str, Any]]:
                 raise SourceError(str(path), f"is no JSON: {error}", number) from error
             if not isinstance(fields, dict):
                 raise SourceError(str(path), f"is {type(fields).__name__}, not an object", number)
-            yield fields
+            yield number, fields
 
 
 def _datasets(path: Path) -> Iterator[dict[str, Any]]:
@@ -98,11 +105,19 @@ def _row(fields: dict[str, Any], uid: str, number: int, path: Path, data: DataCo
             raise SourceError(
                 str(path), f"has no field {name!r}; it has {', '.join(map(repr, fields))}", number
             )
+    prompt = fields[data.prompt]
+    chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+    if not chat and not isinstance(prompt, str):
+        raise SourceError(
+            str(path),
+            f"{data.prompt!r} is {type(prompt).__name__}, neither text nor chat messages",
+            number,
+        )
     answer = fields.get(data.answer)
     return Row(
         uid=uid,
         data_source=str(fields[data.route_by]),
-        prompt=fields[data.prompt],
+        prompt=prompt,
         answer=None if answer is None else str(answer),
         fields=fields,
     )

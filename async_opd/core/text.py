@@ -6,14 +6,21 @@ Loaded once, in the driver. Tested to agree with transformers' AutoTokenizer.
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from jinja2 import Template, nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 PromptText = str | list[dict[str, Any]]
+SPECIAL_TOKENS = tuple(
+    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+)
 
 
 class Text:
@@ -61,17 +68,25 @@ class Text:
             template = {entry["name"]: entry["template"] for entry in template}.get("default")
         return template
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    @cached_property
+    def _compiled(self) -> Template:
+        """The chat template, in the environment that transformers gives it."""
         environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=["jinja2.ext.loopcontrols", _Generation],
         )
-        environment.globals["raise_exception"] = _raise
+        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+        environment.filters["tojson"] = _tojson
+        return environment.from_string(str(self.template))
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         config = read_json(self._dir / "tokenizer_config.json")
-        special = {
-            name: _content(config.get(name)) for name in ("bos_token", "eos_token", "pad_token")
-        }
-        return environment.from_string(str(self.template)).render(
+        special = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
+        return self._compiled.render(
             messages=messages,
+            tools=None,
+            documents=None,
             add_generation_prompt=True,
             **{name: value for name, value in special.items() if value is not None},
         )
@@ -96,6 +111,33 @@ def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
 
 def _content(token: Any) -> str | None:
     return token.get("content") if isinstance(token, dict) else token
+
+
+class _Generation(Extension):
+    """``{% generation %}`` marks what an assistant said; here it is just its contents."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _strftime_now(format: str) -> str:  # noqa: A002
+    return datetime.now().strftime(format)
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers': without HTML's escapes."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise(message: str) -> None:

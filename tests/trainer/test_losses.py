@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import pytest
 import torch
 
-from async_opd.core.config import ForwardKLConfig, K1Config
-from trainer.losses import K1, ForwardKL, LossInputs, build_loss
+from async_opd.core.config import ForwardKLConfig, JSDConfig, K1Config, SampledConfig
+from trainer.losses import (
+    JSD,
+    K1,
+    ForwardKL,
+    LossInputs,
+    ReverseKL,
+    SampledEstimator,
+    TokenLoss,
+    build_loss,
+)
 
 Tail = Literal["bucket", "ignore", "renormalize"]
 TAILS = get_args(Tail)
@@ -106,7 +115,7 @@ def test_the_mass_of_the_support_is_a_metric() -> None:
 
 def test_forward_kl_refuses_sampled_token_scores() -> None:
     x = inputs()
-    with pytest.raises(ValueError, match="teacher's top-k"):
+    with pytest.raises(ValueError, match="the teacher's top-k"):
         ForwardKL("bucket")(LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None))
 
 
@@ -160,3 +169,142 @@ def test_the_clamp_bounds_the_advantage_and_counts_what_it_touches() -> None:
 def test_the_config_names_the_objective() -> None:
     assert isinstance(build_loss(K1Config(kind="k1")), K1)
     assert isinstance(build_loss(ForwardKLConfig()), ForwardKL)
+
+
+def outcomes(x: LossInputs, tail: Tail) -> list[list[tuple[float, float]]]:
+    """(p_i, q_i) of every outcome of every token, in plain Python floats."""
+    assert x.teacher_ids is not None
+    assert x.teacher_topk_logprobs is not None
+    rows = []
+    for t in range(len(x.targets)):
+        p = [math.exp(v) for v in x.teacher_topk_logprobs[t].tolist()]
+        q = [math.exp(x.logprobs[t, i].item()) for i in x.teacher_ids[t].tolist()]
+        if tail == "renormalize":
+            p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
+        if tail == "bucket":
+            p, q = [*p, 1 - sum(p)], [*q, 1 - sum(q)]
+        rows.append(list(zip(p, q, strict=True)))
+    return rows
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_reverse_kl_equals_the_per_token_reference(tail: Tail) -> None:
+    expected = sum(
+        q * (math.log(q) - math.log(p)) for row in outcomes(inputs(), tail) for p, q in row
+    )
+    assert ReverseKL(tail)(inputs()).loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_jsd_equals_the_per_token_reference(tail: Tail, beta: float) -> None:
+    expected = 0.0
+    for row in outcomes(inputs(), tail):
+        for p, q in row:
+            m = beta * p + (1 - beta) * q
+            expected += beta * p * math.log(p / m) + (1 - beta) * q * math.log(q / m)
+    assert JSD(beta, tail)(inputs()).loss.item() == pytest.approx(expected, rel=1e-10)
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_jsd_at_0_is_forward_kl_and_at_1_reverse_kl(tail: Tail) -> None:
+    x = inputs()
+    assert JSD(0.0, tail)(x).loss.item() == ForwardKL(tail)(x).loss.item()
+    assert JSD(1.0, tail)(x).loss.item() == ReverseKL(tail)(x).loss.item()
+
+
+def test_jsd_over_beta_tends_to_forward_kl() -> None:
+    x, beta = inputs(), 1e-6
+    forward = ForwardKL("bucket")(x).loss.item()
+    assert JSD(beta, "bucket")(x).loss.item() / beta == pytest.approx(forward, rel=1e-4)
+
+
+def test_jsd_of_one_half_does_not_change_when_the_roles_do() -> None:
+    x = inputs(k=V)
+    assert x.teacher_ids is not None
+    assert x.teacher_topk_logprobs is not None
+    teacher = torch.empty_like(x.logprobs).scatter(-1, x.teacher_ids, x.teacher_topk_logprobs)
+    student = x.logprobs.gather(-1, x.teacher_ids)
+    swapped = LossInputs(teacher, x.targets, x.teacher_logprobs, x.teacher_ids, student)
+    one, other = (JSD(0.5, "ignore")(y).loss.item() for y in (x, swapped))
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+DIVERGENCES: list[TokenLoss] = [ReverseKL("bucket"), JSD(0.3, "bucket"), JSD(0.7, "renormalize")]
+ESTIMATORS: list[TokenLoss] = [
+    SampledEstimator("k2", "supervised", None),
+    SampledEstimator("k3", "supervised", None),
+    SampledEstimator("abs", "supervised", None),
+]
+
+
+@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
+def test_the_gradient_is_the_numerical_one(loss: TokenLoss) -> None:
+    torch.manual_seed(5)
+    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda z: loss(inputs(logits=z)).loss, (logits,))
+
+
+@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
+def test_equal_distributions_have_no_loss(loss: TokenLoss) -> None:
+    assert loss(inputs(same=True)).loss.item() == pytest.approx(0.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
+def test_no_tokens_have_no_loss(loss: TokenLoss) -> None:
+    assert loss(inputs(n=0)).loss.item() == 0.0
+
+
+def expected_gradient(loss: TokenLoss, teacher: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+    """E over y ~ q of the estimator's gradient: every token with its probability."""
+    total = torch.zeros_like(logits)
+    q = logits.softmax(-1).detach()
+    for token in range(V):
+        y = torch.tensor([token])
+        x = LossInputs(logits.log_softmax(-1), y, teacher[:, token], None, None)
+        (gradient,) = torch.autograd.grad(loss(x).loss, logits)
+        total += q[0, token] * gradient
+    return total
+
+
+@pytest.mark.parametrize(("kind", "target"), [("k2", "reverse"), ("k3", "forward"), ("abs", "l1")])
+def test_a_supervised_estimator_follows_its_divergence_in_expectation(
+    kind: Literal["k2", "k3", "abs"], target: str
+) -> None:
+    torch.manual_seed(2)
+    logits = torch.randn(1, V, dtype=torch.float64, requires_grad=True)
+    log_p = torch.randn(1, V, dtype=torch.float64).log_softmax(-1)
+    log_q = logits.log_softmax(-1)
+    p, q = log_p.exp(), log_q.exp()
+    exact = {
+        "reverse": (q * (log_q - log_p)).sum(),
+        "forward": (p * (log_p - log_q)).sum(),
+        "l1": (q - p).abs().sum(),
+    }[target]
+    (wanted,) = torch.autograd.grad(exact, logits)
+    found = expected_gradient(SampledEstimator(kind, "supervised", None), log_p, logits)
+    assert torch.allclose(found, wanted, atol=1e-12)
+
+
+def test_a_policy_gradient_estimator_weights_log_q_by_its_negative_estimate() -> None:
+    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
+    x = inputs(logits=logits)
+    gap = (x.sampled - x.teacher_logprobs).detach()
+    result = SampledEstimator("k3", "policy_gradient", 0.7)(x)
+    advantage = -(torch.exp(-gap) - 1 + gap)
+    assert result.metrics["clamped"].item() == (advantage.abs() > 0.7).sum().item()
+    wanted = -(advantage.clamp(-0.7, 0.7) * x.sampled).sum()
+    assert result.loss.item() == pytest.approx(wanted.item())
+
+
+def test_a_clamp_of_a_supervised_estimate_is_refused() -> None:
+    with pytest.raises(ValueError, match="silently remove the gradient"):
+        SampledConfig(kind="k2", clamp=1.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [(JSDConfig(kind="jsd"), JSD), (SampledConfig(kind="k2"), SampledEstimator)],
+)
+def test_every_config_builds_its_objective(config: Any, kind: type) -> None:
+    assert isinstance(build_loss(config), kind)

@@ -1,21 +1,52 @@
 """Objectives, one file each. All are sums over response tokens, in nats; the learner divides.
 
-``q`` is the student under its current weights, ``p`` the teacher; both at temperature 1 over the
-full vocabulary. Responses were sampled from the student (of a possibly older version).
+``q`` is the student under its current weights, ``p`` the teacher; both at temperature 1. Responses
+were sampled from the student (of a possibly older version).
 """
 
 from __future__ import annotations
 
-from async_opd.core.config import ForwardKLConfig, K1Config
+from typing import assert_never
+
+from async_opd.core.config import (
+    ForwardKLConfig,
+    JSDConfig,
+    K1Config,
+    Loss,
+    ReverseKLConfig,
+    SampledConfig,
+)
 from trainer.losses.base import LossInputs, LossSums, TokenLoss
+from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
+from trainer.losses.jsd import JSD
 from trainer.losses.k1 import K1
+from trainer.losses.reverse_kl import ReverseKL
 
-__all__ = ["K1", "ForwardKL", "LossInputs", "LossSums", "TokenLoss", "build_loss"]
+__all__ = [
+    "JSD",
+    "K1",
+    "ForwardKL",
+    "LossInputs",
+    "LossSums",
+    "ReverseKL",
+    "SampledEstimator",
+    "TokenLoss",
+    "build_loss",
+]
 
 
-def build_loss(config: ForwardKLConfig | K1Config) -> TokenLoss:
+def build_loss(config: Loss) -> TokenLoss:
     """The objective a config names."""
-    if isinstance(config, K1Config):
-        return K1(config.clamp)
-    return ForwardKL(config.tail)
+    match config:
+        case ForwardKLConfig():
+            return ForwardKL(config.tail)
+        case ReverseKLConfig():
+            return ReverseKL(config.tail)
+        case JSDConfig():
+            return JSD(config.beta, config.tail)
+        case K1Config():
+            return K1(config.clamp)
+        case SampledConfig():
+            return SampledEstimator(config.kind, config.gradient, config.clamp)
+    assert_never(config)

@@ -1,0 +1,106 @@
+"""YAML as configs need it: ``1e-5`` is a number, a key is there once, errors know their line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
+MERGE = "tag:yaml.org,2002:merge"
+CONSTRUCTOR_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
+"""What PyYAML's own constructors raise for values that do not fit an explicit tag."""
+
+
+class YamlError(Exception):
+    """No valid YAML. ``faults`` are (1-based line, dotted key or '', what is wrong)."""
+
+    def __init__(self, faults: list[tuple[int, str, str]]) -> None:
+        super().__init__(faults)
+        self.faults = faults
+
+    def __str__(self) -> str:
+        return "; ".join(message for _, _, message in self.faults)
+
+
+class _Loader(yaml.SafeLoader):
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except CONSTRUCTOR_ERRORS as error:
+            kind = node.tag.rpartition(":")[2]
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{node.value!r} is no {kind}", node.start_mark
+            ) from error
+
+
+class _Dumper(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+for _side in (_Loader, _Dumper):
+    _side.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_DOT, list("-+0123456789."))
+
+
+def load_yaml(text: str) -> Any:
+    """The value of one document. Raises YamlError, with all duplicate keys at once."""
+    loader: _Loader | None = None
+    try:
+        loader = _Loader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        faults = list(_faults(node, "", (), set()))
+        if faults:
+            raise YamlError(faults)
+        return loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        message = " ".join(part for part in (error.context, error.problem) if part)
+        raise YamlError([(mark.line + 1 if mark else 1, "", message)]) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        message = f"the character {chr(error.character)!r} is not allowed"
+        raise YamlError([(line, "", message)]) from None
+    except RecursionError:
+        raise YamlError([(1, "", "nested too deeply")]) from None
+    finally:
+        if loader is not None:
+            loader.dispose()
+
+
+def dump_yaml(value: Any) -> str:
+    """A document that ``load_yaml`` reads back to an equal value (tuples as lists)."""
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _faults(
+    node: yaml.Node, key: str, above: tuple[yaml.Node, ...], seen: set[int]
+) -> Iterator[tuple[int, str, str]]:
+    """Keys that are there twice, and values that contain themselves."""
+    if node in above:
+        yield node.start_mark.line + 1, key, "the value contains itself"
+        return
+    if id(node) in seen or isinstance(node, yaml.ScalarNode):
+        return
+    seen.add(id(node))
+    above = (*above, node)
+    if isinstance(node, yaml.SequenceNode):
+        for index, item in enumerate(node.value):
+            yield from _faults(item, f"{key}.{index}".lstrip("."), above, seen)
+        return
+    lines: dict[str, int] = {}
+    for name, value in node.value:
+        inner = key
+        if isinstance(name, yaml.ScalarNode):
+            inner = f"{key}.{name.value}".lstrip(".")
+            line = name.start_mark.line + 1
+            if name.value in lines and name.tag != MERGE:
+                first = lines[name.value]
+                yield line, inner, f"the key is there twice, first on line {first}"
+            lines.setdefault(name.value, line)
+        yield from _faults(value, inner, above, seen)
