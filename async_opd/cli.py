@@ -75,7 +75,8 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from async_opd.core.devices import resolve_device
     from async_opd.core.load import dump_config
-    from async_opd.core.preflight import pools, preflight
+    from async_opd.core.pools import pools
+    from async_opd.core.preflight import preflight
 
     config = _load(arguments)
     inputs = preflight(config, arguments.config)

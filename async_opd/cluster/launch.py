@@ -28,7 +28,7 @@ from async_opd.cluster.session import ray_session
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
-from async_opd.core.preflight import pools
+from async_opd.core.pools import pools
 from async_opd.core.stages import SCORED, SamplingSpec, rollouts_topic
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.spec import StudentEngineSpec

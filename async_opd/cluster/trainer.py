@@ -12,6 +12,7 @@ from trainer.stage import TrainerStage
 def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerStage:
     """Learner, publisher and stage of rank 0."""
     import torch
+
     from trainer.learner import build_learner
 
     torch.set_num_threads(config.train.threads)

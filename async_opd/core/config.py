@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.core.data_config import DataConfig as DataConfig
 from async_opd.core.data_config import FileSource as FileSource
@@ -246,6 +246,11 @@ class LogConfig(Section):
     """``auto``: online if you are logged in, else offline."""
     project: str = "async_opd"
     """wandb project."""
+
+    @field_validator("console", "wandb", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
 
 
 class ClusterConfig(Section):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import os.path
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.preflight import HUB_ID
+from async_opd.core.model_files import HUB_ID
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -19,7 +19,7 @@ def localize(config: RunConfig, where: str) -> RunConfig:
     problems: list[Problem] = []
 
     def local(key: str, model: str) -> str:
-        if Path(model).is_dir() or not HUB_ID.match(model):
+        if os.path.isdir(model) or not HUB_ID.match(model):
             return model
         from huggingface_hub import snapshot_download
 

@@ -5,51 +5,17 @@ Reads the files that a config names; imports neither torch, ray, vllm nor transf
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 from async_opd.core.config import FileSource, RunConfig
 from async_opd.core.devices import gpu_count, resolve_device
 from async_opd.core.errors import Problem
 from async_opd.core.graders import load_grader
+from async_opd.core.model_files import HEAD_SIZES_ON_CPU, ModelError, ModelFiles
+from async_opd.core.pools import pools
 from async_opd.core.sources import Row, SourceError, read_source
-from async_opd.core.text import Text, eos_ids, read_json
-
-HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Head sizes that vLLM's CPU attention has kernels for."""
-HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$")
-
-
-@dataclass(frozen=True)
-class Pool:
-    """What a role takes of the machine."""
-
-    name: str
-    replicas: int
-    gpus_per_replica: int
-    model: str
-
-    @property
-    def gpus(self) -> int:
-        """GPUs of the whole pool."""
-        return self.replicas * self.gpus_per_replica
-
-
-def pools(config: RunConfig) -> list[Pool]:
-    """The pools of a run, as they would be on GPUs."""
-    teachers = [
-        Pool(f"teachers.{name}", teacher.replicas, teacher.tensor_parallel, teacher.model)
-        for name, teacher in config.teachers.items()
-    ]
-    rollout = config.rollout
-    return [
-        Pool("rollout", rollout.replicas, rollout.tensor_parallel, config.student.model),
-        *teachers,
-        Pool("train", 1, 1, config.student.model),
-    ]
+from async_opd.core.text import Text
 
 
 @dataclass
@@ -69,9 +35,12 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     check.hardware(gpu_count() if gpus is None else gpus)
     check.grader()
     inputs.train = check.sources("train")
-    inputs.eval = [row for rows in check.sources("eval") for row in rows]
-    check.routes([row for rows in inputs.train for row in rows], inputs.eval)
-    check.lengths(inputs.train, inputs.eval)
+    evaluation = check.sources("eval")
+    inputs.eval = [row for rows in evaluation for row in rows]
+    if not check.unreadable:
+        check.routes([row for rows in inputs.train for row in rows], inputs.eval)
+    check.lengths("train", inputs.train, config.rollout.max_tokens)
+    check.lengths("eval", evaluation, config.eval.max_tokens or config.rollout.max_tokens)
     return inputs
 
 
@@ -80,73 +49,68 @@ class _Check:
     config: RunConfig
     where: str
     problems: list[Problem]
+    files: dict[str, ModelFiles] = field(default_factory=dict)  # by config key
+    unreadable: bool = False
 
-    def problem(self, key: str, message: str, remedy: str = "") -> None:
+    def problem(self, key: str, message: str, remedy: str) -> None:
         self.problems.append(Problem(self.where, key, message, remedy))
 
     # ── models ─────────────────────────────────────────────────────────────────────────────────
 
     def models(self) -> None:
         """Models are there, and share one tokenizer."""
-        student = self._model("student.model", self.config.student.model)
-        for name, teacher in self.config.teachers.items():
-            key = f"teachers.{name}.model"
-            model = self._model(key, teacher.model)
-            if student and model:
-                self._same_tokenizer(key, student, model)
-        if student:
-            self._student(student)
+        for key, model in self._model_keys().items():
+            try:
+                files = ModelFiles.read(model)
+            except ModelError as error:
+                self.problem(key, error.message, error.remedy)
+                continue
+            if files is not None:
+                self.files[key] = files
+                self._vocabulary(key, files)
+        student = self.files.get("student.model")
+        if student is None:
+            return
+        self._student(student)
+        for key, files in self.files.items():
+            if not files.same_tokenizer(student):
+                self.problem(
+                    key,
+                    f"{files.path} and the student have different tokenizers: token ids would "
+                    "mean different things to them",
+                    "teachers need the student's tokenizer",
+                )
 
-    def _model(self, key: str, model: str) -> Path | None:
-        path = Path(model)
-        if not path.is_dir():
-            if not HUB_ID.match(model):
-                self.problem(key, f"no such directory: {model}", "check the path")
-            return None
-        needed = ("config.json", "tokenizer.json")
-        missing = [name for name in needed if not (path / name).is_file()]
-        if missing:
-            self.problem(key, f"{model} has no {', '.join(missing)}", "save both there")
-            return None
-        if not list(path.glob("*.safetensors")):
-            self.problem(key, f"{model} has no *.safetensors", "save the weights as safetensors")
-        return path
+    def _model_keys(self) -> dict[str, str]:
+        teachers = self.config.teachers.items()
+        return {"student.model": self.config.student.model} | {
+            f"teachers.{name}.model": teacher.model for name, teacher in teachers
+        }
 
-    def _student(self, path: Path) -> None:
-        if not eos_ids(path):
-            self.problem(
-                "student.model",
-                f"{path} names no eos_token_id: every response would run to rollout.max_tokens",
-                "set it in generation_config.json",
-            )
-        vocabulary = read_json(path / "config.json").get("vocab_size")
-        top_k = getattr(self.config.loss, "top_k", 0)
-        if vocabulary is not None and top_k > vocabulary:
-            self.problem(
-                "loss.top_k",
-                f"{top_k} is more than the vocabulary of {vocabulary} tokens",
-                f"at most {vocabulary}",
-            )
-
-    def _same_tokenizer(self, key: str, student: Path, teacher: Path) -> None:
-        own, other = (read_json(path / "tokenizer.json") for path in (student, teacher))
-        if own.get("model", {}).get("vocab") != other.get("model", {}).get("vocab") or own.get(
-            "added_tokens"
-        ) != other.get("added_tokens"):
+    def _vocabulary(self, key: str, files: ModelFiles) -> None:
+        if files.vocabulary is not None and files.vocabulary < files.tokens:
             self.problem(
                 key,
-                f"{teacher} and the student have different tokenizers: token ids would mean "
-                "different things to them",
-                "teachers need the student's tokenizer",
+                f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
+                f"{files.tokens} tokens",
+                "resize its embeddings, or give it the tokenizer it was trained with",
             )
-            return
-        sizes = [read_json(path / "config.json").get("vocab_size") for path in (student, teacher)]
-        needed = Text(student).size
-        for path, size in zip((student, teacher), sizes, strict=True):
-            if size is not None and size < needed:
-                self.problem(
-                    key, f"{path} has a vocabulary of {size}, its tokenizer {needed} tokens"
-                )
+        top_k = getattr(self.config.loss, "top_k", 0)
+        if key == "student.model" and files.vocabulary is not None and top_k > files.vocabulary:
+            self.problem(
+                "loss.top_k",
+                f"{top_k} is more than the vocabulary of {files.vocabulary} tokens",
+                f"at most {files.vocabulary}",
+            )
+
+    def _student(self, files: ModelFiles) -> None:
+        if not files.eos:
+            self.problem(
+                "student.model",
+                f"{files.path} names no eos_token_id: every response would run to "
+                "rollout.max_tokens",
+                "set it in generation_config.json",
+            )
 
     # ── hardware ───────────────────────────────────────────────────────────────────────────────
 
@@ -169,16 +133,12 @@ class _Check:
             )
 
     def _head_sizes(self) -> None:
-        models = {"student.model": self.config.student.model}
-        models |= {f"teachers.{n}.model": t.model for n, t in self.config.teachers.items()}
-        for key, model in models.items():
-            config = read_json(Path(model) / "config.json")
-            size = _head_dim(config)
-            if size is not None and size not in HEAD_DIMS_ON_CPU:
+        for key, files in self.files.items():
+            if files.head_size is not None and files.head_size not in HEAD_SIZES_ON_CPU:
                 self.problem(
                     key,
-                    f"head size {size} has no attention kernel on CPU",
-                    f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
+                    f"head size {files.head_size} has no attention kernel on CPU",
+                    f"possible: {', '.join(map(str, HEAD_SIZES_ON_CPU))}",
                 )
 
     # ── data ───────────────────────────────────────────────────────────────────────────────────
@@ -187,9 +147,11 @@ class _Check:
         """The grader can be imported."""
         try:
             load_grader(self.config.eval.grader)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # a user's module can raise anything while it is imported
             self.problem(
-                "eval.grader", str(error), "exact, math_verify, or module:function on PYTHONPATH"
+                "eval.grader",
+                f"{self.config.eval.grader} cannot be loaded: {type(error).__name__}: {error}",
+                "exact, math_verify, or module:function on PYTHONPATH",
             )
 
     def sources(self, part: str) -> list[list[Row]]:
@@ -197,17 +159,21 @@ class _Check:
         entries = getattr(self.config.data, part)
         if part == "train" and not entries:
             self.problem("data.train", "no source of prompts", "name a file")
-        read = []
+        read: list[list[Row]] = []
         for index, source in enumerate(entries):
             name = source.path if isinstance(source, FileSource) else source.task
+            rows: list[Row] = []
             try:
-                read.append(read_source(source, index, self.config.data))
+                rows = read_source(source, index, self.config.data)
             except SourceError as error:
                 place = f"{name}" + ("" if error.row is None else f", row {error.row}")
-                self.problems.append(Problem(place, f"data.{part}", error.message, "mend the data"))
+                remedy = "check the path" if "exist" in error.message else "mend the data"
+                self.problems.append(Problem(place, f"data.{part}", error.message, remedy))
             except ImportError as error:
                 remedy = "pip install async-opd[data]"
                 self.problem(f"data.{part}", f"{name} needs {error.name}", remedy)
+            self.unreadable |= not rows
+            read.append(rows)
         return read
 
     def routes(self, train: Sequence[Row], evaluation: Sequence[Row]) -> None:
@@ -223,8 +189,6 @@ class _Check:
                     )
                 claimed.setdefault(source, name)
         found = {row.data_source for row in train}
-        if not train:
-            return
         for source in sorted(found | {row.data_source for row in evaluation}):
             if source not in claimed:
                 self.problem(
@@ -242,58 +206,63 @@ class _Check:
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
-    def lengths(self, train: Sequence[Sequence[Row]], evaluation: Sequence[Row]) -> None:
-        """Prompts and responses fit the models."""
-        limit = self._prompt_limit()
-        if limit is None or not (Path(self.config.student.model) / "tokenizer.json").is_file():
+    def lengths(self, part: str, sources: Sequence[Sequence[Row]], response: int) -> None:
+        """Prompts and responses of so many tokens fit the models."""
+        if "student.model" not in self.files or not any(sources):
+            return
+        own = part == "eval" and self.config.eval.max_tokens is not None
+        key = "eval.max_tokens" if own else "rollout.max_tokens"
+        limit = self._prompt_limit(key, response)
+        if limit is None:
             return
         text = Text(self.config.student.model, self.config.data.chat_template)
-        too_long: list[tuple[str, int]] = []
-        for row in (*(row for rows in train for row in rows), *evaluation):
+        for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
+            name = source.path if isinstance(source, FileSource) else source.task
             try:
-                length = len(text.encode(row.prompt))
-            except (ValueError, TypeError) as error:
-                self.problem("data", f"row {row.uid} cannot be tokenized: {error}", "mend the data")
-                return
-            if not 1 <= length <= limit:
-                too_long.append((row.uid, length))
-        if too_long:
-            uid, length = too_long[0]
-            self.problem(
-                "data",
-                f"{len(too_long)} prompts are empty or longer than {limit} tokens, the first is "
-                f"row {uid} with {length}; limit = max_model_len - rollout.max_tokens - 1",
-                "shorten or remove them, or lower rollout.max_tokens",
-            )
+                lengths = [(row.uid, len(text.encode(row.prompt))) for row in rows]
+            except Exception as error:  # a chat template can raise anything
+                self.problems.append(
+                    Problem(
+                        name,
+                        f"data.{part}",
+                        f"a prompt cannot be tokenized: {type(error).__name__}: {error}",
+                        "mend the prompt or the chat template, or set data.chat_template",
+                    )
+                )
+                continue
+            wrong = [(uid, length) for uid, length in lengths if not 1 <= length <= limit]
+            if wrong:
+                uid, length = wrong[0]
+                self.problems.append(
+                    Problem(
+                        name,
+                        f"data.{part}",
+                        f"{len(wrong)} prompts are empty or longer than {limit} tokens, the first "
+                        f"is row {int(uid.rpartition(':')[2]) + 1} with {length}",
+                        f"shorten or remove them, or lower {key}: prompt, response and one more "
+                        "token must fit the shortest model",
+                    )
+                )
 
-    def _prompt_limit(self) -> int | None:
+    def _prompt_limit(self, key: str, response: int) -> int | None:
         """Tokens a prompt may have: the shortest model must hold prompt, response and one more."""
         config = self.config
-        engines: list[tuple[str, int | None]] = [
-            (config.student.model, config.rollout.engine.max_model_len),
-            *((t.model, t.engine.max_model_len) for t in config.teachers.values()),
-        ]
-        limits = []
-        for model, length in engines:
-            known = length or read_json(Path(model) / "config.json").get("max_position_embeddings")
-            if known:
-                limits.append(int(known) - config.rollout.max_tokens - 1)
+        lengths = {"student.model": config.rollout.engine.max_model_len}
+        for name, teacher in config.teachers.items():
+            lengths[f"teachers.{name}.model"] = teacher.engine.max_model_len
+        positions = [lengths[name] or files.positions for name, files in self.files.items()]
+        known = [value for value in positions if value]
+        limits = [value - response - 1 for value in known]
         if config.data.max_prompt_tokens:
             limits.append(config.data.max_prompt_tokens)
         if limits and min(limits) < 1:
+            if any(problem.key == key for problem in self.problems):
+                return None
             self.problem(
-                "rollout.max_tokens",
-                f"{config.rollout.max_tokens} leaves no room for a prompt: the shortest model has "
-                f"{min(limits) + config.rollout.max_tokens + 1} positions",
+                key,
+                f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
+                "positions",
                 "lower it",
             )
             return None
         return min(limits) if limits else None
-
-
-def _head_dim(config: dict[str, Any]) -> int | None:
-    if "head_dim" in config:
-        return int(config["head_dim"])
-    if config.get("hidden_size") and config.get("num_attention_heads"):
-        return int(config["hidden_size"]) // int(config["num_attention_heads"])
-    return None

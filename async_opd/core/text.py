@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from jinja2 import Template, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -30,7 +30,13 @@ class Text:
         self, model_dir: str | Path, chat_template: Literal["auto", "always", "never"] = "auto"
     ) -> None:
         self._dir = Path(model_dir)
-        self._tokenizer = Tokenizer.from_file(str(self._dir / "tokenizer.json"))
+        file = self._dir / "tokenizer.json"
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises the bare class
+            raise ValueError(f"{file} is no tokenizer: {error}") from error
+        self._tokenizer.no_truncation()  # both may be stored in the file, and are not for prompts
+        self._tokenizer.no_padding()
         self._mode = chat_template
 
     def encode(self, prompt: PromptText) -> list[int]:
@@ -53,9 +59,9 @@ class Text:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     @property
-    def size(self) -> int:
-        """Tokens of the vocabulary, added ones included."""
-        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+    def vocabulary(self) -> dict[str, int]:
+        """Every token with its id, added ones included."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
 
     @cached_property
     def template(self) -> str | None:
@@ -83,13 +89,16 @@ class Text:
     def _render(self, messages: list[dict[str, Any]]) -> str:
         config = read_json(self._dir / "tokenizer_config.json")
         special = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
-        return self._compiled.render(
-            messages=messages,
-            tools=None,
-            documents=None,
-            add_generation_prompt=True,
-            **{name: value for name, value in special.items() if value is not None},
-        )
+        try:
+            return self._compiled.render(
+                messages=messages,
+                tools=None,
+                documents=None,
+                add_generation_prompt=True,
+                **{name: value for name, value in special.items() if value is not None},
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template of {self._dir} fails: {error}") from error
 
 
 def read_json(file: Path) -> dict[str, Any]:

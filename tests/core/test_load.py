@@ -181,3 +181,7 @@ def test_no_file_ends_in_a_traceback(
     file.write_text(yaml.safe_dump(tree))
     with contextlib.suppress(ConfigError):
         load_config(file)
+
+
+def test_a_bare_off_is_off(tmp_path: Path) -> None:
+    assert load(tmp_path, "log: {wandb: off}", "log.console=off").log.wandb == "off"

@@ -73,8 +73,8 @@ def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
 def test_a_prompt_that_the_models_cannot_hold_is_refused(tmp_path: Path) -> None:
     long = {"prompt": "sort " + "1" * 200 + "=", "data_source": "sort"}
     problem = one(rows(tmp_path, *GOOD, long))
-    assert problem.key == "data"
-    assert "longer than 119 tokens" in problem.message
+    assert (problem.where, problem.key) == (str(tmp_path / "rows.jsonl"), "data.train")
+    assert "longer than 119 tokens, the first is row 3" in problem.message
     assert "rollout.max_tokens" in problem.remedy
 
 
@@ -167,6 +167,54 @@ def test_a_top_k_above_the_vocabulary_is_refused() -> None:
 
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:
     assert one("eval.grader=no_such_module:grade").key == "eval.grader"
+
+
+def broken_student(tmp_path: Path, name: str, text: str) -> str:
+    path = tmp_path / "student"
+    shutil.copytree(MODELS / "student", path)
+    (path / name).write_text(text)
+    return f"student.model={path}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", "{"), ("tokenizer.json", "{}"), ("tokenizer.json", "{")]
+)
+def test_a_broken_model_file_is_a_problem(tmp_path: Path, name: str, text: str) -> None:
+    problem = one(broken_student(tmp_path, name, text))
+    assert (problem.key, problem.remedy) == ("student.model", "save the model again")
+
+
+def test_a_head_size_of_null_is_read_from_the_other_sizes(tmp_path: Path) -> None:
+    content = json.loads((MODELS / "student" / "config.json").read_text()) | {"head_dim": None}
+    assert found(broken_student(tmp_path, "config.json", json.dumps(content))) == []
+
+
+def test_a_chat_template_that_is_none_is_a_problem(tmp_path: Path) -> None:
+    problems = found(broken_student(tmp_path, "chat_template.jinja", "{% if %}"))
+    assert {problem.key for problem in problems} == {"data.train", "data.eval"}
+
+
+@pytest.mark.parametrize("code", ["def f(:", "x = 1 / 0"])
+def test_a_grader_module_that_cannot_be_imported_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    (tmp_path / f"grader{len(code)}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert one(f"eval.grader=grader{len(code)}:f").key == "eval.grader"
+
+
+def test_a_model_path_beyond_all_measure_is_a_problem() -> None:
+    assert one(f"student.model=/{'x' * 5000}").key == "student.model"
+
+
+def test_evaluation_responses_must_fit_too() -> None:
+    problem = one("eval.max_tokens=127")
+    assert (problem.key, problem.remedy) == ("eval.max_tokens", "lower it")
+
+
+def test_a_missing_file_blames_no_teacher() -> None:
+    (problem,) = found("data.train=[/no/such.jsonl]")
+    assert problem.remedy == "check the path"
 
 
 def test_everything_is_reported_together(tmp_path: Path) -> None:

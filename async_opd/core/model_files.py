@@ -1,0 +1,88 @@
+"""What the files of a model directory say, read without transformers."""
+
+from __future__ import annotations
+
+import os.path
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_opd.core.text import Text, eos_ids, read_json
+
+HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Sizes of an attention head that vLLM's CPU attention has kernels for."""
+HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
+
+
+class ModelError(Exception):
+    """A model directory that cannot be used; ``remedy`` says what to do."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(message, remedy)
+        self.message, self.remedy = message, remedy
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """A model directory whose JSON files and tokenizer could be read."""
+
+    path: Path
+    config: dict[str, Any]
+    tokenizer: dict[str, Any]
+    tokens: int
+    eos: tuple[int, ...]
+
+    @classmethod
+    def read(cls, model: str) -> ModelFiles | None:
+        """The files of a local model; None for a hub id. Raises ModelError."""
+        if not os.path.isdir(model):
+            if HUB_ID.match(model):
+                return None
+            raise ModelError(f"no such directory: {model[:200]}", "check the path")
+        path = Path(model)
+        missing = [n for n in ("config.json", "tokenizer.json") if not (path / n).is_file()]
+        if missing:
+            raise ModelError(f"{path} has no {', '.join(missing)}", "save both there")
+        if not list(path.glob("*.safetensors")):
+            raise ModelError(f"{path} has no *.safetensors", "save the weights as safetensors")
+        try:
+            return cls(
+                path=path,
+                config=read_json(path / "config.json"),
+                tokenizer=read_json(path / "tokenizer.json"),
+                tokens=len(Text(path).vocabulary),
+                eos=eos_ids(path),
+            )
+        except Exception as error:  # the tokenizers library raises bare Exceptions
+            raise ModelError(
+                f"{path} cannot be read: {type(error).__name__}: {error}", "save the model again"
+            ) from error
+
+    @property
+    def vocabulary(self) -> int | None:
+        """Rows of the embedding."""
+        return self._number("vocab_size")
+
+    @property
+    def positions(self) -> int | None:
+        """Longest sequence."""
+        return self._number("max_position_embeddings")
+
+    @property
+    def head_size(self) -> int | None:
+        """Size of an attention head."""
+        hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
+        return self._number("head_dim") or (hidden // heads if hidden and heads else None)
+
+    def same_tokenizer(self, other: ModelFiles) -> bool:
+        """Whether token ids mean the same to both."""
+        mine, theirs = self.tokenizer, other.tokenizer
+        return (mine.get("model", {}).get("vocab"), mine.get("added_tokens")) == (
+            theirs.get("model", {}).get("vocab"),
+            theirs.get("added_tokens"),
+        )
+
+    def _number(self, name: str) -> int | None:
+        value = self.config.get(name)
+        return value if isinstance(value, int) and value > 0 else None

@@ -1,0 +1,40 @@
+"""Chat templates see what transformers shows them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from async_opd.core.text import Text
+
+MESSAGES = [{"role": "user", "content": "sort <1> & é="}]
+LOOP = "{% for m in messages %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        pytest.param(LOOP + "{{ m.content | tojson }}{% endfor %}", id="json without HTML escapes"),
+        pytest.param("{% if tools is not none %}tools{% endif %}x", id="tools are none"),
+        pytest.param("{% if documents is not none %}docs{% endif %}x", id="documents are none"),
+        pytest.param("{{ unk_token }}{{ bos_token }}x", id="all special tokens"),
+        pytest.param(
+            LOOP + "{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}", id="generation"
+        ),
+        pytest.param("{{ strftime_now('%Y') }}", id="the date"),
+    ],
+)
+def test_a_template_renders_as_in_transformers(
+    tmp_path: Path, quickstart: str, template: str
+) -> None:
+    from transformers import AutoTokenizer
+
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(f"{quickstart}/models/student/{name}", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template, encoding="utf-8")
+    expected = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(
+        MESSAGES, add_generation_prompt=True, return_dict=False
+    )
+    assert Text(tmp_path).encode(MESSAGES) == expected
