@@ -22,14 +22,24 @@ TOKENIZER_FILES = (
 def save_model(model: Any, source: str, directory: str) -> None:
     """Writes weights, config and the source's tokenizer files; complete or not at all.
 
-    A directory that is already there is replaced.
+        write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
+
+    At every moment there is a complete model on the disk. A directory that is already there is
+    replaced. Weights are written in the model's own precision (float32 masters).
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
+    old = target.with_name(target.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
-    model.save_pretrained(part)
-    for name in TOKENIZER_FILES:
-        if (file := Path(source) / name).is_file():
-            shutil.copyfile(file, part / name)
-    shutil.rmtree(target, ignore_errors=True)
-    part.rename(target)
+    try:
+        model.save_pretrained(part)
+        for name in TOKENIZER_FILES:
+            if (file := Path(source) / name).is_file():
+                shutil.copyfile(file, part / name)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            target.rename(old)
+        part.rename(target)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)

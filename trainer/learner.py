@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -26,13 +25,17 @@ from async_opd.core.config import RunConfig, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from trainer.losses import LossInputs, TokenLoss, build_loss
+from trainer.named_weights import named_weights
 from trainer.packing import Packed, pack, plan
 from trainer.schedule import learning_rate
+from trainer.student import check_student, load_student
 
 CHUNK_ROWS = 1024
 """Response rows whose logits are alive at the same time."""
 
-WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+CPU_ROW_TOKENS = 512
+"""Longest packed row on a CPU: its attention is dense, quadratic in the row with everything that
+the mask hides, and holds nothing that a wider row would keep busy."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,9 @@ class Learner:
         self._autocast = train.dtype == "bfloat16" or (
             train.dtype == "auto" and device.type == "cuda"
         )
+        self._row_tokens = train.tokens_per_micro_batch
+        if device.type == "cpu":
+            self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
         self._step = 0
         decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
         others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
@@ -69,38 +75,52 @@ class Learner:
         )
 
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
-        """One optimizer step. StageError if loss or gradient is not finite: nothing is changed."""
+        """One optimizer step. StageError if loss or gradient is not finite: nothing is changed.
+
+        A batch without any response token has loss 0 and changes no weight, but is a step.
+        """
         started = time.perf_counter()
         self.model.train()
         response_tokens = sum(len(sample.rollout.response_ids) for sample in samples)
-        sums: dict[str, float] = defaultdict(float)
-        groups = plan([s.rollout.tokens for s in samples], self._train.tokens_per_micro_batch)
+        groups = plan([s.rollout.tokens for s in samples], self._row_tokens)
+        sums: dict[str, torch.Tensor] = {}
         for group in groups:
             packed = pack([samples[index] for index in group]).to(self._device)
-            for key, value in self._backward(packed, max(response_tokens, 1)).items():
-                sums[key] += value
+            _add(sums, self._backward(packed, max(response_tokens, 1)))
+        means = _means(sums, max(response_tokens, 1))
         norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         )
-        self._refuse_if_not_finite(sums["loss/total"], norm, samples)
+        self._refuse_if_not_finite(means["loss/total"], norm, samples)
         rate = learning_rate(self._step, self._train)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
-        cut = sum(sample.rollout.finish_reason == "length" for sample in samples)
-        metrics = {key: value / max(response_tokens, 1) for key, value in sums.items()}
-        metrics |= {
+        metrics = {
+            **means,
             "train/grad_norm": norm,
             "train/lr": rate,
-            "train/response_tokens": float(response_tokens),
-            "train/mean_response_tokens": response_tokens / max(len(samples), 1),
-            "train/truncated_share": cut / max(len(samples), 1),
             "train/micro_batches": float(len(groups)),
             "train/compute_s": time.perf_counter() - started,
         }
-        return LearnerReport(metrics)
+        return LearnerReport(metrics | self._shape(samples))
+
+    def _shape(self, samples: Sequence[Sample]) -> dict[str, float]:
+        """What the batch consists of: tokens, and samples cut off, empty or over the budget."""
+        rollouts = [sample.rollout for sample in samples]
+        count = max(len(rollouts), 1)
+        lengths = [len(rollout.response_ids) for rollout in rollouts]
+        over = sum(r.tokens > self._train.tokens_per_micro_batch for r in rollouts)
+        return {
+            "train/tokens": float(sum(rollout.tokens for rollout in rollouts)),
+            "train/response_tokens": float(sum(lengths)),
+            "train/mean_response_tokens": sum(lengths) / count,
+            "train/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
+            "train/empty_responses": float(lengths.count(0)),
+            "train/over_budget": float(over),
+        }
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Current weights under their checkpoint names, in the engines' dtype.
@@ -109,39 +129,45 @@ class Learner:
         the checkpoint.
         """
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        for name, parameter in self.model.named_parameters():  # a tied head appears once
-            for wrapper in WRAPPERS:
-                name = name.replace(wrapper, "")
-            yield name, parameter.detach().to(dtype)
+        return named_weights(self.model, dtype)
 
-    def _backward(self, packed: Packed, denominator: int) -> dict[str, float]:
+    def check(self) -> None:
+        """StageError for an architecture whose logits this learner would compute wrongly."""
+        check_student(self.model, self._device, self._precision())
+
+    def _backward(self, packed: Packed, denominator: int) -> dict[str, torch.Tensor]:
         """Adds the micro-batch's gradients; returns its sums over response tokens."""
         if len(packed.rows) == 0:
             return {}
+        sums: dict[str, torch.Tensor] = {}
+        losses = []
         with self._precision():
-            states = self.model.model(
+            states = self.model.base_model(
                 input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
             ).last_hidden_state[0]
             rows = states[packed.rows]
-            total = torch.zeros((), device=self._device)
-            sums: dict[str, torch.Tensor] = {}
             for start in range(0, len(packed.rows), CHUNK_ROWS):
                 chunk = slice(start, start + CHUNK_ROWS)
                 loss, metrics = checkpoint(
-                    self._chunk, rows[chunk], packed, chunk, use_reentrant=False
+                    self._chunk,
+                    rows[chunk],
+                    packed,
+                    chunk,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
                 )
-                total = total + loss
-                for key, value in metrics.items():
-                    sums[key] = sums.get(key, 0) + value
+                losses.append(loss)
+                _add(sums, metrics)
+        total = torch.stack(losses).sum()
         torch.autograd.backward(total / denominator)
-        sums["loss/total"] = total.detach()
-        return {key: float(value) for key, value in sums.items()}
+        return sums | {"loss/total": total.detach()}
 
     def _chunk(
         self, rows: torch.Tensor, packed: Packed, chunk: slice
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Loss and metrics of a chunk of response rows [n, hidden]; logits live only in here."""
-        logits = self.model.lm_head(rows).float()
+        logits = self.model.get_output_embeddings()(rows)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         inputs = LossInputs(
             logprobs=logits.log_softmax(-1),
             targets=packed.targets[chunk],
@@ -169,27 +195,33 @@ class Learner:
         if math.isfinite(loss) and math.isfinite(norm):
             return
         self._optimizer.zero_grad(set_to_none=True)
-        uids = ", ".join(sample.rollout.uid for sample in samples[:5])
+        uids = ", ".join(sample.rollout.uid for sample in samples)
         raise StageError(
             "trainer",
-            f"step {self._step}: loss {loss}, gradient norm {norm}; batch of {len(samples)} "
-            f"beginning with {uids}",
+            f"step {self._step}: loss {loss}, gradient norm {norm}; batch of {len(samples)}: "
+            f"{uids}",
             "lower train.lr, or look for infinite teacher scores of these samples",
         )
 
 
-def build_learner(config: RunConfig, device_name: str) -> Learner:
-    """Loads the student in float32 and seeds torch."""
-    from transformers import AutoModelForCausalLM
+def _add(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+    for key, value in more.items():
+        sums[key] = sums[key] + value if key in sums else value
 
+
+def _means(sums: dict[str, torch.Tensor], denominator: int) -> dict[str, float]:
+    """Brings all sums over from the device at once; ``loss/total`` is 0 where there are none."""
+    if not sums:
+        return {"loss/total": 0.0}
+    values = torch.stack([value.double() for value in sums.values()]).tolist()
+    return {key: value / denominator for key, value in zip(sums, values, strict=True)}
+
+
+def build_learner(config: RunConfig, device_name: str) -> Learner:
+    """Seeds torch, loads the student in float32 and checks that its logits come out right."""
     torch.manual_seed(config.seed)
     device = torch.device(device_name)
-    model = AutoModelForCausalLM.from_pretrained(
-        config.student.model,
-        dtype=torch.float32,
-        attn_implementation="sdpa",
-        trust_remote_code=config.student.trust_remote_code,
-    )
-    if config.train.gradient_checkpointing:
-        model.gradient_checkpointing_enable()
-    return Learner(model, build_loss(config.loss), config.train, device)
+    model = load_student(config, device)
+    learner = Learner(model, build_loss(config.loss), config.train, device)
+    learner.check()
+    return learner

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from async_opd.core.errors import LengthError
 from async_opd.core.samples import Sample, TopK
 
 
@@ -64,11 +65,16 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack(samples: Sequence[Sample]) -> Packed:
-    """Concatenates samples. All must have the same kind of scores."""
+    """Concatenates samples. All must have the same kind of scores (TypeError).
+
+    LengthError for an empty prompt: nothing would predict the first response token.
+    """
     ids, positions, rows = [], [], []
     start = 0
     for sample in samples:
         prompt, response = sample.rollout.prompt.token_ids, sample.rollout.response_ids
+        if len(prompt) == 0:
+            raise LengthError(f"sample {sample.rollout.uid}: the prompt has no tokens")
         length = len(prompt) + len(response)
         ids += [prompt, response]
         positions.append(np.arange(length))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
@@ -9,26 +10,34 @@ from pathlib import Path
 
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
+from async_opd.core.errors import ConfigError, Problem
 
 NVIDIA_SMI_TIMEOUT_S = 20
+DRIVER = Path("/proc/driver/nvidia/gpus")
 
 
 def gpu_count() -> int:
-    """NVIDIA GPUs this process may use: CUDA_VISIBLE_DEVICES, else the driver's list."""
+    """NVIDIA GPUs this process may use: CUDA_VISIBLE_DEVICES, else the driver's list.
+
+    As CUDA does, the variable is read up to its first ``-1`` or empty entry. Raises ConfigError if
+    the driver does not answer: falling back to the CPU would be a silent change of the run.
+    """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
-        return len([entry for entry in visible.split(",") if entry.strip() not in ("", "-1")])
-    driver = Path("/proc/driver/nvidia/gpus")
-    if driver.is_dir():
-        return len(list(driver.iterdir()))
+        entries = (entry.strip() for entry in visible.split(","))
+        return sum(1 for _ in itertools.takewhile(lambda e: e not in ("", "-1"), entries))
+    if DRIVER.is_dir():
+        return len(list(DRIVER.iterdir()))
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
         listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S
         )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"nvidia-smi -L did not answer: {error}"
+        remedy = "mend the driver, or set cluster.device to cpu and CUDA_VISIBLE_DEVICES to ''"
+        raise ConfigError([Problem("this machine", "cluster.device", message, remedy)]) from error
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,10 @@ from async_opd.core.errors import StageError
 from async_opd.core.sources import Row
 
 Grader = Callable[[str, Row], float]
+
+
+class GradeError(StageError):
+    """A grader failed on a row, or returned something else than a number from 0 to 1."""
 
 
 def load_grader(name: str) -> Grader:
@@ -25,13 +31,13 @@ def load_grader(name: str) -> Grader:
         try:
             value = float(grader(response, row))
         except Exception as error:
-            raise StageError(
+            raise GradeError(
                 "grader",
                 f"{label} failed on row {row.uid}: {type(error).__name__}: {error}",
                 "a grader must return a number from 0 to 1 for every response",
             ) from error
         if not 0 <= value <= 1:
-            raise StageError(
+            raise GradeError(
                 "grader",
                 f"{label} returned {value} on row {row.uid}",
                 "a grader must return a number from 0 to 1 for every response",
@@ -65,15 +71,27 @@ def math_verify(response: str, row: Row) -> float:
     """1 if both are the same mathematical value. Without signals: it may run in any thread."""
     from math_verify import parse, verify
 
-    gold = parse(str(row.answer), parsing_timeout=None)
+    answer = str(row.answer)
+    bare = "$" not in answer and "\\boxed" not in answer  # outside of them LaTeX is not read
+    gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)
+    if not gold:
+        raise ValueError(f"the answer {row.answer!r} cannot be read as mathematics")
     found = parse(response, parsing_timeout=None)
     return float(verify(gold, found, timeout_seconds=None))
 
 
 def reasoning_gym(response: str, row: Row) -> float:
     """The task's own score."""
+    entry: dict[str, Any] = row.fields
+    task = _task(
+        entry["reasoning_gym"], json.dumps(entry.get("reasoning_gym_options", {}), sort_keys=True)
+    )
+    return float(task.score_answer(answer=response.strip(), entry=entry))
+
+
+@functools.cache
+def _task(name: str, options: str) -> Any:
+    """The task with the options its rows were made with: some verifiers read them."""
     import reasoning_gym as gym
 
-    entry: dict[str, Any] = row.fields
-    score = gym.get_score_answer_fn(entry["reasoning_gym"])
-    return float(score(answer=response.strip(), entry=entry))
+    return gym.create_dataset(name, size=1, seed=0, **json.loads(options))

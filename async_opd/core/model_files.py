@@ -1,4 +1,4 @@
-"""What the files of a model directory say, read without transformers."""
+"""What the files of a model directory say without transformers, and what is wrong with them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 from async_opd.core.text import Text, eos_ids, read_json
 
-HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Sizes of an attention head that vLLM's CPU attention has kernels for."""
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
 
@@ -46,12 +44,16 @@ class ModelFiles:
             raise ModelError(f"{path} has no {', '.join(missing)}", "save both there")
         if not list(path.glob("*.safetensors")):
             raise ModelError(f"{path} has no *.safetensors", "save the weights as safetensors")
+        lacking = missing_shards(path)
+        if lacking:
+            message = f"{path} lacks weights that its index names: {', '.join(lacking)}"
+            raise ModelError(message, "copy the missing files")
         try:
             return cls(
                 path=path,
                 config=read_json(path / "config.json"),
                 tokenizer=read_json(path / "tokenizer.json"),
-                tokens=len(Text(path).vocabulary),
+                tokens=Text(path).size,
                 eos=eos_ids(path),
             )
         except Exception as error:  # the tokenizers library raises bare Exceptions
@@ -86,3 +88,15 @@ class ModelFiles:
     def _number(self, name: str) -> int | None:
         value = self.config.get(name)
         return value if isinstance(value, int) and value > 0 else None
+
+
+def missing_shards(path: Path) -> list[str]:
+    """Weight files that the index names and that are not there. Raises ModelError."""
+    try:
+        index = read_json(path / "model.safetensors.index.json")
+    except ValueError as error:
+        message = f"{path}/model.safetensors.index.json is no valid JSON: {error}"
+        raise ModelError(message, "save the model again") from error
+    named = index.get("weight_map")
+    files = set(named.values()) if isinstance(named, dict) else set()
+    return sorted(name for name in files if not (path / name).is_file())

@@ -12,10 +12,14 @@ from async_opd.core.config import FileSource, RunConfig
 from async_opd.core.devices import gpu_count, resolve_device
 from async_opd.core.errors import Problem
 from async_opd.core.graders import load_grader
-from async_opd.core.model_files import HEAD_SIZES_ON_CPU, ModelError, ModelFiles
-from async_opd.core.pools import pools
+from async_opd.core.model_files import ModelError, ModelFiles
+from async_opd.core.pools import Pool as Pool
+from async_opd.core.pools import pools as pools
 from async_opd.core.sources import Row, SourceError, read_source
 from async_opd.core.text import Text
+
+HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Head sizes that vLLM's CPU attention has kernels for."""
 
 
 @dataclass
@@ -39,6 +43,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     inputs.eval = [row for rows in evaluation for row in rows]
     if not check.unreadable:
         check.routes([row for rows in inputs.train for row in rows], inputs.eval)
+    check.answers(inputs.eval)
     check.lengths("train", inputs.train, config.rollout.max_tokens)
     check.lengths("eval", evaluation, config.eval.max_tokens or config.rollout.max_tokens)
     return inputs
@@ -79,6 +84,13 @@ class _Check:
                     f"{files.path} and the student have different tokenizers: token ids would "
                     "mean different things to them",
                     "teachers need the student's tokenizer",
+                )
+            elif student.eos and files.eos and not set(student.eos) & set(files.eos):
+                self.problem(
+                    key,
+                    f"{files.path} ends a response with token {list(files.eos)}, the student with "
+                    f"{list(student.eos)}: the student would be taught never to stop",
+                    "give both generation_config.json a common eos_token_id",
                 )
 
     def _model_keys(self) -> dict[str, str]:
@@ -134,11 +146,11 @@ class _Check:
 
     def _head_sizes(self) -> None:
         for key, files in self.files.items():
-            if files.head_size is not None and files.head_size not in HEAD_SIZES_ON_CPU:
+            if files.head_size is not None and files.head_size not in HEAD_DIMS_ON_CPU:
                 self.problem(
                     key,
                     f"head size {files.head_size} has no attention kernel on CPU",
-                    f"possible: {', '.join(map(str, HEAD_SIZES_ON_CPU))}",
+                    f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
                 )
 
     # ── data ───────────────────────────────────────────────────────────────────────────────────
@@ -206,6 +218,18 @@ class _Check:
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
+    def answers(self, evaluation: Sequence[Row]) -> None:
+        """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
+        grader = self.config.eval.grader
+        without = [r for r in evaluation if r.answer is None and "reasoning_gym" not in r.fields]
+        if without and ":" not in grader:
+            self.problem(
+                "data.eval",
+                f"{len(without)} rows have no {self.config.data.answer!r}, the first is "
+                f"{without[0].uid}: {grader} would grade every response 0",
+                "add the answers, or name their field in data.answer",
+            )
+
     def lengths(self, part: str, sources: Sequence[Sequence[Row]], response: int) -> None:
         """Prompts and responses of so many tokens fit the models."""
         if "student.model" not in self.files or not any(sources):
@@ -257,7 +281,7 @@ class _Check:
             limits.append(config.data.max_prompt_tokens)
         if limits and min(limits) < 1:
             if any(problem.key == key for problem in self.problems):
-                return None
+                return None  # data.train and data.eval share the bound: said already
             self.problem(
                 key,
                 f"{response} leaves no room for a prompt: the shortest model has {min(known)} "

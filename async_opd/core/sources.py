@@ -138,5 +138,5 @@ def _reasoning_gym(source: ReasoningGymSource, index: int) -> Iterator[Row]:
             data_source=source.task,
             prompt=entry["question"],
             answer=entry["answer"],
-            fields={"reasoning_gym": source.task, **entry},
+            fields={"reasoning_gym": source.task, "reasoning_gym_options": source.options, **entry},
         )

@@ -59,9 +59,9 @@ class Text:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     @property
-    def vocabulary(self) -> dict[str, int]:
-        """Every token with its id, added ones included."""
-        return dict(self._tokenizer.get_vocab(with_added_tokens=True))
+    def size(self) -> int:
+        """Tokens of the vocabulary, added ones included."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
     def template(self) -> str | None:

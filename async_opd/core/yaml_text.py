@@ -73,8 +73,11 @@ def load_yaml(text: str) -> Any:
 
 
 def dump_yaml(value: Any) -> str:
-    """A document that ``load_yaml`` reads back to an equal value (tuples as lists)."""
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    """A document that ``load_yaml`` reads back to an equal value (tuples as lists).
+
+    ASCII only: PyYAML would write some line breaks of Unicode as they are, and fold them.
+    """
+    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     return text
 
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.core.errors import LengthError
 from tests.trainer.models import random_sample, tiny_model
 from trainer.packing import pack, plan
 
@@ -19,9 +20,14 @@ def test_a_plan_holds_everything_once_within_the_budget(lengths: list[int], budg
         assert sum(lengths[i] for i in group) <= budget or len(group) == 1
 
 
-def test_packed_samples_do_not_attend_to_each_other() -> None:
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("sizes", [[(5, 3), (1, 7), (8, 2)], [(0, 1), (0, 1), (2, 1), (0, 4)]])
+def test_packed_samples_do_not_attend_to_each_other(
+    attention: str, sizes: list[tuple[int, int]]
+) -> None:
     model = tiny_model().eval()
-    samples = [random_sample(i, r, prompt=p) for i, (r, p) in enumerate([(5, 3), (1, 7), (8, 2)])]
+    model.set_attn_implementation(attention)
+    samples = [random_sample(i, r, prompt=p) for i, (r, p) in enumerate(sizes)]
     packed = pack(samples)
     with torch.no_grad():
         together = model(
@@ -29,6 +35,11 @@ def test_packed_samples_do_not_attend_to_each_other() -> None:
         ).logits[0]
         alone = torch.cat([model(input_ids=pack([s]).input_ids).logits[0] for s in samples])
     assert (together - alone).abs().max() < 1e-5
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(LengthError, match="p0/0"):
+        pack([random_sample(0, 2, prompt=0)])
 
 
 def test_rows_are_those_that_predict_the_response_tokens() -> None:

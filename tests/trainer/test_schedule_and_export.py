@@ -76,3 +76,13 @@ def test_a_save_that_fails_leaves_the_old_model(
     with pytest.raises(OSError, match="disk full"):
         save_model(model, f"{quickstart}/models/student", str(path))
     assert (path / "model.safetensors").is_file()
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_save_after_an_interrupted_one_leaves_only_the_model(
+    tmp_path: Path, quickstart: str
+) -> None:
+    for leftover in ("model.part", "model.old"):
+        (tmp_path / leftover).mkdir()
+    saved(tmp_path, quickstart)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]

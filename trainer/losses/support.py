@@ -18,11 +18,14 @@ from trainer.losses.base import LossInputs
 Tail = Literal["bucket", "ignore", "renormalize"]
 
 TINY = 1e-9
-"""Least mass of a tail bucket, so that its logarithm is finite when the support holds all."""
+"""Least mass of the teacher's bucket, so that its logarithm is finite where rounding leaves none.
+The student's bucket has no such floor: it would remove the gradient of a collapsed student."""
 
 
 def on_teacher_topk(inputs: LossInputs, tail: Tail) -> tuple[torch.Tensor, torch.Tensor]:
     """log p and log q over the outcomes, each [N, k], or [N, k + 1] with a bucket.
+
+    A support of the whole vocabulary leaves nothing for a bucket.
 
     ValueError without the teacher's top-k.
     """
@@ -33,8 +36,9 @@ def on_teacher_topk(inputs: LossInputs, tail: Tail) -> tuple[torch.Tensor, torch
     if tail == "renormalize":
         log_p = log_p - log_p.logsumexp(-1, keepdim=True)
         log_q = log_q - log_q.logsumexp(-1, keepdim=True)
-    if tail == "bucket":
-        log_p, log_q = _with_bucket(log_p), _with_bucket(log_q)
+    if tail == "bucket" and log_p.shape[-1] < inputs.logprobs.shape[-1]:
+        log_p = torch.cat([log_p, _teacher_rest(log_p)], dim=-1)
+        log_q = torch.cat([log_q, _student_rest(inputs.logprobs, inputs.teacher_ids)], dim=-1)
     return log_p, log_q
 
 
@@ -44,6 +48,16 @@ def topk_mass(inputs: LossInputs) -> torch.Tensor:
     return inputs.teacher_topk_logprobs.exp().sum()
 
 
-def _with_bucket(logprobs: torch.Tensor) -> torch.Tensor:
-    rest = (1 - logprobs.exp().sum(-1, keepdim=True)).clamp_min(TINY).log()
-    return torch.cat([logprobs, rest], dim=-1)
+def _teacher_rest(log_p: torch.Tensor) -> torch.Tensor:
+    """log(1 - P), [N, 1]: only the teacher's top-k is here. Accurate to the rounding of P."""
+    return (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(TINY).log()
+
+
+def _student_rest(logprobs: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """log(1 - Q), [N, 1], summed over the tokens outside of the support.
+
+    1 - Q itself would cancel to 0 in float32 for a student that is sure of the support, just where
+    the teacher's mass outside of it has to pull back.
+    """
+    outside = logprobs.scatter(-1, ids, -torch.inf)
+    return outside.logsumexp(-1, keepdim=True)

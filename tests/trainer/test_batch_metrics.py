@@ -1,0 +1,81 @@
+"""What a step reports of its batch, and how it names one that it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_opd.core.config import ForwardKLConfig, TrainConfig
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Sample
+from tests.trainer.models import random_sample, tiny_model
+from trainer.learner import CPU_ROW_TOKENS, Learner
+from trainer.losses import build_loss
+
+SIZES = [5, 1, 0, 9, 3, 7]
+
+
+def samples(prompt: int = 3) -> list[Sample]:
+    return [random_sample(index, size, k=6, prompt=prompt) for index, size in enumerate(SIZES)]
+
+
+def learner(**train: Any) -> Learner:
+    config = TrainConfig.model_validate({"warmup_steps": 0, **train})
+    return Learner(tiny_model(), build_loss(ForwardKLConfig()), config, torch.device("cpu"))
+
+
+def test_tokens_are_those_of_prompts_and_responses() -> None:
+    assert learner().train_batch(samples()).metrics["train/tokens"] == 3 * 6 + 25
+
+
+def test_empty_responses_are_counted() -> None:
+    assert learner().train_batch(samples()).metrics["train/empty_responses"] == 1
+
+
+def test_samples_longer_than_the_budget_are_counted() -> None:
+    made = learner(tokens_per_micro_batch=9)
+    assert made.train_batch(samples()).metrics["train/over_budget"] == 2
+
+
+def test_a_row_on_a_cpu_is_shorter_than_the_budget() -> None:
+    batch = [random_sample(index, 1, k=6, prompt=40) for index in range(30)]
+    made = learner(tokens_per_micro_batch=10**6)
+    rows = -(-41 * 30 // CPU_ROW_TOKENS)
+    assert made.train_batch(batch).metrics["train/micro_batches"] == rows
+
+
+def test_a_batch_without_response_tokens_has_no_loss() -> None:
+    report = learner().train_batch([random_sample(0, 0, k=6), random_sample(1, 0, k=6)])
+    assert report.metrics["loss/total"] == 0
+
+
+def test_k1_is_the_mean_gap_between_student_and_teacher() -> None:
+    sample = random_sample(0, 4, k=6)
+    made, rollout, scores = learner(), sample.rollout, sample.scores
+    ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.response_ids])).long()
+    with torch.no_grad():
+        table = made.model(ids[None]).logits[0, 2:-1].log_softmax(-1)
+    own = table.gather(-1, ids[3:, None])[:, 0].numpy()
+    teacher = vars(scores)["sampled_logprobs"]
+    k1 = made.train_batch([sample]).metrics["loss/k1"]
+    assert k1 == pytest.approx(float((own - teacher).mean()), rel=1e-5)
+
+
+def test_a_refused_batch_is_named_in_full() -> None:
+    batch = samples()
+    vars(batch[0].scores)["logprobs"][0, 0] = np.nan
+    with pytest.raises(StageError) as caught:
+        learner().train_batch(batch)
+    assert all(sample.rollout.uid in caught.value.cause for sample in batch)
+
+
+def test_a_refused_batch_leaves_no_gradient_behind() -> None:
+    batch = samples()
+    vars(batch[0].scores)["logprobs"][0, 0] = np.nan
+    made = learner()
+    with pytest.raises(StageError):
+        made.train_batch(batch)
+    assert all(parameter.grad is None for parameter in made.model.parameters())
