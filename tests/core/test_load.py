@@ -110,7 +110,7 @@ def test_an_unknown_loss_lists_the_known_ones(tmp_path: Path) -> None:
 def test_k1_without_policy_gradient_is_refused_with_the_reason(tmp_path: Path, loss: str) -> None:
     found = problems(tmp_path, f"loss: {loss}")
     assert len(found) == 1
-    assert "does not appear" in found[0].message
+    assert "the teacher does not appear" in found[0].message
     assert "gradient: policy_gradient" in found[0].remedy
 
 
