@@ -52,16 +52,18 @@ def test_a_batch_without_response_tokens_has_no_loss() -> None:
     assert report.metrics["loss/total"] == 0
 
 
-def test_k1_is_the_mean_gap_between_student_and_teacher() -> None:
+@pytest.mark.parametrize(("dtype", "rel"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+def test_k1_is_the_mean_gap_between_student_and_teacher(dtype: torch.dtype, rel: float) -> None:
     sample = random_sample(0, 4, k=6)
     made, rollout, scores = learner(), sample.rollout, sample.scores
+    made.model.to(dtype)
     ids = torch.from_numpy(np.concatenate([rollout.prompt.token_ids, rollout.response_ids])).long()
     with torch.no_grad():
         table = made.model(ids[None]).logits[0, 2:-1].log_softmax(-1)
     own = table.gather(-1, ids[3:, None])[:, 0].numpy()
     teacher = vars(scores)["sampled_logprobs"]
     k1 = made.train_batch([sample]).metrics["loss/k1"]
-    assert k1 == pytest.approx(float((own - teacher).mean()), rel=1e-5)
+    assert k1 == pytest.approx(float((own - teacher).mean()), rel=rel)
 
 
 def test_a_refused_batch_is_named_in_full() -> None:
