@@ -253,8 +253,6 @@ def test_a_sink_that_fails_to_close_is_in_the_summary(tmp_path: Path) -> None:
 def test_the_console_starts_before_wandb_and_closes_after_it(tmp_path: Path) -> None:
     order: list[str] = []
     wandb, console = Recorder("wandb"), Recorder("console")
-    for sink in (wandb, console):
-        sink.calls = type("Calls", (list,), {})()
     wandb._call = lambda *call: order.append(f"wandb {call[0]}")  # type: ignore[method-assign]
     console._call = lambda *call: order.append(f"console {call[0]}")  # type: ignore[method-assign]
     with opened(tmp_path, wandb, console) as log:
@@ -298,7 +296,7 @@ def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") 
         seen.append(arguments["mode"])
         raise ConnectionError
 
-    settings = wandb.Settings(api_key=None, base_url="https://api.wandb.ai", mode=mode)  # type: ignore[arg-type]
+    settings = wandb.Settings(api_key=None, base_url="https://api.wandb.ai", mode=mode)
     monkeypatch.setattr(wandb, "init", init)
     monkeypatch.setattr(wandb, "setup", lambda: type("Setup", (), {"settings": settings}))
     with pytest.raises(ConnectionError):
@@ -335,7 +333,6 @@ def test_secrets_do_not_reach_wandb() -> None:
     assert shown["rollout"]["max_tokens"] == 1024
 
 
-@pytest.mark.engine
 def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

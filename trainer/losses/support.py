@@ -1,10 +1,10 @@
 """Teacher and student on the teacher's top-k: the outcomes a divergence sums over.
 
 tail    bucket       the k tokens, and everything else as one more outcome: two distributions,
-so that every divergence of them is one of coarser distributions
-ignore       the k tokens as they are: a divergence can be negative, and is never
-clamped, since a clamp would remove the gradient of every such token
-renormalize  the k tokens, p and q both scaled to sum to 1
+                     so that every divergence of them is one of coarser distributions
+        ignore       the k tokens as they are: a divergence can be negative, and is never
+                     clamped, since a clamp would remove the gradient of every such token
+        renormalize  the k tokens, p and q both scaled to sum to 1
 """
 
 from __future__ import annotations
