@@ -24,8 +24,8 @@ def save_model(model: Any, source: str, directory: str) -> None:
 
         write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
 
-    At every moment there is a complete model on the disk. A directory that is already there is
-    replaced. Weights are written in the model's own precision (float32 masters).
+    At every moment there is a complete model on the disk; an error leaves the one that was there.
+    A directory that is already there is replaced. Weights are written in the model's own precision (float32 masters).
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
@@ -39,7 +39,12 @@ def save_model(model: Any, source: str, directory: str) -> None:
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
-        part.rename(target)
+        try:
+            part.rename(target)
+        except OSError:
+            if old.exists():
+                old.rename(target)
+            raise
     finally:
         shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)

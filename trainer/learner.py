@@ -26,7 +26,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from trainer.losses import LossInputs, TokenLoss, build_loss
 from trainer.named_weights import named_weights
-from trainer.packing import Packed, pack, plan
+from trainer.packing import Packed, pack, plan, refuse_mixed_scores
 from trainer.schedule import learning_rate
 from trainer.student import check_student, load_student
 
@@ -75,10 +75,19 @@ class Learner:
         )
 
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
-        """One optimizer step. StageError if loss or gradient is not finite: nothing is changed.
+        """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 
+        StageError if loss or gradient is not finite, or a metric of the loss is not a number.
+        TypeError for a mix of top-k and sampled-token scores, however it would be split.
         A batch without any response token has loss 0 and changes no weight, but is a step.
         """
+        refuse_mixed_scores(samples)
+        try:
+            return self._train_batch(samples)
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    def _train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         started = time.perf_counter()
         self.model.train()
         response_tokens = sum(len(sample.rollout.response_ids) for sample in samples)
@@ -91,12 +100,11 @@ class Learner:
         norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         )
-        self._refuse_if_not_finite(means["loss/total"], norm, samples)
+        self._refuse_if_not_finite(means, norm, samples)
         rate = learning_rate(self._step, self._train)
         for parameters in self._optimizer.param_groups:
             parameters["lr"] = rate
         self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
         self._step += 1
         metrics = {
             **means,
@@ -191,16 +199,21 @@ class Learner:
             return torch.autocast(self._device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def _refuse_if_not_finite(self, loss: float, norm: float, samples: Sequence[Sample]) -> None:
-        if math.isfinite(loss) and math.isfinite(norm):
+    def _refuse_if_not_finite(
+        self, means: dict[str, float], norm: float, samples: Sequence[Sample]
+    ) -> None:
+        loss = means["loss/total"]
+        broken = [key for key, value in means.items() if math.isnan(value)]
+        if math.isfinite(loss) and math.isfinite(norm) and not broken:
             return
-        self._optimizer.zero_grad(set_to_none=True)
+        seen = f"loss {loss}, gradient norm {norm}"
+        if broken:
+            seen += f", not a number: {', '.join(broken)}"
         uids = ", ".join(sample.rollout.uid for sample in samples)
         raise StageError(
             "trainer",
-            f"step {self._step}: loss {loss}, gradient norm {norm}; batch of {len(samples)}: "
-            f"{uids}",
-            "lower train.lr, or look for infinite teacher scores of these samples",
+            f"step {self._step}: {seen}; batch of {len(samples)}: {uids}",
+            "lower train.lr, or look for teacher scores of these samples that are not finite",
         )
 
 

@@ -64,6 +64,12 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
+def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
+    """TypeError unless all samples have the same kind of scores."""
+    if len({type(sample.scores) for sample in samples}) > 1:
+        raise TypeError("a batch mixes top-k and sampled-token scores")
+
+
 def pack(samples: Sequence[Sample]) -> Packed:
     """Concatenates samples. All must have the same kind of scores (TypeError).
 
@@ -81,10 +87,9 @@ def pack(samples: Sequence[Sample]) -> Packed:
         rows.append(np.arange(start + len(prompt) - 1, start + length - 1))
         start += length
     rollouts = [sample.rollout for sample in samples]
+    refuse_mixed_scores(samples)
     scores = [sample.scores for sample in samples]
     topk = [score for score in scores if isinstance(score, TopK)]
-    if topk and len(topk) != len(scores):
-        raise TypeError("a batch mixes top-k and sampled-token scores")
     sampled = [s.sampled_logprobs if isinstance(s, TopK) else s.logprobs for s in scores]
     return Packed(
         input_ids=_tensor(ids, np.int64)[None],

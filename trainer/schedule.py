@@ -11,7 +11,7 @@ def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of step ``step`` (0-based): linear warm-up, then constant or a cosine to the end.
 
     The first step of a warm-up is lr / warmup_steps, the last of the run (steps - 1) of a cosine
-    is lr · min_lr_ratio.
+    is lr · min_lr_ratio, if at least two steps follow the warm-up.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps
