@@ -25,7 +25,8 @@ def save_model(model: Any, source: str, directory: str) -> None:
         write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
 
     At every moment there is a complete model on the disk; an error leaves the one that was there.
-    A directory that is already there is replaced. Weights are written in the model's own precision (float32 masters).
+    A directory that is already there is replaced. Weights are written in the model's own precision
+    (float32 masters).
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")

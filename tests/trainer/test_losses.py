@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal, get_args
 
 import pytest
@@ -308,3 +310,89 @@ def test_a_clamp_of_a_supervised_estimate_is_refused() -> None:
 )
 def test_every_config_builds_its_objective(config: Any, kind: type) -> None:
     assert isinstance(build_loss(config), kind)
+
+
+def reference_k1(x: LossInputs, clamp: float) -> float:
+    """Token by token, in plain Python floats."""
+    total = 0.0
+    for t, token in enumerate(x.targets.tolist()):
+        log_q, log_p = x.logprobs[t, token].item(), x.teacher_logprobs[t].item()
+        total -= max(-clamp, min(clamp, log_p - log_q)) * log_q
+    return total
+
+
+@pytest.mark.parametrize("clamp", [None, 0.3, 100.0])
+def test_k1_equals_the_per_token_reference(clamp: float | None) -> None:
+    expected = reference_k1(inputs(), clamp or math.inf)
+    assert K1(clamp)(inputs()).loss.item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_k1_without_a_clamp_counts_no_clamped_tokens() -> None:
+    assert K1(None)(inputs()).metrics == {}
+
+
+def test_k1_of_no_tokens_is_zero() -> None:
+    assert K1(0.5)(inputs(n=0)).loss.item() == 0.0
+
+
+def test_k1_needs_no_top_k() -> None:
+    x = inputs()
+    sampled = LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None)
+    assert K1(None)(sampled).loss.item() == K1(None)(x).loss.item()
+
+
+def test_the_clamp_of_k1_keeps_the_direction_of_the_gradient() -> None:
+    torch.manual_seed(3)
+    logits = torch.randn(1, V, dtype=torch.float64, requires_grad=True)
+    x = inputs(logits=logits, n=1)
+    (free,) = torch.autograd.grad(K1(None)(x).loss, logits, retain_graph=True)
+    (bound,) = torch.autograd.grad(K1(1e-3)(x).loss, logits)
+    assert torch.allclose(free / free.norm(), bound / bound.norm(), atol=1e-12)
+
+
+@pytest.mark.parametrize("build", [ForwardKL, ReverseKL, partial(JSD, 0.5)])
+def test_all_tails_agree_on_a_support_of_the_whole_vocabulary(
+    build: Callable[[Tail], TokenLoss],
+) -> None:
+    losses = [build(tail)(inputs(k=V)).loss.item() for tail in TAILS]
+    assert losses == pytest.approx([losses[0]] * len(TAILS), rel=1e-9)
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
+def test_forward_kl_of_equal_distributions_has_no_gradient(tail: Tail) -> None:
+    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(
+        ForwardKL(tail)(inputs(logits=logits, same=True)).loss, logits
+    )
+    assert gradient.abs().max() < 1e-12
+
+
+def test_ignore_has_the_gradient_of_the_truncated_cross_entropy() -> None:
+    """q_j P - p_j on the support, q_j P outside, with P the teacher's mass on it."""
+    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
+    x = inputs(logits=logits)
+    assert x.teacher_ids is not None
+    assert x.teacher_topk_logprobs is not None
+    (gradient,) = torch.autograd.grad(ForwardKL("ignore")(x).loss, logits)
+    p = torch.zeros_like(gradient).scatter(-1, x.teacher_ids, x.teacher_topk_logprobs.exp())
+    expected = logits.detach().softmax(-1) * p.sum(-1, keepdim=True) - p
+    assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", [ReverseKL("bucket"), JSD(0.5, "bucket")])
+def test_divergences_refuse_sampled_token_scores(loss: TokenLoss) -> None:
+    x = inputs()
+    with pytest.raises(ValueError, match="the teacher's top-k"):
+        loss(LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None))
+
+
+@pytest.mark.parametrize(
+    "loss", [ForwardKL("bucket"), K1(0.5), K1(None), *DIVERGENCES, *ESTIMATORS]
+)
+def test_a_loss_is_the_sum_of_its_tokens(loss: TokenLoss) -> None:
+    x = inputs()
+    alone = [
+        loss(LossInputs(*(value[t : t + 1] for value in vars(x).values()))).loss.item()
+        for t in range(N)
+    ]
+    assert loss(x).loss.item() == pytest.approx(sum(alone), rel=1e-12)

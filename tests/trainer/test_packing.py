@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -70,3 +71,34 @@ def test_top_k_scores_line_up_with_the_rows() -> None:
 def test_mixed_scores_are_refused() -> None:
     with pytest.raises(TypeError, match="mixes"):
         pack([random_sample(0, 2, k=4), random_sample(1, 2)])
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
+def test_a_plan_is_the_same_every_time(lengths: list[int], budget: int) -> None:
+    assert plan(lengths, budget) == plan(list(lengths), budget)
+
+
+@given(st.lists(st.integers(1, 10), max_size=20), st.integers(0, 20))
+def test_a_sample_over_the_budget_is_alone(lengths: list[int], at: int) -> None:
+    long = min(at, len(lengths))
+    groups = plan([*lengths[:long], 11, *lengths[long:]], 10)
+    assert [long] in groups
+
+
+def test_packed_top_k_scores_are_those_of_the_samples_in_order() -> None:
+    samples = [random_sample(0, 2, k=4), random_sample(1, 0, k=4), random_sample(2, 3, k=4)]
+    packed = pack(samples)
+    expected = np.concatenate([vars(sample.scores)["ids"] for sample in samples])
+    assert packed.teacher_ids is not None
+    assert packed.teacher_ids.tolist() == expected.tolist()
+
+
+def test_packed_rollout_logprobs_line_up_with_the_targets() -> None:
+    samples = [random_sample(0, 2), random_sample(1, 3)]
+    expected = np.concatenate([sample.rollout.rollout_logprobs for sample in samples])
+    assert pack(samples).rollout_logprobs.tolist() == expected.tolist()
+
+
+def test_one_token_responses_have_one_row_each() -> None:
+    packed = pack([random_sample(0, 1, prompt=1), random_sample(1, 1, prompt=2)])
+    assert packed.rows.tolist() == [0, 3]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from async_opd.core.config import TrainConfig
 from tests.trainer.models import tiny_model
@@ -86,3 +87,55 @@ def test_a_save_after_an_interrupted_one_leaves_only_the_model(
         (tmp_path / leftover).mkdir()
     saved(tmp_path, quickstart)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_constant_schedule_warms_up_too() -> None:
+    train = TRAIN.model_copy(update={"schedule": "constant"})
+    assert learning_rate(0, train) == 0.25
+
+
+def test_the_rate_never_rises_after_the_warm_up() -> None:
+    rates = [learning_rate(step, TRAIN) for step in range(TRAIN.warmup_steps, TRAIN.steps)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_a_cosine_may_end_at_zero() -> None:
+    train = TRAIN.model_copy(update={"min_lr_ratio": 0.0})
+    assert learning_rate(19, train) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_rename_that_fails_leaves_the_old_model(
+    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, path = saved(tmp_path, quickstart)
+    rename = Path.rename
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == "model.part":
+            raise OSError("no such device")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="no such device"):
+        save_model(tiny_model(1), f"{quickstart}/models/student", str(path))
+    kept = load_file(path / "model.safetensors")
+    assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_save_that_stops_half_way_leaves_the_old_weights(
+    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, path = saved(tmp_path, quickstart)
+    new = tiny_model(1)
+    write = new.save_pretrained
+
+    def interrupted(part: Path) -> None:
+        write(part)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(new, "save_pretrained", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_model(new, f"{quickstart}/models/student", str(path))
+    kept = load_file(path / "model.safetensors")
+    assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)
