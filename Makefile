@@ -1,4 +1,4 @@
-# make quickstart   installs everything and distils two teachers into one student (CPU, ~5 minutes)
+# make quickstart   installs everything and distils two teachers into one student (CPU, ~6 minutes)
 # make test         installs everything and runs all tests
 # make check        format, lint, types, layers and the fast tests: what to run before a commit
 
