@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from async_opd.core.errors import LengthError
-from async_opd.core.samples import Sample, TopK
+from async_opd.core.samples import Sample, SampledLogprobs, TopK
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def pack(samples: Sequence[Sample]) -> Packed:
     refuse_mixed_scores(samples)
     scores = [sample.scores for sample in samples]
     topk = [score for score in scores if isinstance(score, TopK)]
-    sampled = [s.sampled_logprobs if isinstance(s, TopK) else s.logprobs for s in scores]
+    plain = [score.logprobs for score in scores if isinstance(score, SampledLogprobs)]
+    sampled = [score.sampled_logprobs for score in topk] or plain
     return Packed(
         input_ids=_tensor(ids, np.int64)[None],
         position_ids=_tensor(positions, np.int64)[None],

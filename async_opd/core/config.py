@@ -15,6 +15,14 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from async_opd.core.data_config import DataConfig as DataConfig
 from async_opd.core.data_config import FileSource as FileSource
 from async_opd.core.data_config import ReasoningGymSource as ReasoningGymSource
+from async_opd.core.loss_config import ForwardKLConfig as ForwardKLConfig
+from async_opd.core.loss_config import JSDConfig as JSDConfig
+from async_opd.core.loss_config import K1Config as K1Config
+from async_opd.core.loss_config import Loss as Loss
+from async_opd.core.loss_config import ReverseKLConfig as ReverseKLConfig
+from async_opd.core.loss_config import RewardConfig as RewardConfig
+from async_opd.core.loss_config import SampledConfig as SampledConfig
+from async_opd.core.loss_config import not_yet
 from async_opd.core.section import Section as Section
 
 
@@ -88,69 +96,6 @@ class RolloutConfig(Section):
     """Nucleus of the sampled distribution; 1 keeps it all."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
-
-
-class TopKLoss(Section):
-    """A divergence over the teacher's most probable tokens."""
-
-    top_k: PositiveInt = 64
-    """Tokens of the teacher's support at each position."""
-    tail: Literal["bucket", "ignore", "renormalize"] = "bucket"
-    """The mass outside of the support: one more outcome (``bucket``: a true divergence of coarser
-    distributions), left out (``ignore``: can be negative), or scaled away (``renormalize``)."""
-
-
-class ForwardKLConfig(TopKLoss):
-    """Forward KL(teacher ‖ student): mass covering, tolerates stale samples."""
-
-    kind: Literal["forward_kl"] = "forward_kl"
-
-
-class ReverseKLConfig(TopKLoss):
-    """Reverse KL(student ‖ teacher): mode seeking."""
-
-    kind: Literal["reverse_kl"]
-
-
-class JSDConfig(TopKLoss):
-    """Generalized Jensen-Shannon divergence between teacher and student."""
-
-    kind: Literal["jsd"]
-    beta: float = Field(default=0.5, ge=0, le=1)
-    """Weight of the teacher in the mixture; 0 is forward KL, 1 is reverse KL."""
-
-
-class K1Config(Section):
-    """Reverse KL by the sampled-token estimator k1 = log q - log p, as a policy gradient."""
-
-    kind: Literal["k1"]
-    gradient: Literal["policy_gradient"] = "policy_gradient"
-    """The estimator is an advantage. A *supervised* k1 is refused: its gradient is that of log q
-    alone, in which the teacher does not appear."""
-    clamp: float | None = Field(default=None, gt=0)
-    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
-
-
-class SampledConfig(Section):
-    """Another estimate from the sampled token: k2, k3 or abs (see trainer/losses/estimators.py)."""
-
-    kind: Literal["k2", "k3", "abs"]
-    gradient: Literal["supervised", "policy_gradient"] = "supervised"
-    """Differentiate the estimate, or use its negative as the sampled token's advantage."""
-    clamp: float | None = Field(default=None, gt=0)
-    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
-
-    @model_validator(mode="after")
-    def _clamp_is_for_advantages(self) -> Self:
-        if self.clamp is not None and self.gradient == "supervised":
-            raise ValueError(
-                "clamp bounds an advantage; a supervised estimate has none, and clamping the "
-                "estimate itself would silently remove the gradient of the tokens it touches"
-            )
-        return self
-
-
-Loss = ForwardKLConfig | ReverseKLConfig | JSDConfig | K1Config | SampledConfig
 
 
 class TrainConfig(Section):
@@ -290,6 +235,8 @@ class RunConfig(Section):
     data: DataConfig
     rollout: RolloutConfig = RolloutConfig()
     loss: Annotated[Loss, Field(discriminator="kind")] = ForwardKLConfig()
+    reward: RewardConfig | None = None
+    """Task reward beside the distillation loss, or instead of it with ``loss.weight`` 0."""
     train: TrainConfig = TrainConfig()
     async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     sync: SyncConfig = SyncConfig()
@@ -322,6 +269,19 @@ class RunConfig(Section):
                     f"at least {size}",
                 )
             )
+        if self.loss.weight == 0 and self.reward is None:
+            faults.append(
+                ("loss.weight", "found 0 without a reward: nothing is learned", "add a reward")
+            )
+        if self.reward is not None and group < 2:
+            faults.append(
+                (
+                    "rollout.n",
+                    f"found {group}, expected at least 2: an advantage is relative to the group",
+                    "for example 4",
+                )
+            )
+        faults += not_yet(self.loss, self.reward)
         if faults:
             raise SizesError(faults)
         return self

@@ -51,7 +51,9 @@ class Rollout:
     ``uid`` is ``<prompt uid>/<index in the group>``. ``response_ids`` is int32 [R], the end-of-
     sequence token included if it was sampled. ``rollout_logprobs`` float32 [R] are those of the
     distribution that was really sampled (after temperature and top-p). ``version_spans`` partition
-    ``0..R`` in order. ``finish_reason`` is ``length`` if the response was cut off.
+    ``0..R`` in order. ``finish_reason`` is ``length`` if the response was cut off. ``topk_ids``
+    int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
+    objective needs them; ``reward`` is the grader's number, where there is a grader.
     """
 
     uid: str
@@ -60,6 +62,8 @@ class Rollout:
     rollout_logprobs: Float32
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
+    topk_ids: Int32 | None = None
+    reward: float | None = None
 
     def __post_init__(self) -> None:
         length = len(self.response_ids)
@@ -107,7 +111,31 @@ class TopK:
     sampled_logprobs: Float32
 
 
-Scores = SampledLogprobs | TopK
+@dataclass(frozen=True)
+class CandidateLogprobs:
+    """The teacher's log-probabilities of given tokens: the student's own top-k.
+
+    ``ids`` int32 [R, k], ``logprobs`` float32 [R, k], ``sampled_logprobs`` float32 [R]; at
+    temperature 1, normalized over the full vocabulary.
+    """
+
+    ids: Int32
+    logprobs: Float32
+    sampled_logprobs: Float32
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """The teacher's final hidden states (after its last norm) that predict the response tokens.
+
+    ``states`` [R, H] is float32 or float16, or uint16 with the bits of bfloat16, as ``dtype`` says.
+    """
+
+    states: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
+    dtype: Literal["float32", "float16", "bfloat16"]
+
+
+Scores = SampledLogprobs | TopK | CandidateLogprobs | HiddenStates
 
 
 @dataclass(frozen=True)
@@ -119,9 +147,9 @@ class Sample:
 
     def __post_init__(self) -> None:
         length = len(self.rollout.response_ids)
-        arrays = vars(self.scores).values()
-        if any(len(array) != length for array in arrays):
-            shapes = {name: array.shape for name, array in vars(self.scores).items()}
+        arrays = {k: v for k, v in vars(self.scores).items() if isinstance(v, np.ndarray)}
+        if any(len(array) != length for array in arrays.values()):
+            shapes = {name: array.shape for name, array in arrays.items()}
             raise LengthError(
                 f"sample {self.rollout.uid}: {length} response tokens but scores of shapes {shapes}"
             )

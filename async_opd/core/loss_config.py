@@ -1,0 +1,149 @@
+"""The ``loss`` and ``reward`` sections: which objective, over which support, how it is reduced.
+
+The objectives themselves are in ``trainer/losses``; docs/objectives.md says which to choose.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from async_opd.core.section import Section
+
+Reduction = Literal[
+    "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"
+]
+Support = Literal["teacher_topk", "student_topk", "full_vocab"]
+
+
+class Objective(Section):
+    """What every objective has."""
+
+    weight: float = Field(default=1.0, ge=0)
+    """Factor of the distillation loss; 0 trains on the reward alone."""
+    reduction: Reduction = "token_mean"
+    """From tokens to one number: ``token_mean`` (sum over tokens / response tokens of the batch),
+    ``seq_mean_token_mean`` (mean over samples of each one's token mean), ``seq_mean_token_sum``
+    (mean over samples of each one's sum), ``seq_mean_token_sum_norm`` (that, divided by
+    ``rollout.max_tokens``)."""
+    importance: Literal["auto", "off", "truncated"] = "auto"
+    """Weights each token by min(q/mu, ``importance_cap``), q the student now and mu the one that
+    sampled it. ``auto``: truncated for sampled-token objectives, which are wrong off-policy
+    without it; off for divergences, which are exact at each position whoever sampled it."""
+    importance_cap: float = Field(default=2.0, ge=1)
+    """Truncation of the importance weights."""
+
+
+class Divergence(Objective):
+    """A divergence between the teacher's and the student's distribution at each position."""
+
+    support: Support = "teacher_topk"
+    """Outcomes it sums over: the teacher's ``top_k`` best tokens, the student's (chosen when it
+    sampled), or the whole vocabulary (exact, by the teacher's hidden states)."""
+    top_k: PositiveInt = 64
+    """Tokens of a top-k support at each position."""
+    tail: Literal["bucket", "ignore", "renormalize"] = "bucket"
+    """The mass outside of a top-k support: one more outcome (``bucket``: a true divergence of
+    coarser distributions), left out (``ignore``: can be negative), or scaled away
+    (``renormalize``)."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Tokens with a larger divergence are scaled down to it, gradient and all: their pull is
+    bounded, never removed. The share it touches is a metric."""
+
+
+class ForwardKLConfig(Divergence):
+    """Forward KL(teacher ‖ student): mass covering, tolerates stale samples."""
+
+    kind: Literal["forward_kl"] = "forward_kl"
+
+
+class ReverseKLConfig(Divergence):
+    """Reverse KL(student ‖ teacher): mode seeking."""
+
+    kind: Literal["reverse_kl"]
+
+
+class JSDConfig(Divergence):
+    """Generalized Jensen-Shannon divergence between teacher and student."""
+
+    kind: Literal["jsd"]
+    beta: float = Field(default=0.5, ge=0, le=1)
+    """Weight of the teacher in the mixture; 0 is forward KL, 1 is reverse KL."""
+
+
+class K1Config(Objective):
+    """Reverse KL by the sampled-token estimator k1 = log q - log p, as a policy gradient."""
+
+    kind: Literal["k1"]
+    gradient: Literal["policy_gradient"] = "policy_gradient"
+    """The estimator is an advantage. A *supervised* k1 is refused: its gradient is that of log q
+    alone, in which the teacher does not appear."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
+
+
+class SampledConfig(Objective):
+    """Another estimate from the sampled token: k2, k3 or abs (see trainer/losses/estimators.py)."""
+
+    kind: Literal["k2", "k3", "abs"]
+    gradient: Literal["supervised", "policy_gradient"] = "supervised"
+    """Differentiate the estimate, or use its negative as the sampled token's advantage."""
+    clamp: float | None = Field(default=None, gt=0)
+    """Bounds each token's advantage to [-clamp, clamp]; the share it touches is a metric."""
+
+    @model_validator(mode="after")
+    def _clamp_is_for_advantages(self) -> Self:
+        if self.clamp is not None and self.gradient == "supervised":
+            raise ValueError(
+                "clamp bounds an advantage; a supervised estimate has none, and clamping the "
+                "estimate itself would silently remove the gradient of the tokens it touches"
+            )
+        return self
+
+
+Loss = ForwardKLConfig | ReverseKLConfig | JSDConfig | K1Config | SampledConfig
+
+
+class RewardConfig(Section):
+    """A task reward for each rollout, with group-relative advantages (GRPO, arXiv:2402.03300)."""
+
+    grader: str = "exact"
+    """As ``eval.grader``: a number from 0 to 1 for each finished response."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of the reward's loss beside ``loss.weight``."""
+    normalize: Literal["std", "none"] = "std"
+    """Advantage of a rollout: reward minus its group's mean, divided by the group's standard
+    deviation (``std``) or not (``none``, arXiv:2503.20783)."""
+    clip_low: float = Field(default=0.2, gt=0, lt=1)
+    """The ratio q/mu counts down to 1 - clip_low …"""
+    clip_high: float = Field(default=0.2, gt=0)
+    """… and up to 1 + clip_high (PPO, arXiv:1707.06347)."""
+
+
+ScoreKind = Literal["sampled", "teacher_topk", "student_topk", "hidden"]
+
+
+def score_kind(loss: Loss) -> ScoreKind:
+    """What a teacher has to return for this objective.
+
+    ``sampled``: SampledLogprobs; ``teacher_topk``: TopK; ``student_topk``: CandidateLogprobs;
+    ``hidden``: HiddenStates. With ``weight`` 0 the sampled token is enough: it is only watched.
+    """
+    if not isinstance(loss, Divergence) or loss.weight == 0:
+        return "sampled"
+    return "hidden" if loss.support == "full_vocab" else loss.support
+
+
+def not_yet(loss: Loss, reward: RewardConfig | None) -> list[tuple[str, str, str]]:
+    """What the sections can say but the trainer cannot do yet: (key, fault, remedy)."""
+    wanted = [
+        ("loss.weight", loss.weight != 1),
+        ("loss.reduction", loss.reduction != "token_mean"),
+        ("loss.importance", loss.importance == "truncated"),
+        ("reward", reward is not None),
+    ]
+    if isinstance(loss, Divergence):
+        wanted.append(("loss.support", loss.support != "teacher_topk"))
+        wanted.append(("loss.clamp", loss.clamp is not None))
+    return [(key, "is not built yet", "leave it out") for key, found in wanted if found]
