@@ -65,7 +65,9 @@ class StudentReplica:
         self._requests = 0
         self._tokens = 0
         self._rollouts = 0
+        self._request_s = 0.0
         self._paused_s = 0.0
+        self._held_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
 
     async def ready(self) -> int:
@@ -83,7 +85,9 @@ class StudentReplica:
 
         async def one(index: int) -> None:
             nonlocal tokens
+            begun = self._activity.clock() - self._held_s
             rollout = await self._sample(prompt, f"{prompt.uid}/{index}", self._spec.sampling)
+            self._request_s += self._activity.clock() - self._held_s - begun
             tokens += len(rollout.response_ids)
             self._rollouts += 1
             await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
@@ -171,7 +175,9 @@ class StudentReplica:
     async def resume(self) -> None:
         """Goes on sampling."""
         await self._engine.resume_generation()
-        self._paused_s += self._activity.clock() - self._pause_started
+        paused_s = self._activity.clock() - self._pause_started
+        self._paused_s += paused_s
+        self._held_s += paused_s
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 
@@ -181,9 +187,10 @@ class StudentReplica:
         counters = {
             "tokens": float(self._tokens),
             "rollouts": float(self._rollouts),
+            "request_s": self._request_s,
             "paused_s": self._paused_s,
         }
-        self._tokens, self._rollouts, self._paused_s = 0, 0, 0.0
+        self._tokens, self._rollouts, self._request_s, self._paused_s = 0, 0, 0.0, 0.0
         return StageReport(
             counters=counters,
             gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},

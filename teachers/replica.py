@@ -43,6 +43,7 @@ class TeacherReplica:
         self._requests = 0
         self._tokens = 0
         self._samples = 0
+        self._batches = 0
 
     async def ready(self) -> int:
         """Waits until the engine answers. Returns its number of workers."""
@@ -54,6 +55,7 @@ class TeacherReplica:
         rollouts = unpack_rollouts([batch])
         with self._activity.busy():
             scores = await asyncio.gather(*(self._score(rollout) for rollout in rollouts))
+        self._batches += 1
         self._samples += len(rollouts)
         self._tokens += sum(rollout.tokens for rollout in rollouts)
         return Batch.pack(map(Sample, rollouts, scores))
@@ -116,8 +118,12 @@ class TeacherReplica:
     async def report(self) -> StageReport:
         """What happened since the last report; raises if the engine has died."""
         await self._engine.check_health()
-        counters = {"tokens": float(self._tokens), "samples": float(self._samples)}
-        self._tokens, self._samples = 0, 0
+        counters = {
+            "tokens": float(self._tokens),
+            "samples": float(self._samples),
+            "batches": float(self._batches),
+        }
+        self._tokens, self._samples, self._batches = 0, 0, 0
         return StageReport(
             counters=counters,
             gauges={"in_flight": float(self._activity.depth)},

@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -125,6 +126,7 @@ class Learner:
             "train/tokens": float(sum(rollout.tokens for rollout in rollouts)),
             "train/response_tokens": float(sum(lengths)),
             "train/mean_response_tokens": sum(lengths) / count,
+            "train/std_response_tokens": float(np.std(lengths)) if lengths else 0.0,
             "train/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
             "train/empty_responses": float(lengths.count(0)),
             "train/over_budget": float(over),

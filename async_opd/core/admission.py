@@ -55,10 +55,14 @@ class Admission:
 
         Returns the number of groups admitted, at least 1.
         """
-        while (free := (self.budget - self._admitted) // samples) < 1:
+        while (groups := self.try_admit(samples, at_most_groups)) < 1:
             self._changed.clear()
             await self._changed.wait()
-        groups = min(free, at_most_groups)
+        return groups
+
+    def try_admit(self, samples: int, at_most_groups: int = 1) -> int:
+        """Like ``admit`` without waiting: 0 if not one group fits the budget."""
+        groups = min((self.budget - self._admitted) // samples, at_most_groups)
         self._admitted += groups * samples
         return groups
 

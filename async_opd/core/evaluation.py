@@ -29,7 +29,7 @@ class Evaluation:
     async def run(self, answers: Answers, prefix: str) -> dict[str, float]:
         """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
 
-        Each is a mean over the rollouts of the data source.
+        Each is a mean over the rollouts of the data source. ``<prefix>/seconds``: how long it took.
         """
         return await self._measure(self.prompts, answers, prefix)
 
@@ -53,6 +53,8 @@ class Evaluation:
     async def _measure(
         self, prompts: Sequence[Prompt], answers: Answers, prefix: str
     ) -> dict[str, float]:
+        clock = asyncio.get_running_loop().time
+        started = clock()
         rollouts = await answers(prompts, self.sampling)
         grades = await asyncio.to_thread(lambda: [self.grade(rollout) for rollout in rollouts])
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
@@ -64,8 +66,9 @@ class Evaluation:
                     "truncated": float(rollout.finish_reason == "length"),
                 }
             )
-        return {
+        means = {
             f"{prefix}/{source}/{key}": sum(row[key] for row in own) / len(own)
             for source, own in rows.items()
             for key in own[0]
         }
+        return means | {f"{prefix}/seconds": clock() - started}

@@ -70,7 +70,10 @@ class Metering:
         self.intervals[pool] += stage.busy
         self.waits[pool] = stage.waits_for
         busy = sum(interval.end - interval.start for interval in covered(list(stage.busy)))
-        metrics = {f"{pool}/busy": min(busy / elapsed, 1.0)}
+        metrics = {
+            f"{pool}/busy": min(busy / elapsed, 1.0),
+            f"{pool}/busy_s": sum(interval.end - interval.start for interval in stage.busy),
+        }
         metrics |= {f"{pool}/{key}": value for key, value in stage.gauges.items()}
         for key, value in stage.counters.items():
             name = f"{key}_per_s" if not key.endswith("_s") else key

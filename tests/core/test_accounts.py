@@ -138,6 +138,15 @@ def test_rates_are_per_second_since_the_step_before() -> None:
     assert metered(5, 10, train=(5, 6))["train/tokens_per_s"] == pytest.approx(2.0)
 
 
+def test_busy_seconds_of_replicas_side_by_side_add_up() -> None:
+    times = iter([0.0, 0.0, 10.0])
+    metering = Metering(clock=lambda: next(times))
+    metering.start()
+    pool = StageReport(busy=(Interval("x", 0, 4), Interval("x", 2, 6)))
+    metrics = metering.step(StepReport(1, (), (), {}), {"rollout": pool}, {})
+    assert (metrics["rollout/busy_s"], metrics["rollout/busy"]) == (8.0, 0.6)
+
+
 def test_staleness_is_reported_as_mean_and_maximum() -> None:
     metrics = metered(0, 1, train=(0, 1))
     assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)

@@ -31,6 +31,11 @@ def test_tokens_are_those_of_prompts_and_responses() -> None:
     assert learner().train_batch(samples()).metrics["train/tokens"] == 3 * 6 + 25
 
 
+def test_the_spread_of_the_lengths_is_their_standard_deviation() -> None:
+    metrics = learner().train_batch(samples()).metrics
+    assert metrics["train/std_response_tokens"] == pytest.approx(np.std(SIZES))
+
+
 def test_empty_responses_are_counted() -> None:
     assert learner().train_batch(samples()).metrics["train/empty_responses"] == 1
 
