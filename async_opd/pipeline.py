@@ -1,12 +1,14 @@
 """The life of one sample, top to bottom: one small coroutine per arrow.
 
      prompts ──admit──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
-                ▲           ▲                                               │
-                └─ version ─┴──────────────── push ◄────── snapshot ────────┘
+                ▲         ▲   ▲                                           │ │
+                │         │   └─────────── rerun ◄────────── stale ───────┘ │
+                └ version ┴────────────────── push ◄────── snapshot ────────┘
 
     admit     consumes prompts,          waits for the staleness budget and for room on a replica
     rollouter (its own loop)             waits for prompts, the engine, room in the queue
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
+    rerun     consumes stale headers,   waits for room on a replica
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
     push      consumes a snapshot,       waits for the evaluation of the version before
 
@@ -27,7 +29,15 @@ from async_opd.core.evaluation import Evaluation
 from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Prompt
-from async_opd.core.stages import Queue, Rollouter, StepReport, TeacherScorer, Trainer, WeightSync
+from async_opd.core.stages import (
+    STALE,
+    Queue,
+    Rollouter,
+    StepReport,
+    TeacherScorer,
+    Trainer,
+    WeightSync,
+)
 
 Result = TypeVar("Result")
 
@@ -98,6 +108,7 @@ class Pipeline:
                 await self._evaluate("eval_initial")
                 await self._evaluate_teachers()
                 endless.append(arrows.create_task(self._admit()))
+                endless.append(arrows.create_task(self._rerun()))
                 await self._train()
                 await self._evaluate("eval")
                 for task in endless:
@@ -111,8 +122,16 @@ class Pipeline:
         while True:
             groups = await self.admission.admit(group, at_most_groups=64)
             prompts = self.prompts.next(groups)
-            self.ledger.admitted(prompts)
-            await self.stages.rollouter.submit(prompts)
+            await self.stages.rollouter.submit(self.ledger.admitted(prompts))
+
+    async def _rerun(self) -> None:
+        """Trainer ──stale──► Rollouter: samples that came too late are sampled again."""
+        done: int | None = None
+        while True:
+            lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
+            headers = [header for batch in lease.batches for header in batch.headers]
+            await self.stages.rollouter.submit(self.ledger.requeued(headers))
+            done = lease.id
 
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""

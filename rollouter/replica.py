@@ -30,7 +30,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from async_opd.core.activity import Activity
 from async_opd.core.errors import StageError, WeightSyncError
 from async_opd.core.outbox import Outbox
-from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.samples import Group, Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
 from async_opd.core.weights import Rendezvous, WeightMeta
 from rollouter.spec import StudentEngineSpec
@@ -76,11 +76,12 @@ class StudentReplica:
         await self._engine.update_weight_version("0")
         return int(self._engine.vllm_config.parallel_config.world_size)
 
-    async def rollout(self, prompt: Prompt) -> int:
-        """Samples the prompt's group; each rollout goes to the outbox as soon as it is finished.
+    async def rollout(self, group: Group) -> int:
+        """Samples the group; each rollout goes to the outbox as soon as it is finished.
 
-        Returns the number of response tokens when the whole group is in the queue.
+        Returns the number of response tokens when all of it is in the queue.
         """
+        prompt = group.prompt
         tokens = 0
 
         async def one(index: int) -> None:
@@ -92,9 +93,9 @@ class StudentReplica:
             self._rollouts += 1
             await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
 
-        async with asyncio.TaskGroup() as group:
-            for index in range(self._spec.sampling.n):
-                group.create_task(one(index))
+        async with asyncio.TaskGroup() as members:
+            for index in group.members:
+                members.create_task(one(index))
         return tokens
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:

@@ -14,14 +14,14 @@ from typing import Protocol
 
 from async_opd.core.balancer import Balancer
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.samples import Group, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 
 
 class Replica(Protocol):
     """What the stage needs of a student replica."""
 
-    async def rollout(self, prompt: Prompt) -> int: ...
+    async def rollout(self, group: Group) -> int: ...
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingSpec
@@ -38,16 +38,16 @@ class RollouterStage:
     ) -> None:
         """``slots`` is the number of requests one engine works on at a time."""
         self._replicas = list(replicas)
-        self._max_tokens = group_size * max_tokens
+        self._max_tokens = max_tokens
         self._balancer = Balancer(self._replicas, max(1, slots // group_size))
         self._tasks: set[asyncio.Task[None]] = set()
         self._failed: asyncio.Future[None] | None = None
 
-    async def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Starts the prompts' groups in order; waits while every replica is full."""
-        for prompt in prompts:
+    async def submit(self, groups: Sequence[Group]) -> None:
+        """Starts the groups in order; waits while every replica is full."""
+        for group in groups:
             started = asyncio.Event()
-            task = asyncio.create_task(self._roll(prompt, started), name=f"group {prompt.uid}")
+            task = asyncio.create_task(self._roll(group, started), name=f"group {group.prompt.uid}")
             self._tasks.add(task)
             task.add_done_callback(self._finished)
             starting = asyncio.create_task(started.wait())
@@ -79,11 +79,11 @@ class RollouterStage:
         """All replicas' reports as one."""
         return merge_reports(await asyncio.gather(*(r.report() for r in self._replicas)))
 
-    async def _roll(self, prompt: Prompt, started: asyncio.Event) -> None:
-        tokens = len(prompt.token_ids) + self._max_tokens
+    async def _roll(self, group: Group, started: asyncio.Event) -> None:
+        tokens = len(group.prompt.token_ids) + len(group.members) * self._max_tokens
         async with self._balancer.acquire(tokens) as replica:
             started.set()
-            await replica.rollout(prompt)
+            await replica.rollout(group)
 
     def _finished(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)

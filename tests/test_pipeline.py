@@ -14,24 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.outbox import Outbox
 from async_opd.core.queue import MessageQueue
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Group, Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import (
-    SCORED,
     SamplingSpec,
     StageReport,
     StepReport,
     SyncReport,
     rollouts_topic,
+    topics,
 )
 from async_opd.pipeline import Pipeline
 from rollouter.rollouter import RollouterStage
 from teachers.scorer import ScorerStage
+from trainer.intake import Intake
 
 TEACHERS = ("a", "b")
 
@@ -48,15 +49,16 @@ class Pace:
 
 
 class FakeStudent:
-    def __init__(self, queue: MessageQueue, n: int, pace: Pace) -> None:
+    def __init__(self, queue: MessageQueue, pace: Pace) -> None:
         self.version = 0
-        self.n, self.pace = n, pace
+        self.pace = pace
         self.outbox = Outbox(queue)
         self.fail_at: int | None = None
         self.started: list[tuple[str, int]] = []
 
-    async def rollout(self, prompt: Prompt) -> int:
-        for index in range(self.n):
+    async def rollout(self, group: Group) -> int:
+        prompt = group.prompt
+        for index in group.members:
             if self.fail_at is not None and len(self.started) >= self.fail_at:
                 raise StageError("student/0", "its process died")
             self.started.append((f"{prompt.uid}/{index}", self.version))
@@ -64,7 +66,7 @@ class FakeStudent:
             await self.pace.wait()
             rollout = self._rollout(prompt, index, version)
             await self.outbox.put(rollouts_topic(prompt.teacher), rollout)
-        return self.n
+        return len(group.members)
 
     def _rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
         spans = (VersionSpan(version, 0, 2), VersionSpan(self.version, 2, 4))
@@ -104,24 +106,26 @@ class FakeTeacher:
 
 
 class FakeTrainer:
-    def __init__(self, queue: MessageQueue, batch_size: int, pace: Pace) -> None:
-        self.queue, self.batch_size, self.pace = queue, batch_size, pace
+    """The real intake, and no learner."""
+
+    def __init__(self, intake: Intake, pace: Pace) -> None:
+        self.intake, self.pace = intake, pace
         self.version = self.steps = 0
+        self.staleness: list[int] = []
         self.trained: list[tuple[str, int]] = []
         self.hang = False
 
     async def step(self) -> StepReport:
         if self.hang:
             await asyncio.Event().wait()
-        lease = await self.queue.get(SCORED, self.batch_size, self.batch_size)
-        samples = unpack_samples(lease.batches)
+        taken = await self.intake.take(self.version)
         await self.pace.wait()
-        staleness = tuple(self.version - s.rollout.oldest_version for s in samples)
-        self.trained += [(s.rollout.uid, self.version) for s in samples]
-        await self.queue.ack(SCORED, lease.id)
+        staleness = tuple(header.staleness(self.version) for header in taken.headers)
+        self.staleness += staleness
+        self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
+        await self.intake.done()
         self.steps += 1
-        headers = tuple(header for batch in lease.batches for header in batch.headers)
-        return StepReport(self.steps, headers, staleness, {"loss/total": 1.0})
+        return StepReport(self.steps, taken.headers, staleness, {"loss/total": 1.0}, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
 
@@ -202,6 +206,9 @@ def world(
     replicas: int = 2,
     stall_s: float = 30.0,
     evaluation: Evaluation | None = None,
+    max_lag: int | None = None,
+    groups: bool = False,
+    pace: Pace | None = None,
 ) -> World:
     config = RunConfig.model_validate(
         {
@@ -215,12 +222,14 @@ def world(
             "timeouts": {"stall_s": stall_s},
         }
     )
-    pace = Pace(seed)
-    topics = (*(rollouts_topic(name) for name in TEACHERS), SCORED)
-    queue = MessageQueue(topics, 64, 1 << 20, 60.0)
-    students = [FakeStudent(queue, n, pace) for _ in range(replicas)]
+    pace = pace or Pace(seed)
+    queue = MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0)
+    students = [FakeStudent(queue, pace) for _ in range(replicas)]
     teachers = {name: FakeTeacher(pace) for name in TEACHERS}
-    trainer = FakeTrainer(queue, batch_size, pace)
+    intake = Intake(
+        queue, batch_size=batch_size, max_version_lag=max_lag, group_size=n if groups else 1
+    )
+    trainer = FakeTrainer(intake, pace)
     sync = FakeSync(trainer, students, pace)
     rollouter = RollouterStage(students, 4, n, 4)
     scorer = ScorerStage(
@@ -243,7 +252,7 @@ async def test_a_run_trains_every_step_and_then_ends() -> None:
 async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
     run = world()
     await run.pipeline.run()
-    assert run.pipeline.ledger.counts == {"in_flight": 0, "trained": 24}
+    assert run.pipeline.ledger.counts == {"in_flight": 0, "trained": 24, "requeued": 0}
 
 
 async def test_the_last_weights_reach_the_replicas() -> None:
@@ -332,27 +341,105 @@ async def test_on_policy_means_that_every_token_of_a_batch_is_of_its_version() -
     assert all(versions[uid] == version for uid, version in run.trainer.trained)
 
 
-@settings(deadline=None, max_examples=60)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.5]),
-    k=st.integers(1, 3),
-    n=st.sampled_from([1, 2, 4]),
-    replicas=st.integers(1, 3),
-    steps=st.integers(1, 7),
-)
-def test_at_any_speed_each_sample_is_trained_once_and_the_budget_holds(
-    seed: int, s: float, k: int, n: int, replicas: int, steps: int
-) -> None:
+class Straggling(Pace):
+    """Most work takes a moment; now and then some takes longer than several weight versions."""
+
+    async def wait(self) -> None:
+        long = self._random.random() < 0.1
+        for _ in range(self._random.randint(0, 400 if long else 6)):
+            await asyncio.sleep(0)
+
+
+shapes = {
+    "seed": st.integers(0, 10**6),
+    "s": st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.5]),
+    "k": st.integers(1, 3),
+    "n": st.sampled_from([1, 2, 4]),
+    "replicas": st.integers(1, 3),
+    "steps": st.integers(1, 7),
+}
+
+
+def finished(**shape: Any) -> World:
+    """A world whose run has ended."""
+
     async def run() -> World:
-        made = world(seed, steps=steps, n=n, s=s, k=k, replicas=replicas)
-        await asyncio.wait_for(made.pipeline.run(), 10)
+        made = world(**shape)
+        await asyncio.wait_for(made.pipeline.run(), 20)
         return made
 
-    made = asyncio.run(run())
+    return asyncio.run(run())
+
+
+def assert_each_trained_once(made: World, steps: int) -> None:
     counts = Counter(uid for uid, _ in made.trainer.trained)
     assert len(counts) == steps * 4
     assert set(counts.values()) == {1}
+
+
+@settings(deadline=None, max_examples=60)
+@given(**shapes)
+def test_at_any_speed_each_sample_is_trained_once_and_the_budget_holds(**shape: Any) -> None:
+    made = finished(**shape)
+    assert_each_trained_once(made, shape["steps"])
     started = sorted(version for student in made.students for _, version in student.started)
     for version in set(started):
-        assert sum(v <= version for v in started) <= (version + 1 + s) * k * 4
+        allowed = (version + 1 + shape["s"]) * shape["k"] * 4
+        assert sum(v <= version for v in started) <= allowed
+
+
+@settings(deadline=None, max_examples=40)
+@given(**shapes, max_lag=st.integers(0, 2))
+def test_whatever_straggles_no_sample_is_trained_beyond_the_hard_bound(
+    max_lag: int, **shape: Any
+) -> None:
+    made = finished(**shape, max_lag=max_lag, pace=Straggling(shape["seed"]))
+    assert max(made.trainer.staleness) <= max_lag
+    assert_each_trained_once(made, shape["steps"])
+
+
+def test_samples_that_straggle_beyond_the_bound_run_again_and_are_counted() -> None:
+    made = finished(seed=1, steps=12, s=1.0, k=1, n=1, max_lag=0, pace=Straggling(1))
+    assert made.pipeline.ledger.counts["requeued"] > 0
+    assert_each_trained_once(made, 12)
+
+
+@settings(deadline=None, max_examples=40)
+@given(**shapes)
+def test_at_most_s_k_b_samples_are_older_than_the_version_that_begins(**shape: Any) -> None:
+    made = finished(**shape, pace=Straggling(shape["seed"]))
+    per_version = shape["k"] * 4
+    stale = Counter(
+        version
+        for (_, version), lag in zip(made.trainer.trained, made.trainer.staleness, strict=True)
+        if lag
+    )
+    assert all(count <= shape["s"] * per_version for count in stale.values())
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), k=st.integers(1, 3), n=st.sampled_from([1, 2, 4]))
+def test_without_a_threshold_nothing_is_stale_however_it_straggles(
+    seed: int, k: int, n: int
+) -> None:
+    made = finished(seed=seed, s=0.0, k=k, n=n, pace=Straggling(seed))
+    assert set(made.trainer.staleness) == {0}
+
+
+@settings(deadline=None, max_examples=30)
+@given(seed=st.integers(0, 10**6), other=st.integers(0, 10**6))
+def test_on_policy_the_trajectory_of_versions_is_the_same_at_any_speed(
+    seed: int, other: int
+) -> None:
+    one = finished(seed=seed, s=0.0, k=1)
+    two = finished(seed=other, s=0.0, k=1, pace=Straggling(other), replicas=1)
+    assert one.trainer.trained == two.trainer.trained
+
+
+@settings(deadline=None, max_examples=40)
+@given(**shapes)
+def test_a_reward_trains_whole_groups(**shape: Any) -> None:
+    made = finished(**shape, groups=True, pace=Straggling(shape["seed"]))
+    uids = [uid.split("/")[0] for uid, _ in made.trainer.trained]
+    batches = [Counter(uids[start : start + 4]) for start in range(0, len(uids), 4)]
+    assert all(set(batch.values()) == {shape["n"]} for batch in batches)

@@ -1,10 +1,10 @@
 """The training stage: one batch, one optimizer step; and the sender of the weight sync.
 
-    topic scored ──lease of B samples──► learner.train_batch ──► ack
-                                             │
-                                     snapshot(v) ──► send
+    topic scored ──intake──► B samples ──► learner.train_batch ──► ack
+                                               │
+                                       snapshot(v) ──► send
 
-Consumes leases of exactly one batch, produces weights, waits for scored samples. Computation runs
+Consumes batches (``trainer.intake``), produces weights, waits for scored samples. Computation runs
 in a thread, so that the event loop answers while it trains.
 """
 
@@ -14,14 +14,13 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from async_opd.core.activity import Activity
-from async_opd.core.batch import unpack_samples
-from async_opd.core.queue import Lease
-from async_opd.core.stages import SCORED, Queue, StageReport, StepReport
+from async_opd.core.stages import StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
+from trainer.intake import Intake
 from trainer.publish import Publisher
 
 if TYPE_CHECKING:
-    from trainer.learner import Learner, LearnerReport
+    from trainer.learner import Learner
 
 
 class TrainerStage:
@@ -34,15 +33,15 @@ class TrainerStage:
         self,
         learner: Learner,
         publisher: Publisher,
-        queue: Queue,
+        intake: Intake,
         *,
-        batch_size: int,
+        max_version_lag: int | None,
         model_dir: str,
     ) -> None:
         self._learner = learner
         self._publisher = publisher
-        self._queue = queue
-        self._batch_size = batch_size
+        self._intake = intake
+        self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
@@ -54,20 +53,19 @@ class TrainerStage:
     async def step(self) -> StepReport:
         """Waits for one batch, trains on it, acknowledges it."""
         self._waits_for = "scored samples"
-        lease = await self._queue.get(SCORED, self._batch_size, self._batch_size)
+        taken = await self._intake.take(self._version)
         self._waits_for = ""
-        headers = tuple(header for batch in lease.batches for header in batch.headers)
+        staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._weights:
-            staleness = tuple(self._version - header.oldest_version for header in headers)
             with self._activity.busy():
-                report = await asyncio.to_thread(self._train, lease)
-        await self._queue.ack(SCORED, lease.id)
+                report = await asyncio.to_thread(self._learner.train_batch, taken.samples)
+        await self._intake.done()
         self._step += 1
-        self._tokens += sum(header.tokens for header in headers)
-        return StepReport(self._step, headers, staleness, report.metrics)
-
-    def _train(self, lease: Lease) -> LearnerReport:
-        return self._learner.train_batch(unpack_samples(lease.batches))
+        self._tokens += sum(header.tokens for header in taken.headers)
+        metrics = {**report.metrics, "train/duplicates": float(self._intake.duplicates)}
+        if self._max_lag is not None:
+            metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
+        return StepReport(self._step, taken.headers, staleness, metrics, taken.requeued)
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

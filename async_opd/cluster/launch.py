@@ -29,7 +29,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
 from async_opd.core.pools import pools
-from async_opd.core.stages import SCORED, SamplingSpec, rollouts_topic
+from async_opd.core.stages import SamplingSpec, topics
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
@@ -117,9 +117,10 @@ class _Boxes:
     async def queue(self) -> Remote:
         """The message queue."""
         config = self.config
-        topics = (*(rollouts_topic(name) for name in config.teachers), SCORED)
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        return await self._start("queue", "async_opd.core.queue:MessageQueue", (topics, *limits))
+        return await self._start(
+            "queue", "async_opd.core.queue:MessageQueue", (topics(config.teachers), *limits)
+        )
 
     async def student(self, index: int, queue: QueueProxy) -> Remote:
         """One replica of the student."""

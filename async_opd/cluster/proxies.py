@@ -8,7 +8,7 @@ from typing import cast
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
 from async_opd.core.queue import Lease, TopicStats
-from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.samples import Group, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 
@@ -52,9 +52,9 @@ class StudentProxy:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
-    async def rollout(self, prompt: Prompt) -> int:
+    async def rollout(self, group: Group) -> int:
         """See StudentReplica.rollout."""
-        return cast(int, await self._remote.call("rollout", prompt))
+        return cast(int, await self._remote.call("rollout", group))
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See StudentReplica.generate."""
@@ -116,9 +116,9 @@ class RollouterProxy:
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
-    async def submit(self, prompts: Sequence[Prompt]) -> None:
+    async def submit(self, groups: Sequence[Group]) -> None:
         """See RollouterStage.submit."""
-        await self._remote.call("submit", prompts, timeout_s=ENDLESS)
+        await self._remote.call("submit", groups, timeout_s=ENDLESS)
 
     async def run(self) -> None:
         """See RollouterStage.run."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
 from async_opd.core.stages import Queue
+from trainer.intake import Intake
 from trainer.publish import GlooTransport, Publisher, Transport, own_address
 from trainer.stage import TrainerStage
 
@@ -20,9 +21,19 @@ def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerSta
     return TrainerStage(
         learner,
         Publisher(learner.named_weights, _transport(config, device)),
+        _intake(config, queue),
+        max_version_lag=config.async_.max_version_lag,
+        model_dir=config.student.model,
+    )
+
+
+def _intake(config: RunConfig, queue: Queue) -> Intake:
+    requeue = config.async_.on_stale == "requeue"
+    return Intake(
         queue,
         batch_size=config.train.batch_size,
-        model_dir=config.student.model,
+        max_version_lag=config.async_.max_version_lag if requeue else None,
+        group_size=config.rollout.n if config.reward is not None else 1,
     )
 
 

@@ -61,6 +61,12 @@ class Batch:
             start += row[2]
         return items
 
+    @classmethod
+    def of_headers(cls, headers: Iterable[Header]) -> Batch:
+        """Headers without payload: for who only needs to know which samples."""
+        rows = tuple((h.uid, h.tokens, 0, h.oldest_version, h.teacher) for h in headers)
+        return cls(rows, np.empty(0, dtype=np.uint8))
+
     @property
     def headers(self) -> tuple[Header, ...]:
         """The headers, in order."""

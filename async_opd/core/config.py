@@ -140,6 +140,11 @@ class AsyncConfig(Section):
     on_sync: Literal["keep", "recompute", "finish"] = "keep"
     """Rollouts in flight at a sync: frozen and continued on their KV cache (``keep``), continued
     after a new prefill (``recompute``), or finished on the old weights first (``finish``)."""
+    max_version_lag: int | None = Field(default=None, ge=0)
+    """Hard bound of a sample's staleness, counted from its oldest token, where it is trained. By
+    default none: admission bounds how many samples are stale, not how stale one may be."""
+    on_stale: Literal["requeue", "train"] = "requeue"
+    """A sample beyond ``max_version_lag``: its prompt runs again, or it is trained and counted."""
 
 
 class SyncConfig(Section):

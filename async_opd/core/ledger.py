@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Header, Prompt
+from async_opd.core.samples import Group, Header, Prompt
 
 
 class Ledger:
@@ -13,28 +13,51 @@ class Ledger:
 
     def __init__(self, group_size: int) -> None:
         self._group_size = group_size
-        self._in_flight: set[str] = set()
+        self._in_flight: dict[str, Prompt] = {}
         self._trained = 0
+        self._requeued = 0
 
-    def admitted(self, prompts: Iterable[Prompt]) -> None:
+    def admitted(self, prompts: Iterable[Prompt]) -> list[Group]:
         """The prompts' groups are in flight."""
-        for prompt in prompts:
-            self._in_flight |= {f"{prompt.uid}/{index}" for index in range(self._group_size)}
+        groups = [Group(prompt, tuple(range(self._group_size))) for prompt in prompts]
+        for group in groups:
+            for member in group.members:
+                self._in_flight[f"{group.prompt.uid}/{member}"] = group.prompt
+        return groups
+
+    def requeued(self, headers: Iterable[Header]) -> list[Group]:
+        """The samples came too late: what to run again. They stay in flight, and admitted."""
+        groups = []
+        for header in headers:
+            prompt = self._known(header)
+            member = int(header.uid.removeprefix(f"{prompt.uid}/"))
+            groups.append(Group(prompt, (member,)))
+        self._requeued += len(groups)
+        return groups
 
     def trained(self, headers: Iterable[Header]) -> None:
         """The samples are trained. StageError for one that is not in flight."""
         for header in headers:
-            if header.uid not in self._in_flight:
-                raise StageError(
-                    "ledger",
-                    f"sample {header.uid} was trained but is not in flight: it came twice or was "
-                    "never admitted",
-                    "this is a bug of async_opd; please report it with the run's log",
-                )
-            self._in_flight.remove(header.uid)
+            self._known(header)
+            del self._in_flight[header.uid]
             self._trained += 1
+
+    def _known(self, header: Header) -> Prompt:
+        prompt = self._in_flight.get(header.uid)
+        if prompt is None:
+            raise StageError(
+                "ledger",
+                f"sample {header.uid} came out of the pipeline but is not in flight: it came "
+                "twice or was never admitted",
+                "this is a bug of async_opd; please report it with the run's log",
+            )
+        return prompt
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples in each state."""
-        return {"in_flight": len(self._in_flight), "trained": self._trained}
+        """Samples in each state; ``requeued`` counts how often one went back, and is no state."""
+        return {
+            "in_flight": len(self._in_flight),
+            "trained": self._trained,
+            "requeued": self._requeued,
+        }

@@ -43,6 +43,7 @@ class Metering:
         metrics["perf/step_s"] = elapsed
         metrics["perf/samples_per_s"] = len(report.trained) / elapsed
         metrics["staleness/mean"] = sum(report.staleness) / max(len(report.staleness), 1)
+        metrics["staleness/requeued"] = float(report.requeued)
         metrics["staleness/max"] = float(max(report.staleness, default=0))
         for pool, stage in pools.items():
             metrics |= self._pool(pool, stage, elapsed)

@@ -20,6 +20,9 @@ Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 
+NEVER_OLD = 2**31 - 1
+"""A version newer than any."""
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -33,6 +36,14 @@ class Prompt:
     data_source: str
     teacher: str
     token_ids: Int32
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rollouts of one prompt to sample: ``members`` are their indices, all n or some to repeat."""
+
+    prompt: Prompt
+    members: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,8 +93,11 @@ class Rollout:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weight version that produced one of the tokens (0 for an empty response)."""
-        return min((span.version for span in self.version_spans), default=0)
+        """The oldest weight version that produced one of the tokens.
+
+        ``NEVER_OLD`` for an empty response: it has no token that could be old.
+        """
+        return min((span.version for span in self.version_spans), default=NEVER_OLD)
 
     @property
     def tokens(self) -> int:
@@ -164,3 +178,7 @@ class Header:
     nbytes: int
     oldest_version: int
     teacher: str
+
+    def staleness(self, version: int) -> int:
+        """Weight versions between the oldest token and the trainer's ``version``."""
+        return max(0, version - self.oldest_version)

@@ -10,20 +10,27 @@ do the Ray proxies in ``async_opd.cluster``. Every message is frozen and small, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.queue import Lease, TopicStats
-from async_opd.core.samples import Header, Prompt, Rollout
+from async_opd.core.samples import Group, Header, Prompt, Rollout
 
 SCORED = "scored"
+STALE = "stale"
+"""Headers of scored samples that came too late to be trained: their prompts run again."""
 
 
 def rollouts_topic(teacher: str) -> str:
     """The topic of rollouts that wait for one teacher, and for no other."""
     return f"rollouts/{teacher}"
+
+
+def topics(teachers: Iterable[str]) -> tuple[str, ...]:
+    """Every topic of a run."""
+    return (*(rollouts_topic(name) for name in teachers), SCORED, STALE)
 
 
 class Queue(Protocol):
@@ -98,13 +105,15 @@ class Lost:
 class StepReport:
     """One optimizer step.
 
-    ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions.
+    ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
+    ``requeued`` is the number of samples that were too old for it and went back.
     """
 
     step: int
     trained: tuple[Header, ...]
     staleness: tuple[int, ...]
     metrics: Mapping[str, float]
+    requeued: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,8 +128,8 @@ class SyncReport:
 class Rollouter(Protocol):
     """Samples responses of the student and puts them on topics ``rollouts/<teacher>``."""
 
-    async def submit(self, prompts: Sequence[Prompt]) -> None:
-        """Takes prompts over; waits while the replicas are full."""
+    async def submit(self, groups: Sequence[Group]) -> None:
+        """Takes groups over; waits while the replicas are full."""
 
     async def run(self) -> None:
         """Works until cancelled; raises StageError when a replica fails."""

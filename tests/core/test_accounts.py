@@ -21,7 +21,7 @@ from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
 from async_opd.core.queue import TopicStats
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Header, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Group, Header, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import Interval, StageReport, StepReport
 from tests.conftest import make_prompt, make_rollout, make_sample
 
@@ -53,7 +53,8 @@ def test_a_sample_among_rollouts_is_refused() -> None:
 
 
 def test_an_empty_response_is_an_ordinary_rollout() -> None:
-    assert make_rollout(tokens=0).oldest_version == 0
+    (header,) = Batch.pack([make_rollout("p/0", tokens=0)]).headers
+    assert header.staleness(7) == 0
 
 
 def test_the_oldest_version_is_that_of_the_oldest_token() -> None:
@@ -93,7 +94,15 @@ def test_the_ledger_counts_every_rollout_of_a_group() -> None:
     ledger = Ledger(3)
     ledger.admitted([make_prompt("p")])
     ledger.trained([header("p/1")])
-    assert ledger.counts == {"in_flight": 2, "trained": 1}
+    assert ledger.counts == {"in_flight": 2, "trained": 1, "requeued": 0}
+
+
+def test_a_sample_that_came_too_late_runs_again_alone_and_stays_in_flight() -> None:
+    ledger = Ledger(3)
+    prompt = make_prompt("p")
+    ledger.admitted([prompt])
+    assert ledger.requeued([header("p/1")]) == [Group(prompt, (1,))]
+    assert ledger.counts["in_flight"] == 3
 
 
 def test_a_pool_waits_only_if_every_replica_does() -> None:

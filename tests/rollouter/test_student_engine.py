@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_opd.core.samples import Group
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
 pytestmark = pytest.mark.engine
@@ -169,7 +170,10 @@ async def scenario(path: Path) -> Seen:
             await w.push()
             seen.errors[family] = await w.error()
         for mode in MODES:
-            groups = [asyncio.create_task(w.replica.rollout(p)) for p in prompts(24)]
+            groups = [
+                asyncio.create_task(w.replica.rollout(Group(p, tuple(range(2)))))
+                for p in prompts(24)
+            ]
             await decoding(w.replica, 24)
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone

@@ -1,0 +1,127 @@
+"""What the trainer takes, sends back and drops."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from async_opd.core.batch import Batch
+from async_opd.core.queue import MessageQueue
+from async_opd.core.samples import Sample
+from async_opd.core.stages import SCORED, STALE, topics
+from tests.conftest import make_sample
+from trainer.intake import Intake
+
+
+class Timer:
+    """Leases expire when the test says so."""
+
+    def __init__(self) -> None:
+        self.calls: list[object] = []
+
+    def __call__(self, delay: float, call: object) -> Timer:
+        self.calls.append(call)
+        return self
+
+    def cancel(self) -> None: ...
+
+
+def queue(timer: Timer | None = None) -> MessageQueue:
+    return MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, timer)  # type: ignore[arg-type]
+
+
+async def put(topic: MessageQueue, *samples: Sample) -> None:
+    await topic.put(SCORED, Batch.pack(samples))
+
+
+async def taken(intake: Intake, version: int = 0) -> list[str]:
+    batch = await asyncio.wait_for(intake.take(version), 5)
+    await intake.done()
+    return [header.uid for header in batch.headers]
+
+
+@pytest.fixture
+def scored() -> MessageQueue:
+    return queue()
+
+
+async def test_a_batch_is_sorted_by_uid_whatever_order_it_came_in(scored: MessageQueue) -> None:
+    await put(scored, *(make_sample(uid) for uid in ("c/0", "a/0", "b/0")))
+    assert await taken(Intake(scored, batch_size=3)) == ["a/0", "b/0", "c/0"]
+
+
+async def test_samples_that_are_too_old_go_back_as_headers(scored: MessageQueue) -> None:
+    await put(scored, make_sample("old/0", version=1), make_sample("new/0", version=3))
+    await put(scored, make_sample("late/0", version=4))
+    intake = Intake(scored, batch_size=2, max_version_lag=1)
+    assert await taken(intake, version=4) == ["late/0", "new/0"]
+    lease = await scored.get(STALE, 8)
+    assert [header.uid for batch in lease.batches for header in batch.headers] == ["old/0"]
+
+
+async def test_a_sample_exactly_at_the_bound_is_trained(scored: MessageQueue) -> None:
+    await put(scored, make_sample("a/0", version=2))
+    assert await taken(Intake(scored, batch_size=1, max_version_lag=2), version=4) == ["a/0"]
+
+
+async def test_what_was_fetched_ahead_is_judged_when_it_is_taken(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=1, max_version_lag=0)
+    await put(scored, make_sample("a/0", version=0))
+    await put(scored, make_sample("b/0", version=0))
+    assert await taken(intake, version=0) == ["a/0"]
+    await put(scored, make_sample("c/0", version=1))
+    assert await taken(intake, version=1) == ["c/0"]
+
+
+async def test_every_lease_is_acknowledged_once_its_samples_are_trained(
+    scored: MessageQueue,
+) -> None:
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    intake = Intake(scored, batch_size=2)
+    await taken(intake)
+    stats = (await scored.stats())[SCORED]
+    assert (stats.acked, stats.leased) == (2, 0)
+
+
+async def test_nothing_is_acknowledged_before_the_step_is_done(scored: MessageQueue) -> None:
+    await put(scored, make_sample("a/0"))
+    await Intake(scored, batch_size=1).take(0)
+    assert (await scored.stats())[SCORED].acked == 0
+
+
+async def test_a_group_waits_for_its_last_member(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
+    assert await taken(intake) == ["b/0", "b/1"]
+
+
+async def test_members_left_over_are_trained_with_the_rest_of_their_group(
+    scored: MessageQueue,
+) -> None:
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
+    await taken(intake)
+    await put(scored, make_sample("a/1"))
+    assert await taken(intake) == ["a/0", "a/1"]
+
+
+async def test_a_sample_that_comes_again_is_dropped_and_counted(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=1)
+    await put(scored, make_sample("a/0"))
+    await taken(intake)
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    assert await taken(intake) == ["b/0"]
+    assert intake.duplicates == 1
+
+
+async def test_a_lease_that_expired_during_the_step_trains_nothing_twice() -> None:
+    timer = Timer()
+    scored = queue(timer)
+    intake = Intake(scored, batch_size=1)
+    await put(scored, make_sample("a/0"))
+    await intake.take(0)
+    timer.calls[0]()  # type: ignore[operator]
+    await intake.done()
+    await put(scored, make_sample("b/0"))
+    assert await taken(intake) == ["b/0"]

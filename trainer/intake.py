@@ -1,0 +1,170 @@
+"""Where samples become batches: the one place that decides what is trained.
+
+    topic scored ──lease──► held ──fresh, whole groups──► B samples, by uid ──► step ──► ack
+                              │
+                              └──older than max_version_lag──► topic stale (headers)
+
+Consumes leases of scored samples, produces batches, waits for scored samples. The samples of the
+next batch are fetched and decoded while the step before is computed. A sample that comes twice
+(its lease expired, or a dead replica's group was sampled again) is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.errors import LeaseExpired
+from async_opd.core.queue import Lease
+from async_opd.core.samples import Header, Sample
+from async_opd.core.stages import SCORED, STALE, Queue
+
+
+@dataclass(frozen=True)
+class Taken:
+    """The samples of one step, sorted by uid, and how many were too old and went back for it."""
+
+    headers: tuple[Header, ...]
+    samples: tuple[Sample, ...]
+    requeued: int
+
+
+@dataclass(frozen=True)
+class _Held:
+    header: Header
+    sample: Sample
+    lease: int
+
+
+@dataclass(frozen=True)
+class _Fetched:
+    lease: Lease
+    samples: list[Sample]
+
+
+class Intake:
+    """Takes exactly ``batch_size`` samples for each step, of whole groups of ``group_size``.
+
+    With ``max_version_lag`` a sample whose staleness exceeds it is not trained: its header goes to
+    topic ``stale``. ``group_size`` 1 takes samples in the order they come.
+    """
+
+    def __init__(
+        self,
+        queue: Queue,
+        *,
+        batch_size: int,
+        max_version_lag: int | None = None,
+        group_size: int = 1,
+    ) -> None:
+        self.duplicates = 0
+        self._queue = queue
+        self._batch_size = batch_size
+        self._max_lag = max_version_lag
+        self._group_size = group_size
+        self._held: dict[str, _Held] = {}
+        self._taken: list[_Held] = []
+        self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
+        self._settled: set[str] = set()  # uids that are trained
+        self._next: asyncio.Task[_Fetched] | None = None
+
+    async def take(self, version: int) -> Taken:
+        """Waits for a batch that may be trained at the trainer's weight ``version``."""
+        requeued = 0
+        while True:
+            requeued += await self._send_back(version)
+            chosen = self._choose()
+            if chosen:
+                break
+            await self._receive()
+        for held in chosen:
+            del self._held[held.header.uid]
+        self._taken = chosen
+        self._fetch_ahead()
+        return Taken(
+            tuple(held.header for held in chosen), tuple(held.sample for held in chosen), requeued
+        )
+
+    async def done(self) -> None:
+        """The batch taken last is trained."""
+        self._settled |= {held.header.uid for held in self._taken}
+        await self._settle(self._taken)
+        self._taken = []
+
+    def close(self) -> None:
+        """Stops fetching ahead."""
+        if self._next is not None:
+            self._next.cancel()
+
+    async def _send_back(self, version: int) -> int:
+        """Samples that are too old leave; their headers go to topic ``stale``."""
+        if self._max_lag is None:
+            return 0
+        old = [h for h in self._held.values() if h.header.staleness(version) > self._max_lag]
+        if old:
+            await self._queue.put(STALE, Batch.of_headers(held.header for held in old))
+            for held in old:
+                del self._held[held.header.uid]
+            await self._settle(old)
+        return len(old)
+
+    def _choose(self) -> list[_Held]:
+        """One batch of whole groups, those that were complete first; empty if there is none."""
+        groups: defaultdict[str, list[_Held]] = defaultdict(list)
+        chosen: list[_Held] = []
+        for uid, held in self._held.items():
+            group = groups[uid.rpartition("/")[0] if self._group_size > 1 else uid]
+            group.append(held)
+            if len(group) == self._group_size:
+                chosen += group
+                if len(chosen) == self._batch_size:
+                    return sorted(chosen, key=lambda held: held.header.uid)
+        return []
+
+    async def _receive(self) -> None:
+        """Waits for more samples and holds them."""
+        if self._next is None:
+            self._next = asyncio.create_task(self._fetch(), name="fetching scored samples")
+        try:
+            fetched = await self._next
+        finally:
+            self._next = None
+        again = []
+        headers = (header for batch in fetched.lease.batches for header in batch.headers)
+        for header, sample in zip(headers, fetched.samples, strict=True):
+            held = _Held(header, sample, fetched.lease.id)
+            self._open[held.lease] += 1
+            if header.uid in self._settled or header.uid in self._held:
+                again.append(held)
+            else:
+                self._held[header.uid] = held
+        self.duplicates += len(again)
+        await self._settle(again)
+
+    def _fetch_ahead(self) -> None:
+        if self._next is None:
+            self._next = asyncio.create_task(self._fetch(), name="fetching ahead")
+
+    async def _fetch(self) -> _Fetched:
+        """As many samples as the next batch lacks, or any that may complete its groups."""
+        missing = self._batch_size - len(self._held)
+        if self._group_size == 1:
+            at_least = at_most = max(missing, 1)
+        else:
+            at_least, at_most = max(missing, 1), self._batch_size
+        lease = await self._queue.get(SCORED, at_most, at_least)
+        return _Fetched(lease, await asyncio.to_thread(unpack_samples, lease.batches))
+
+    async def _settle(self, items: Iterable[_Held]) -> None:
+        """Acknowledges every lease of which nothing is left."""
+        for held in items:
+            self._open[held.lease] -= 1
+        for lease in [lease for lease, left in self._open.items() if not left]:
+            del self._open[lease]
+            try:
+                await self._queue.ack(SCORED, lease)
+            except LeaseExpired:
+                continue  # its samples come again, and are recognized
