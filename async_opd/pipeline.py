@@ -142,9 +142,10 @@ class Pipeline:
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
             self.ledger.trained(report.trained)
             if self._step % sync_steps == 0 or self._step == steps:
-                await self._pushed()
-                version = self.admission.version + 1
-                await self.stages.sync.snapshot(version)
+                with self.metering.timed("sync/trainer_wait_s"):
+                    await self._pushed()
+                    version = self.admission.version + 1
+                    await self.stages.sync.snapshot(version)
                 self._pushing = self._arrows.create_task(self._push())
             if metering is not None:
                 await metering  # of the step before: it ran beside this one

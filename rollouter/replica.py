@@ -69,6 +69,8 @@ class StudentReplica:
         self._paused_s = 0.0
         self._held_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
+        self._flowing = asyncio.Event()
+        self._flowing.set()
 
     async def ready(self) -> int:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""
@@ -122,15 +124,20 @@ class StudentReplica:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = TokensPrompt(
-            prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"v{self._version}"
-        )
+        await self._flowing.wait()
+        version = self._version
+        request = TokensPrompt(prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"v{version}")
         with self._activity.busy():
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
                 if output.finished:
                     self._tokens += len(output.outputs[0].token_ids)
-                    return _rollout(uid, prompt, output.outputs[0])
-        raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
+                    rollout = _rollout(uid, prompt, output.outputs[0])
+                    if output.num_cached_tokens and _first_version(rollout) > version:
+                        break  # overtaken by a pause: its prefix may be of older weights
+                    return rollout
+            else:
+                raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
+        return await self._sample(prompt, uid, sampling)
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
@@ -149,7 +156,12 @@ class StudentReplica:
         await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
 
     async def pause(self, on_sync: str) -> None:
-        """Stops sampling; what happens to requests in flight is design.md's ``on_sync``."""
+        """Stops sampling; ``on_sync`` says what happens to requests in flight.
+
+        New ones wait outside of the engine: one that entered now would be salted with the old
+        version, and could find prefix-cache blocks of the old weights.
+        """
+        self._flowing.clear()
         self._pause_started = self._activity.clock()
         await self._engine.pause_generation(**PAUSE[on_sync])
 
@@ -176,6 +188,7 @@ class StudentReplica:
     async def resume(self) -> None:
         """Goes on sampling."""
         await self._engine.resume_generation()
+        self._flowing.set()
         paused_s = self._activity.clock() - self._pause_started
         self._paused_s += paused_s
         self._held_s += paused_s
@@ -202,6 +215,10 @@ class StudentReplica:
     async def shutdown(self) -> None:
         """Ends the engine's processes."""
         self._engine.shutdown()
+
+
+def _first_version(rollout: Rollout) -> int:
+    return rollout.version_spans[0].version if rollout.version_spans else 0
 
 
 def _rollout(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:

@@ -82,22 +82,29 @@ def _pack(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor
 
 
 class Publisher:
-    """Owns the snapshot. ``source`` yields the current weights under their checkpoint names."""
+    """Owns the snapshot, and one group per wave of replicas.
+
+    ``source`` yields the current weights under their checkpoint names, ``transport`` makes a group.
+    """
 
     def __init__(
-        self, source: Callable[[], Iterator[tuple[str, torch.Tensor]]], transport: Transport
+        self,
+        source: Callable[[], Iterator[tuple[str, torch.Tensor]]],
+        transport: Callable[[], Transport],
     ) -> None:
         self._source = source
-        self._transport = transport
+        self._new_transport = transport
+        self._transports: dict[int, Transport] = {}
         self._snapshot: list[tuple[str, torch.Tensor]] = []
 
-    def open(self, world_size: int) -> Rendezvous:
-        """See Transport.open."""
-        return self._transport.open(world_size)
+    def open(self, wave: int, world_size: int) -> Rendezvous:
+        """A new group for a wave of replicas; see Transport.open."""
+        self._transports[wave] = self._new_transport()
+        return self._transports[wave].open(world_size)
 
-    def connect(self) -> None:
+    def connect(self, wave: int) -> None:
         """See Transport.connect."""
-        self._transport.connect()
+        self._transports[wave].connect()
 
     def snapshot(self) -> WeightMeta:
         """Copies the weights; the learner may go on changing its own afterwards."""
@@ -114,9 +121,9 @@ class Publisher:
             itemsizes=tuple(tensor.dtype.itemsize for _, tensor in self._snapshot),
         )
 
-    def send(self) -> None:
-        """Broadcasts the snapshot."""
-        self._transport.broadcast(self._snapshot, self.meta)
+    def send(self, wave: int) -> None:
+        """Broadcasts the snapshot to a wave."""
+        self._transports[wave].broadcast(self._snapshot, self.meta)
 
 
 def own_address() -> str:

@@ -86,13 +86,13 @@ class TrainerStage:
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
-    async def open(self, world_size: int) -> Rendezvous:
-        """Opens the meeting point for the engines' workers."""
-        return await asyncio.to_thread(self._publisher.open, world_size)
+    async def open(self, wave: int, world_size: int) -> Rendezvous:
+        """Opens the meeting point for the engines' workers of one wave."""
+        return await asyncio.to_thread(self._publisher.open, wave, world_size)
 
-    async def connect(self) -> None:
-        """Joins the transfer group as rank 0."""
-        await asyncio.to_thread(self._publisher.connect)
+    async def connect(self, wave: int) -> None:
+        """Joins the wave's transfer group as rank 0."""
+        await asyncio.to_thread(self._publisher.connect, wave)
 
     async def snapshot(self, version: int) -> WeightMeta:
         """Copies the weights out; they are ``version`` from now on."""
@@ -101,6 +101,6 @@ class TrainerStage:
             self._version = version
         return meta
 
-    async def send(self) -> None:
-        """Broadcasts the snapshot, while training goes on."""
-        await asyncio.to_thread(self._publisher.send)
+    async def send(self, wave: int) -> None:
+        """Broadcasts the snapshot to one wave, while training goes on."""
+        await asyncio.to_thread(self._publisher.send, wave)

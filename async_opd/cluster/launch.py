@@ -96,6 +96,7 @@ async def _build(boxes: _Boxes) -> Stages:
         await asyncio.gather(*(student.ready() for student in receivers)),
         on_sync=config.async_.on_sync,
         timeout_s=config.sync.timeout_s,
+        rolling=config.sync.rolling,
         drain_timeout_s=(config.timeouts.request_s if config.async_.on_sync == "finish" else None),
     )
     await sync.connect()

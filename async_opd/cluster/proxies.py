@@ -176,18 +176,18 @@ class TrainerProxy:
         """See TrainerStage.report."""
         return cast(StageReport, await self._remote.call("report"))
 
-    async def open(self, world_size: int) -> Rendezvous:
+    async def open(self, wave: int, world_size: int) -> Rendezvous:
         """See TrainerStage.open."""
-        return cast(Rendezvous, await self._remote.call("open", world_size))
+        return cast(Rendezvous, await self._remote.call("open", wave, world_size))
 
-    async def connect(self) -> None:
+    async def connect(self, wave: int) -> None:
         """See TrainerStage.connect."""
-        await self._remote.call("connect")
+        await self._remote.call("connect", wave)
 
     async def snapshot(self, version: int) -> WeightMeta:
         """See TrainerStage.snapshot."""
         return cast(WeightMeta, await self._remote.call("snapshot", version))
 
-    async def send(self) -> None:
+    async def send(self, wave: int) -> None:
         """See TrainerStage.send."""
-        await self._remote.call("send")
+        await self._remote.call("send", wave)

@@ -20,7 +20,7 @@ def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerSta
     learner = build_learner(config, device)
     return TrainerStage(
         learner,
-        Publisher(learner.named_weights, _transport(config, device)),
+        Publisher(learner.named_weights, lambda: _transport(config, device)),
         _intake(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,

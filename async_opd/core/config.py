@@ -154,8 +154,11 @@ class SyncConfig(Section):
     """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs."""
     chunk_mib: PositiveInt = 256
     """Weights are packed into messages of this size."""
+    rolling: bool = False
+    """Updates the rollout replicas one after the other, so that generation never stops altogether;
+    takes longer in all, and for a moment replicas have different versions."""
     timeout_s: float = Field(default=120, gt=0)
-    """Bound of the rendezvous and of each sync."""
+    """Bound of the rendezvous and of each part of a sync."""
 
 
 class QueueConfig(Section):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 
 from async_opd.core.activity import covered, overlap_s
@@ -30,7 +31,14 @@ class Metering:
 
     def synced(self, report: SyncReport) -> None:
         """Remembers the last sync's metrics for the next step."""
-        self._sync = dict(report.metrics)
+        self._sync |= report.metrics
+
+    @contextmanager
+    def timed(self, metric: str) -> Iterator[None]:
+        """Seconds inside of the block, as a metric of the next step."""
+        started = self._clock()
+        yield
+        self._sync[metric] = self._clock() - started
 
     def step(
         self, report: StepReport, pools: Mapping[str, StageReport], topics: Mapping[str, TopicStats]

@@ -1,17 +1,20 @@
 """One weight sync, as a state machine over the sender and its receivers.
 
     IDLE ── snapshot(v) ──► READY ── push ──► PAUSED ──► SENDING ──► NAMED ──► IDLE
-                                                 │           │          │
-                                                 └───────────┴──────────┴──► FAILED
+                                        ▲        │           │          │
+                                        │        └───────────┴──────────┴──► FAILED
+                                        └── the next wave ◄──────────┘
 
     READY    the trainer has copied its weights out and trains on
-    PAUSED   every replica holds its requests in flight (on_sync says how)
-    SENDING  the sender broadcasts, every replica receives, all in the same collective
-    NAMED    every replica reports version v, and generates again
-    FAILED   which replica, which part, why: a WeightSyncError; generation is not resumed on a
+    PAUSED   every replica of the wave holds its requests in flight (on_sync says how)
+    SENDING  the sender broadcasts, every replica of the wave receives, all in one collective
+    NAMED    every replica of the wave reports version v, and generates again
+    FAILED   which replicas, which part, why: a WeightSyncError; generation is not resumed on a
              replica that may hold half of the weights
 
-The rendezvous happens once, before the first push.
+All replicas are one wave, or, rolling, each is a wave of its own: then the others go on generating
+with their old weights meanwhile. Each wave is a collective group with its own rendezvous, which
+happens once, before the first push.
 """
 
 from __future__ import annotations
@@ -29,21 +32,21 @@ Result = TypeVar("Result")
 
 
 class WeightSender(Protocol):
-    """The trainer's end."""
+    """The trainer's end. ``wave`` numbers the collective groups it is rank 0 of."""
 
-    async def open(self, world_size: int) -> Rendezvous:
-        """Opens the meeting point; it is there when this returns."""
+    async def open(self, wave: int, world_size: int) -> Rendezvous:
+        """Opens the meeting point of a group; it is there when this returns."""
         ...
 
-    async def connect(self) -> None:
+    async def connect(self, wave: int) -> None:
         """Joins the group as rank 0 while the receivers join."""
 
     async def snapshot(self, version: int) -> WeightMeta:
         """Copies the weights out."""
         ...
 
-    async def send(self) -> None:
-        """Broadcasts the snapshot while the receivers receive."""
+    async def send(self, wave: int) -> None:
+        """Broadcasts the snapshot to a group while its receivers receive."""
 
 
 class WeightReceiver(Protocol):
@@ -57,7 +60,7 @@ class WeightReceiver(Protocol):
 
 
 class BroadcastSync:
-    """Implements ``async_opd.core.stages.WeightSync`` by one broadcast to all replicas."""
+    """Implements ``async_opd.core.stages.WeightSync`` by one broadcast per wave."""
 
     def __init__(
         self,
@@ -68,9 +71,10 @@ class BroadcastSync:
         on_sync: str,
         timeout_s: float,
         drain_timeout_s: float | None = None,
+        rolling: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``workers[i]`` is the number of ranks that receiver i contributes to the group.
+        """``workers[i]`` is the number of ranks that receiver i contributes to its group.
 
         ``drain_timeout_s`` bounds the pause, which with ``finish`` lasts as long as the longest
         response; by default ``timeout_s``.
@@ -78,23 +82,32 @@ class BroadcastSync:
         self._sender = sender
         self._receivers = list(receivers)
         self._workers = list(workers)
+        everyone = range(len(self._receivers))
+        self._waves = [range(i, i + 1) for i in everyone] if rolling else [everyone]
         self._on_sync = on_sync
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s or timeout_s
         self._clock = clock
         self._snapshot: tuple[int, WeightMeta] | None = None
+        self._stalls = [0.0] * len(self._receivers)
 
     async def connect(self) -> None:
         """The rendezvous. Raises WeightSyncError if a member does not come in time."""
-        rendezvous = await self._bounded(
-            "opening the meeting point", self._sender.open(self._world)
-        )
-        offsets = [1 + sum(self._workers[:index]) for index in range(len(self._workers))]
-        await self._together(
-            "the rendezvous",
-            self._sender.connect(),
-            *(r.join(rendezvous, at) for r, at in zip(self._receivers, offsets, strict=True)),
-        )
+        for number, wave in enumerate(self._waves):
+            members = self._members(wave)
+            rendezvous = await self._bounded(
+                f"opening the meeting point of {members}",
+                self._sender.open(number, self._world(wave)),
+            )
+            offsets = [1 + sum(self._workers[wave.start : index]) for index in wave]
+            await self._together(
+                f"the rendezvous of {members}",
+                self._sender.connect(number),
+                *(
+                    self._receivers[index].join(rendezvous, offset)
+                    for index, offset in zip(wave, offsets, strict=True)
+                ),
+            )
 
     async def snapshot(self, version: int) -> None:
         """Copies the trainer's weights out as ``version``."""
@@ -102,35 +115,54 @@ class BroadcastSync:
         self._snapshot = (version, meta)
 
     async def push(self) -> SyncReport:
-        """Brings the snapshot to every replica."""
+        """Brings the snapshot to every replica, wave by wave."""
         if self._snapshot is None:
             raise WeightSyncError("weight sync", "push without a snapshot")
         version, meta = self._snapshot
         started = self._clock()
-        pauses = asyncio.gather(*(r.pause(self._on_sync) for r in self._receivers))
-        await self._bounded("pausing", pauses, self._drain_timeout_s)
-        paused = self._clock()
-        await self._together(
-            "the broadcast", self._sender.send(), *(r.receive(meta) for r in self._receivers)
-        )
-        sent = self._clock()
-        await self._together("naming the version", *(r.finish(version) for r in self._receivers))
-        await self._together("resuming", *(r.resume() for r in self._receivers))
-        done = self._clock()
-        return SyncReport(
-            version=version,
-            nbytes=meta.nbytes,
-            metrics={
-                "sync/seconds": done - started,
-                "sync/pause_s": paused - started,
-                "sync/transfer_s": sent - paused,
-                "sync/mib": meta.nbytes / 2**20,
-            },
-        )
+        pause_s = transfer_s = 0.0
+        for number, wave in enumerate(self._waves):
+            paused, sent = await self._update(number, wave, version, meta)
+            pause_s += paused
+            transfer_s += sent
+        metrics = {
+            "sync/seconds": self._clock() - started,
+            "sync/pause_s": pause_s,
+            "sync/transfer_s": transfer_s,
+            "sync/mib": meta.nbytes / 2**20,
+            "sync/stall_mean_s": sum(self._stalls) / len(self._stalls),
+            "sync/stall_max_s": max(self._stalls),
+        }
+        metrics |= {f"sync/student/{i}/stall_s": s for i, s in enumerate(self._stalls)}
+        return SyncReport(version=version, nbytes=meta.nbytes, metrics=metrics)
 
-    @property
-    def _world(self) -> int:
-        return 1 + sum(self._workers)
+    async def _update(
+        self, number: int, wave: range, version: int, meta: WeightMeta
+    ) -> tuple[float, float]:
+        """One wave: pause, send, name, resume. Returns the seconds of pausing and of sending."""
+        who, members = self._members(wave), [self._receivers[index] for index in wave]
+        started = self._clock()
+        pauses = asyncio.gather(*(member.pause(self._on_sync) for member in members))
+        await self._bounded(f"pausing {who}", pauses, self._drain_timeout_s)
+        paused = self._clock()
+        receives = (member.receive(meta) for member in members)
+        await self._together(f"the broadcast to {who}", self._sender.send(number), *receives)
+        sent = self._clock()
+        await self._together(f"naming the version of {who}", *(m.finish(version) for m in members))
+        await self._together(f"resuming {who}", *(self._resume(index, started) for index in wave))
+        return paused - started, sent - paused
+
+    async def _resume(self, index: int, started: float) -> None:
+        await self._receivers[index].resume()
+        self._stalls[index] = self._clock() - started
+
+    def _world(self, wave: range) -> int:
+        return 1 + sum(self._workers[wave.start : wave.stop])
+
+    def _members(self, wave: range) -> str:
+        if len(wave) == 1:
+            return f"student/{wave.start}"
+        return f"student/{wave.start}…{wave.stop - 1}" if wave else "no replica"
 
     async def _together(self, what: str, *parts: Awaitable[None]) -> None:
         await self._bounded(what, asyncio.gather(*parts))
@@ -145,8 +177,7 @@ class BroadcastSync:
         except TimeoutError as error:
             raise WeightSyncError(
                 "weight sync",
-                f"{what} took longer than {timeout_s:g} s with {len(self._receivers)} "
-                f"replicas and {self._world} ranks",
+                f"{what} took longer than {timeout_s:g} s with {len(self._receivers)} replicas",
                 "raise sync.timeout_s if the model is large; otherwise a replica hangs",
             ) from error
         except WeightSyncError:

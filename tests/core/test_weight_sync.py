@@ -16,19 +16,19 @@ META = WeightMeta(("w",), ("float32",), ((2, 3),), (4,))
 class Sender:
     def __init__(self, events: list[str]) -> None:
         self.events = events
-        self.world = 0
+        self.worlds: list[int] = []
 
-    async def open(self, world_size: int) -> Rendezvous:
-        self.world = world_size
+    async def open(self, wave: int, world_size: int) -> Rendezvous:
+        self.worlds.append(world_size)
         return Rendezvous("host", 1, world_size, 1.0, 1)
 
-    async def connect(self) -> None: ...
+    async def connect(self, wave: int) -> None: ...
 
     async def snapshot(self, version: int) -> WeightMeta:
         self.events.append(f"snapshot {version}")
         return META
 
-    async def send(self) -> None:
+    async def send(self, wave: int) -> None:
         self.events.append("send")
 
 
@@ -61,9 +61,17 @@ class Receiver:
         await self._do("resume")
 
 
-def sync(events: list[str], receivers: list[Receiver], timeout_s: float = 5.0) -> BroadcastSync:
-    workers = [1] * len(receivers)
-    return BroadcastSync(Sender(events), receivers, workers, on_sync="keep", timeout_s=timeout_s)
+def sync(
+    events: list[str], receivers: list[Receiver], timeout_s: float = 5.0, rolling: bool = False
+) -> BroadcastSync:
+    return BroadcastSync(
+        Sender(events),
+        receivers,
+        [1] * len(receivers),
+        on_sync="keep",
+        timeout_s=timeout_s,
+        rolling=rolling,
+    )
 
 
 async def test_a_push_pauses_sends_names_and_resumes_in_this_order() -> None:
@@ -79,6 +87,49 @@ async def test_ranks_of_the_replicas_do_not_collide() -> None:
     weights = BroadcastSync(Sender([]), receivers, [2, 4, 1], on_sync="keep", timeout_s=5)
     await weights.connect()
     assert [receiver.offset for receiver in receivers] == [1, 3, 7]
+
+
+async def test_rolling_updates_one_replica_after_the_other() -> None:
+    events: list[str] = []
+    receivers = [Receiver(events), Receiver(events)]
+    weights = sync(events, receivers, rolling=True)
+    await weights.snapshot(3)
+    await weights.push()
+    one = ["pause keep", "send", "receive", "finish 3", "resume"]
+    assert events == ["snapshot 3", *one, *one]
+
+
+async def test_rolling_gives_every_replica_a_group_of_its_own() -> None:
+    receivers = [Receiver([]) for _ in range(2)]
+    sender = Sender([])
+    weights = BroadcastSync(sender, receivers, [2, 4], on_sync="keep", timeout_s=5, rolling=True)
+    await weights.connect()
+    assert (sender.worlds, [receiver.offset for receiver in receivers]) == ([3, 5], [1, 1])
+
+
+async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
+    ticks = iter(range(100))
+    receivers = [Receiver([]), Receiver([])]
+    weights = BroadcastSync(
+        Sender([]),
+        receivers,
+        [1, 1],
+        on_sync="keep",
+        timeout_s=5,
+        rolling=True,
+        clock=lambda: float(next(ticks)),
+    )
+    await weights.snapshot(1)
+    metrics = (await weights.push()).metrics
+    assert (metrics["sync/student/0/stall_s"], metrics["sync/student/1/stall_s"]) == (3.0, 3.0)
+    assert metrics["sync/seconds"] == 9.0
+
+
+async def test_a_failure_names_the_replica_it_happened_on() -> None:
+    weights = sync([], [Receiver([]), Receiver([], fail="receive")], rolling=True)
+    await weights.snapshot(1)
+    with pytest.raises(WeightSyncError, match="the broadcast to student/1"):
+        await weights.push()
 
 
 async def test_the_report_counts_the_bytes_of_one_copy() -> None:

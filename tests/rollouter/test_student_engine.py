@@ -92,7 +92,7 @@ class World:
         self.replica = StudentReplica(spec, self.queue)
         publisher = Publisher(
             lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
-            GlooTransport("127.0.0.1", 30.0, 100_000),
+            lambda: GlooTransport("127.0.0.1", 30.0, 100_000),
         )
         self.sync = BroadcastSync(
             Sender(publisher), [self.replica], [1], on_sync="keep", timeout_s=30.0
