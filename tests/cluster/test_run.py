@@ -22,6 +22,7 @@ pytestmark = pytest.mark.engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
+DONE = ["rollout.replicas=2", "async.max_version_lag=0"]
 BOUND_S = 240
 
 
@@ -87,7 +88,7 @@ class Running:
 
 @pytest.fixture(scope="module")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    running = Running(tmp_path_factory.mktemp("runs") / "done", "rollout.replicas=2")
+    running = Running(tmp_path_factory.mktemp("runs") / "done", *DONE)
     running.until("everything is up")
     running.look()
     return running.end()
@@ -131,9 +132,18 @@ def test_all_samples_were_trained(done: Run) -> None:
     assert done.summary["ledger/trained"] == 6 * 128
 
 
+def test_no_sample_was_trained_beyond_the_hard_bound(done: Run) -> None:
+    assert {line["staleness/max"] for line in done.metrics if "staleness/max" in line} == {0}
+
+
+def test_samples_beyond_the_hard_bound_ran_again_and_were_counted(done: Run) -> None:
+    sent_back = sum(line.get("staleness/requeued", 0) for line in done.metrics)
+    assert done.summary["ledger/requeued"] == sent_back > 0
+
+
 def test_its_config_loads_again_to_an_equal_object(done: Run) -> None:
     config = load_config(done.directory / "config.yaml")
-    expected = load_config(EXAMPLE, [*SHORT, "rollout.replicas=2", f"run_dir={done.directory}"])
+    expected = load_config(EXAMPLE, [*SHORT, *DONE, f"run_dir={done.directory}"])
     assert config == expected
 
 
@@ -241,6 +251,8 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "on_policy",
         "loss={kind: k1, clamp: 5.0}",
+        "rollout.replicas=2",
+        "sync.rolling=true",
         "async={staleness_threshold: 0, sync_steps: 1, on_sync: finish}",
         "train.steps=3",
         "eval.every=0",
@@ -258,6 +270,11 @@ def test_on_policy_samples_have_no_staleness(on_policy: Run) -> None:
     assert [line["staleness/max"] for line in on_policy.metrics if "staleness/max" in line] == [
         0
     ] * 3
+
+
+def test_a_rolling_sync_reports_the_stall_of_every_replica(on_policy: Run) -> None:
+    for replica in (0, 1):
+        assert on_policy.summary[f"sync/student/{replica}/stall_s"] > 0
 
 
 def test_on_policy_rollouts_have_the_trainers_own_logprobs(on_policy: Run) -> None:
