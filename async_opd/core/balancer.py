@@ -1,53 +1,272 @@
-"""Picks the replica for the next piece of work: the one with the fewest outstanding tokens."""
+"""Picks the replica for the next piece of work: the one with the fewest outstanding tokens.
+
+    acquire ──► [ waiting, oldest first ] ──room──► place on the least loaded replica ──► release
+
+Each replica holds at most ``max_in_flight`` pieces of work; the rest waits here. Replicas join,
+leave, are ejected and restored while work goes on. Decisions are local and take O(log replicas):
+no remote call, no lock, one event loop.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import heapq
+from collections import deque
+from collections.abc import AsyncIterator, Hashable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from async_opd.core.errors import NoReplica
+from async_opd.core.queue import Cancellable, Timer
 
 Replica = TypeVar("Replica")
 
+REMEMBERED_KEYS = 8192
+"""Keys whose replica is remembered; the oldest is forgotten first."""
+
+
+@dataclass(slots=True)
+class _Member(Generic[Replica]):
+    """A replica and what it has in flight; ``turn`` is that of its one valid entry in the heap."""
+
+    replica: Replica
+    max_in_flight: int
+    tokens: int = 0
+    in_flight: int = 0
+    ejected: bool = False
+    turn: int = 0
+
+    @property
+    def has_room(self) -> bool:
+        return not self.ejected and self.in_flight < self.max_in_flight
+
+
+@dataclass(slots=True, eq=False)
+class Place(Generic[Replica]):
+    """A place on a replica, until it is released or its lease ends."""
+
+    replica: Replica
+    tokens: int
+    _member: _Member[Replica] = field(repr=False)
+    _lease: Cancellable | None = field(default=None, repr=False)
+    _held: bool = field(default=True, repr=False)
+
+
+@dataclass(slots=True)
+class _Waiter(Generic[Replica]):
+    tokens: int
+    key: Hashable | None
+    future: asyncio.Future[Place[Replica]]
+
 
 class Balancer(Generic[Replica]):
-    """Counts what each replica has in flight.
+    """Counts what each replica has in flight. Replicas are told apart by equality, and hashable.
 
-    ``max_in_flight`` pieces of work per replica; more wait here, oldest first. Decisions are
-    local: no remote call.
+    ``name`` is what the errors call the pool. ``lease_s`` bounds how long a place may be held: a
+    client that dies without releasing it frees its share after that time; by default for ever.
     """
 
-    def __init__(self, replicas: Sequence[Replica], max_in_flight: int) -> None:
-        if not replicas:
-            raise ValueError("no replica to balance over: 0 replicas can serve 0 requests")
-        self._replicas = list(replicas)
-        self._tokens = [0] * len(replicas)
-        self._in_flight = [0] * len(replicas)
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        max_in_flight: int,
+        *,
+        name: str = "pool",
+        lease_s: float | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        self.expired = 0
+        self._name = name
         self._max_in_flight = max_in_flight
-        self._room = asyncio.Semaphore(max_in_flight * len(replicas))
+        self._lease_s = lease_s
+        self._timer = timer or (lambda s, call: asyncio.get_running_loop().call_later(s, call))
+        self._members: dict[Replica, _Member[Replica]] = {}
+        self._heap: list[tuple[int, int, _Member[Replica]]] = []
+        self._turn = 0
+        self._waiters: deque[_Waiter[Replica]] = deque()
+        self._liked: dict[Hashable, Replica] = {}
+        if not replicas:
+            raise self._none_left()
+        for replica in replicas:
+            self.add(replica)
+
+    # ── work ───────────────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def acquire(self, tokens: int, key: Hashable | None = None) -> AsyncIterator[Replica]:
+        """Holds a place on a replica for work of about so many tokens; waits while all are full.
+
+        Work with an equal ``key`` (rollouts of one prompt) prefers the replica that had the last
+        of it, as long as that one has at most ``tokens`` more outstanding than the least loaded:
+        waiting behind more would cost more than the shared prefill saves. Raises NoReplica.
+        """
+        place = await self.take(tokens, key)
+        try:
+            yield place.replica
+        finally:
+            self.release(place)
+
+    async def take(self, tokens: int, key: Hashable | None = None) -> Place[Replica]:
+        """Like ``acquire``, for callers that cannot use a block: they must ``release``."""
+        if not self._members:
+            raise self._none_left()
+        member = self._best()
+        if member is not None:
+            return self._place(member, tokens, key)
+        future: asyncio.Future[Place[Replica]] = asyncio.get_running_loop().create_future()
+        self._waiters.append(_Waiter(tokens, key, future))
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                self.release(future.result())
+            raise
+
+    def release(self, place: Place[Replica]) -> None:
+        """Gives the place back; a second time, or after its lease has ended, does nothing."""
+        if not place._held:
+            return
+        place._held = False
+        if place._lease is not None:
+            place._lease.cancel()
+        member = place._member
+        member.in_flight -= 1
+        member.tokens -= place.tokens
+        self._changed(member)
+        self._serve()
+
+    # ── replicas ───────────────────────────────────────────────────────────────────────────────
+
+    def add(self, replica: Replica, max_in_flight: int | None = None) -> None:
+        """A replica joins, and takes waiting work at once."""
+        if replica in self._members:
+            raise ValueError(f"{self._name}: {replica!r} is a member already")
+        limit = self._max_in_flight if max_in_flight is None else max_in_flight
+        self._members[replica] = member = _Member(replica, self._at_least_one(limit))
+        self._changed(member)
+        self._serve()
+
+    def remove(self, replica: Replica) -> None:
+        """A replica leaves for good. Its places stay held by who has them, and count no more.
+
+        Without any replica left, everything that waits raises NoReplica.
+        """
+        member = self._members.pop(replica)
+        member.ejected = True
+        member.turn = 0
+        if not self._members:
+            for waiter in self._waiters:
+                if not waiter.future.done():
+                    waiter.future.set_exception(self._none_left())
+            self._waiters.clear()
+
+    def eject(self, replica: Replica) -> None:
+        """The replica gets no more work until it is restored; waiting work stays waiting."""
+        self._members[replica].ejected = True
+        self._changed(self._members[replica])
+
+    def restore(self, replica: Replica) -> None:
+        """An ejected replica serves again."""
+        self._members[replica].ejected = False
+        self._changed(self._members[replica])
+        self._serve()
+
+    def resize(self, replica: Replica, max_in_flight: int) -> None:
+        """From now on the replica holds so many; what is above it finishes first."""
+        self._members[replica].max_in_flight = self._at_least_one(max_in_flight)
+        self._changed(self._members[replica])
+        self._serve()
+
+    # ── what is going on ───────────────────────────────────────────────────────────────────────
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """All members, ejected ones included, in the order in which they joined."""
+        return tuple(self._members)
+
+    @property
+    def serving(self) -> int:
+        """Members that are not ejected."""
+        return sum(not member.ejected for member in self._members.values())
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
-        """Tokens in flight on each replica."""
-        return tuple(self._tokens)
+        """Tokens in flight on each member."""
+        return tuple(member.tokens for member in self._members.values())
 
     @property
     def in_flight(self) -> int:
-        """Pieces of work in flight on all replicas."""
-        return sum(self._in_flight)
+        """Pieces of work in flight on all members."""
+        return sum(member.in_flight for member in self._members.values())
 
-    @asynccontextmanager
-    async def acquire(self, tokens: int) -> AsyncIterator[Replica]:
-        """Holds a place on a replica for work of about so many tokens; waits while all are full."""
-        async with self._room:
-            index = min(
-                (i for i, busy in enumerate(self._in_flight) if busy < self._max_in_flight),
-                key=lambda i: self._tokens[i],
-            )
-            self._in_flight[index] += 1
-            self._tokens[index] += tokens
-            try:
-                yield self._replicas[index]
-            finally:
-                self._in_flight[index] -= 1
-                self._tokens[index] -= tokens
+    @property
+    def waiting(self) -> int:
+        """Pieces of work that wait for a place."""
+        return sum(not waiter.future.done() for waiter in self._waiters)
+
+    # ── inside ─────────────────────────────────────────────────────────────────────────────────
+
+    def _place(self, member: _Member[Replica], tokens: int, key: Hashable | None) -> Place[Replica]:
+        if key is not None:
+            member = self._by_affinity(member, tokens, key)
+        member.in_flight += 1
+        member.tokens += tokens
+        self._changed(member)
+        place = Place(member.replica, tokens, member)
+        if self._lease_s is not None:
+            place._lease = self._timer(self._lease_s, lambda: self._expire(place))
+        return place
+
+    def _by_affinity(self, best: _Member[Replica], tokens: int, key: Hashable) -> _Member[Replica]:
+        liked = self._members.get(self._liked.pop(key, best.replica), best)
+        if not liked.has_room or liked.tokens - best.tokens > tokens:
+            liked = best
+        self._liked[key] = liked.replica
+        if len(self._liked) > REMEMBERED_KEYS:
+            del self._liked[next(iter(self._liked))]
+        return liked
+
+    def _best(self) -> _Member[Replica] | None:
+        """The member with room and the fewest tokens; of equals, the one unchanged for longest."""
+        heap = self._heap
+        while heap and heap[0][1] != heap[0][2].turn:
+            heapq.heappop(heap)
+        return heap[0][2] if heap else None
+
+    def _changed(self, member: _Member[Replica]) -> None:
+        """Replaces the member's entry in the heap; the old one is dropped when it comes up."""
+        if member.replica not in self._members or self._members[member.replica] is not member:
+            return
+        member.turn = 0
+        if member.has_room:
+            self._turn += 1
+            member.turn = self._turn
+            heapq.heappush(self._heap, (member.tokens, self._turn, member))
+        if len(self._heap) > 64 + 4 * len(self._members):
+            self._heap = [entry for entry in self._heap if entry[1] == entry[2].turn]
+            heapq.heapify(self._heap)
+
+    def _serve(self) -> None:
+        """Gives room to who waits, oldest first."""
+        while self._waiters and (member := self._best()) is not None:
+            waiter = self._waiters.popleft()
+            if not waiter.future.done():
+                waiter.future.set_result(self._place(member, waiter.tokens, waiter.key))
+
+    def _expire(self, place: Place[Replica]) -> None:
+        if place._held:
+            self.expired += 1
+            self.release(place)
+
+    def _at_least_one(self, limit: int) -> int:
+        if limit < 1:
+            raise ValueError(f"{self._name}: {limit} in flight per replica would stop all work")
+        return limit
+
+    def _none_left(self) -> NoReplica:
+        return NoReplica(
+            self._name,
+            f"no replica: 0 replicas x {self._max_in_flight} in flight each can serve 0 requests",
+            "see the messages before this one for why replicas left, and take at least 1",
+        )

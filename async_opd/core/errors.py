@@ -6,6 +6,7 @@
     │   ├── EngineStartError
     │   ├── WeightSyncError
     │   ├── LeaseExpired
+    │   ├── NoReplica      a pool has no replica (left)
     │   └── StageTimeout   (also a TimeoutError)
     ├── QueueClosed        the topic was closed: no sample will come any more
     └── LengthError        a message whose arrays do not agree with each other (also a ValueError)
@@ -84,6 +85,10 @@ class LeaseExpired(StageError):
             "raise queue.lease_s above the longest time a batch takes, or add replicas",
         )
         self.args = (topic, lease_id)
+
+
+class NoReplica(StageError):
+    """Work for a pool without any replica: waiting would never end."""
 
 
 class StageTimeout(StageError, TimeoutError):
