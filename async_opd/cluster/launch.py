@@ -46,9 +46,30 @@ class Stages:
     sync: BroadcastSync
 
 
+@dataclass(frozen=True)
+class Factory:
+    """What an actor builds: ``module:callable``, and arguments after those of every run."""
+
+    path: str
+    extra: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Factories:
+    """The real parts. Benchmarks replace them with simulated ones; no config can."""
+
+    student: Factory = Factory("rollouter.replica:StudentReplica")
+    teacher: Factory = Factory("teachers.replica:TeacherReplica")
+    trainer: Factory = Factory("async_opd.cluster.trainer:build_trainer")
+
+
 @asynccontextmanager
 async def launch(
-    config: RunConfig, *, device: Device, eos_ids: tuple[int, ...]
+    config: RunConfig,
+    *,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    factories: Factories | None = None,
 ) -> AsyncIterator[Stages]:
     """Starts Ray and all actors; ends every one of their processes on the way out.
 
@@ -57,7 +78,7 @@ async def launch(
     async with ray_session(config):
         if device == "cuda":
             _enough_gpus(config)
-        boxes = _Boxes(config, device, eos_ids)
+        boxes = _Boxes(config, device, eos_ids, factories or Factories())
         try:
             yield await _build(boxes)
         finally:
@@ -112,6 +133,7 @@ class _Boxes:
     config: RunConfig
     device: Device
     eos_ids: tuple[int, ...]
+    factories: Factories
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
 
@@ -146,8 +168,8 @@ class _Boxes:
         )
         return await self._start(
             name,
-            "rollouter.replica:StudentReplica",
-            (spec, queue),
+            self.factories.student.path,
+            (spec, queue, *self.factories.student.extra),
             engine_gpus=rollout.tensor_parallel,
         )
 
@@ -170,15 +192,18 @@ class _Boxes:
             eos_ids=self.eos_ids,
         )
         return await self._start(
-            name, "teachers.replica:TeacherReplica", (spec,), engine_gpus=teacher.tensor_parallel
+            name,
+            self.factories.teacher.path,
+            (spec, *self.factories.teacher.extra),
+            engine_gpus=teacher.tensor_parallel,
         )
 
     async def trainer(self, queue: QueueProxy) -> Remote:
         """The trainer."""
         return await self._start(
             "trainer",
-            "async_opd.cluster.trainer:build_trainer",
-            (self.config, self.device, queue),
+            self.factories.trainer.path,
+            (self.config, self.device, queue, *self.factories.trainer.extra),
             env={"OMP_NUM_THREADS": str(self.config.train.threads)},
             gpus=int(self.device == "cuda"),
         )

@@ -21,13 +21,14 @@ def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerSta
     return TrainerStage(
         learner,
         Publisher(learner.named_weights, lambda: _transport(config, device)),
-        _intake(config, queue),
+        build_intake(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
     )
 
 
-def _intake(config: RunConfig, queue: Queue) -> Intake:
+def build_intake(config: RunConfig, queue: Queue) -> Intake:
+    """Takes batches as the config says."""
     requeue = config.async_.on_stale == "requeue"
     return Intake(
         queue,

@@ -1,0 +1,274 @@
+"""How close the pipeline comes to its slowest stage, and what asynchrony buys.
+
+    python -m benchmarks.pipeline [--samples N] [--only s1 s05 on_policy s1_64]
+
+Real Ray actors, queue, admission and stages; the engines are simulated (``benchmarks.simulated``):
+16 rollout replicas of 32 slots, log-normal lengths (sigma 1), 4 teacher replicas, one trainer,
+batch 128, K = 4. The stages' own limits are within 10 % of each other: trainer < teachers < rollout.
+
+    efficiency            samples/s over the smallest limit at s = 1      efficiency_s05: s = 0.5
+    speedup_over_on_policy  over the same pools at s = 0, K = 1, batch 512
+    cpu_ms_per_sample     CPU time of driver, queue, rollouter and scorer
+    efficiency_64         64 rollout and 16 teacher replicas, batch 512, a trainer 4 times as fast
+
+Prints one JSON line last. About 12 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import psutil
+import uvloop
+
+from async_opd.cluster.launch import Factories, Factory, Stages, launch
+from async_opd.core.config import RunConfig
+from async_opd.core.samples import Prompt
+from async_opd.pipeline import Pipeline
+from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+
+PROMPT_TOKENS = 100
+LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)
+RATE = 64.0  # samples/s of the trainer with 16 rollout replicas; the slowest stage
+MARGIN = 1.05  # teachers over trainer, rollout over teachers
+WARM_UP_VERSIONS = 3
+
+
+def mean_length() -> float:
+    """Mean response length after the cut, by 200,000 draws."""
+    random_ = random.Random(0)
+    return statistics.fmean(LENGTHS.sample(random_) for _ in range(200_000))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. ``scale`` multiplies pools, batch and the trainer's speed."""
+
+    name: str
+    s: float
+    sync_steps: int = 4
+    batch: int = 128
+    scale: int = 1
+    top_k: int = 16
+
+    @property
+    def limit(self) -> float:
+        """Samples/s of the slowest stage alone: the trainer."""
+        return RATE * self.scale
+
+    @property
+    def config(self) -> RunConfig:
+        """The run's config; models are names only."""
+        return RunConfig.model_validate(
+            {
+                "student": {"model": "simulated"},
+                "teachers": {
+                    "t": {
+                        "model": "simulated",
+                        "replicas": 4 * self.scale,
+                        "engine": {"max_num_seqs": 32},
+                    }
+                },
+                "data": {"train": "none.jsonl"},
+                "loss": {"kind": "forward_kl", "top_k": self.top_k},
+                "rollout": {
+                    "replicas": 16 * self.scale,
+                    "n": 1,
+                    "max_tokens": LENGTHS.most,
+                    "engine": {"max_num_seqs": 32},
+                },
+                "train": {"steps": 10**6, "batch_size": self.batch * self.scale},
+                "async": {"staleness_threshold": self.s, "sync_steps": self.sync_steps},
+                "eval": {"every": 0},
+                "cluster": {"device": "cpu"},
+            }
+        )
+
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("s1", 1.0),
+        Case("s05", 0.5),
+        Case("on_policy", 0.0, sync_steps=1, batch=512),
+        Case("s1_64", 1.0, scale=4),
+    )
+}
+
+
+def speeds(scale: int) -> tuple[DecodeSpeed, ScoreSpeed, TrainSpeed]:
+    """The stages' speeds: at full occupancy RATE, and 5 % more from trainer to teacher to rollout.
+
+    A decoding step costs 1/64 more for each request: memory-bound, as decoding is.
+    """
+    mean = mean_length()
+    tokens = mean + PROMPT_TOKENS
+    slots = 32
+    step = 16 * slots / (RATE * MARGIN**2 * mean)
+    step_s = step / (1 + slots / 64)
+    decode = DecodeSpeed(slots, step_s, step_s / 64)
+    score = ScoreSpeed(32, 0.005, 0.0)
+    per_replica = RATE * MARGIN * tokens / 4  # tokens/s, the overhead of full batches included
+    seconds = 32 * tokens / per_replica - score.overhead_s
+    score = replace(score, tokens_per_s=32 * tokens / seconds)
+    overhead_s = 0.02
+    step_seconds = 128 / RATE - overhead_s
+    train = TrainSpeed(overhead_s, 128 * tokens / step_seconds * scale, 0.05, 0.1)
+    return decode, score, train
+
+
+class Prompts:
+    """Numbered prompts without end."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def next(self, count: int) -> list[Prompt]:
+        """The next ones."""
+        self._count += count
+        ids = np.zeros(PROMPT_TOKENS, dtype=np.int32)
+        numbers = range(self._count - count, self._count)
+        return [Prompt(f"p{number}", "t", "t", ids) for number in numbers]
+
+
+@dataclass
+class Log:
+    """Keeps when each step was logged, and its staleness and busy shares."""
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One step."""
+        self.steps.append({**metrics, "at": time.perf_counter()})
+        self.changed.set()
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        """Nothing to keep."""
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Nothing to keep."""
+
+    def message(self, text: str) -> None:
+        """Nothing to keep."""
+
+    async def until(self, steps: int) -> None:
+        """Waits until so many steps are logged."""
+        while len(self.steps) < steps:
+            self.changed.clear()
+            await self.changed.wait()
+
+
+async def control_plane(stages: Stages) -> list[psutil.Process]:
+    """Driver, queue, rollouter and scorer."""
+    proxies: list[Any] = [stages.queue, stages.rollouter, stages.scorer]
+    pids = [await proxy._remote._handle.pid.remote() for proxy in proxies]
+    return [psutil.Process(), *(psutil.Process(pid) for pid in pids)]
+
+
+def cpu_s(processes: list[psutil.Process]) -> list[float]:
+    """CPU seconds of each."""
+    return [sum(process.cpu_times()[:2]) for process in processes]
+
+
+async def run(case: Case, samples: int) -> dict[str, Any]:
+    """Runs until ``samples`` more are trained after the warm-up; rates are of those."""
+    config = case.config
+    decode, score, train = speeds(case.scale)
+    factories = Factories(
+        student=Factory(
+            "benchmarks.simulated.replicas:SimulatedStudent", (decode, LENGTHS, train.sync_s)
+        ),
+        teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, case.top_k)),
+        trainer=Factory("benchmarks.simulated.trainer:build_simulated_trainer", (train,)),
+    )
+    size, every = config.train.batch_size, config.async_.sync_steps
+    first = WARM_UP_VERSIONS * every
+    last = first + max(every, samples // size // every * every)
+    log = Log()
+    async with launch(config, device="cpu", eos_ids=(), factories=factories) as stages:
+        control = await control_plane(stages)
+        pipeline = asyncio.create_task(Pipeline(config, stages, Prompts(), None, log).run())
+        try:
+            await _either(log.until(first), pipeline)
+            before = cpu_s(control)
+            await _either(log.until(last), pipeline)
+            after = cpu_s(control)
+        finally:
+            pipeline.cancel()
+            await asyncio.gather(pipeline, return_exceptions=True)
+    measured = log.steps[first:last]
+    trained = len(measured) * size
+    rate = trained / (measured[-1]["at"] - log.steps[first - 1]["at"])
+    used = [1000 * (b - a) / trained for a, b in zip(before, after, strict=True)]
+
+    def mean(key: str) -> float:
+        return round(statistics.fmean(step[key] for step in measured), 3)
+
+    return {
+        "samples_per_s": round(rate, 2),
+        "limit": case.limit,
+        "efficiency": round(rate / case.limit, 3),
+        "samples": trained,
+        "cpu_ms_per_sample": round(sum(used), 3),
+        "cpu_ms": dict(
+            zip(
+                ("driver", "queue", "rollouter", "scorer"), (round(u, 3) for u in used), strict=True
+            )
+        ),
+        "busy_train": mean("train/busy"),
+        "in_flight": mean("rollout/in_flight"),
+        "staleness_mean": mean("staleness/mean"),
+        "staleness_max": max(step["staleness/max"] for step in measured),
+    }
+
+
+async def _either(wanted: Any, pipeline: asyncio.Task[None]) -> None:
+    """Awaits the log, or the error of the pipeline that will never fill it."""
+    waiting = asyncio.ensure_future(wanted)
+    await asyncio.wait({waiting, pipeline}, return_when=asyncio.FIRST_COMPLETED)
+    if not waiting.done():
+        waiting.cancel()
+        await pipeline
+
+
+async def measure(names: list[str], samples: int) -> dict[str, Any]:
+    """All cases asked for, one after the other."""
+    found = {}
+    for name in names:
+        found[name] = await run(CASES[name], samples * CASES[name].scale)
+        print(name, found[name], flush=True)
+    result: dict[str, Any] = {}
+    if "s1" in found:
+        result["efficiency"] = found["s1"]["efficiency"]
+        result["cpu_ms_per_sample"] = found["s1"]["cpu_ms_per_sample"]
+    if "s05" in found:
+        result["efficiency_s05"] = found["s05"]["efficiency"]
+    if {"s1", "on_policy"} <= set(found):
+        ratio = found["s1"]["samples_per_s"] / found["on_policy"]["samples_per_s"]
+        result["speedup_over_on_policy"] = round(ratio, 2)
+    if "s1_64" in found:
+        result["efficiency_64"] = found["s1_64"]["efficiency"]
+    return result | {"cases": found}
+
+
+def main() -> None:
+    """Runs the cases and prints the result."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--samples", type=int, default=6144, help="measured, with 16 replicas")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    arguments = parser.parse_args()
+    print(json.dumps(uvloop.run(measure(arguments.only, arguments.samples))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A student and a teacher replica that only take time."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+
+import numpy as np
+
+from async_opd.core.activity import Activity
+from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.outbox import Outbox
+from async_opd.core.samples import Group, Prompt, Rollout, Sample, SampledLogprobs, Scores, TopK
+from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
+from async_opd.core.weights import Rendezvous, WeightMeta
+from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from benchmarks.simulated.decoder import Decoder
+from rollouter.spec import StudentEngineSpec
+from teachers.spec import TeacherEngineSpec
+
+
+class SimulatedStudent:
+    """Behaves as ``rollouter.replica.StudentReplica`` with ``on_sync: keep``."""
+
+    def __init__(
+        self,
+        spec: StudentEngineSpec,
+        queue: Queue,
+        speed: DecodeSpeed,
+        lengths: Lengths,
+        sync_s: float,
+    ) -> None:
+        self._decoder = Decoder(speed)
+        self._lengths = lengths
+        self._sync_s = sync_s
+        self._version = 0
+        self._outbox = Outbox(queue)
+        self._activity = Activity("generate")
+        self._random = random.Random(spec.name)
+        self._tokens = 0
+
+    async def ready(self) -> int:
+        """One worker."""
+        return 1
+
+    async def rollout(self, group: Group) -> int:
+        """As long as the longest of the group takes."""
+        lengths = await asyncio.gather(*(self._one(group, index) for index in group.members))
+        return sum(lengths)
+
+    async def _one(self, group: Group, index: int) -> int:
+        length = self._lengths.sample(self._random)
+        with self._activity.busy():
+            spans = await self._decoder.decode(length)
+        self._tokens += length
+        rollout = Rollout(
+            uid=f"{group.prompt.uid}/{index}",
+            prompt=group.prompt,
+            response_ids=np.zeros(length, dtype=np.int32),
+            rollout_logprobs=np.zeros(length, dtype=np.float32),
+            version_spans=spans,
+            finish_reason="length" if length == self._lengths.most else "stop",
+        )
+        await self._outbox.put(rollouts_topic(group.prompt.teacher), rollout)
+        return length
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """Nothing to evaluate."""
+        return []
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        """There is no group."""
+
+    async def pause(self, on_sync: str) -> None:
+        """Stops the tokens."""
+        self._decoder.pause()
+
+    async def receive(self, meta: WeightMeta) -> None:
+        """Takes ``sync_s``."""
+        await asyncio.sleep(self._sync_s)
+
+    async def finish(self, version: int) -> None:
+        """Names the weights."""
+        self._version = version
+
+    async def resume(self) -> None:
+        """Tokens again."""
+        self._decoder.resume(self._version)
+
+    async def report(self) -> StageReport:
+        """Tokens and busy time."""
+        tokens, self._tokens = self._tokens, 0
+        return StageReport(
+            counters={"tokens": float(tokens)},
+            gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
+            busy=self._activity.drain(),
+        )
+
+    async def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+class SimulatedTeacher:
+    """Behaves as ``teachers.replica.TeacherReplica``: one batch at a time."""
+
+    def __init__(self, spec: TeacherEngineSpec, speed: ScoreSpeed, top_k: int) -> None:
+        self._speed = speed
+        self._top_k = top_k
+        self._free = asyncio.Lock()
+        self._activity = Activity("score")
+        self._tokens = 0
+
+    async def ready(self) -> int:
+        """One worker."""
+        return 1
+
+    async def score(self, batch: Batch) -> Batch:
+        """Takes the time of its tokens."""
+        tokens = sum(header.tokens for header in batch.headers)
+        async with self._free:
+            with self._activity.busy():
+                await asyncio.sleep(self._speed.seconds(tokens))
+        self._tokens += tokens
+        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
+
+    def _scores(self, rollout: Rollout) -> Scores:
+        length, k = len(rollout.response_ids), self._top_k
+        sampled = np.zeros(length, dtype=np.float32)
+        if not k:
+            return SampledLogprobs(sampled)
+        return TopK(
+            np.zeros((length, k), dtype=np.int32), np.zeros((length, k), np.float32), sampled
+        )
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """Nothing to evaluate."""
+        return []
+
+    async def report(self) -> StageReport:
+        """Tokens and busy time."""
+        tokens, self._tokens = self._tokens, 0
+        return StageReport(
+            counters={"tokens": float(tokens)},
+            gauges={"in_flight": float(self._activity.depth)},
+            busy=self._activity.drain(),
+        )
+
+    async def shutdown(self) -> None:
+        """Nothing to end."""

@@ -1,0 +1,65 @@
+"""The real training stage over a learner and a publisher that only take time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from async_opd.cluster.trainer import build_intake
+from async_opd.core.config import RunConfig
+from async_opd.core.samples import Sample
+from async_opd.core.stages import Queue
+from async_opd.core.weights import Rendezvous, WeightMeta
+from async_opd.plan.speeds import TrainSpeed
+from trainer.stage import TrainerStage
+
+
+class SimulatedLearner:
+    """Sleeps in its thread, where the real one computes."""
+
+    def __init__(self, speed: TrainSpeed) -> None:
+        self._speed = speed
+
+    def train_batch(self, samples: Sequence[Sample]) -> Any:
+        """One step."""
+        time.sleep(self._speed.seconds(sum(sample.rollout.tokens for sample in samples)))
+        return SimpleNamespace(metrics={"loss/total": 0.0})
+
+
+class SimulatedPublisher:
+    """A snapshot takes time; sending takes the receivers' time."""
+
+    def __init__(self, speed: TrainSpeed) -> None:
+        self._speed = speed
+
+    def open(self, wave: int, world_size: int) -> Rendezvous:
+        """There is no group."""
+        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1)
+
+    def connect(self, wave: int) -> None:
+        """There is no group."""
+
+    def snapshot(self) -> WeightMeta:
+        """Copies nothing."""
+        time.sleep(self._speed.snapshot_s)
+        return WeightMeta((), (), (), ())
+
+    def send(self, wave: int) -> None:
+        """Sends nothing."""
+
+
+def build_simulated_trainer(
+    config: RunConfig, device: str, queue: Queue, speed: TrainSpeed
+) -> TrainerStage:
+    """A factory for ``async_opd.cluster.launch.Factories``."""
+    learner: Any = SimulatedLearner(speed)
+    publisher: Any = SimulatedPublisher(speed)
+    return TrainerStage(
+        learner,
+        publisher,
+        build_intake(config, queue),
+        max_version_lag=config.async_.max_version_lag,
+        model_dir="",
+    )
