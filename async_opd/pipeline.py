@@ -1,14 +1,14 @@
 """The life of one sample, top to bottom: one small coroutine per arrow.
 
-     prompts ──admit──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
-                ▲         ▲   ▲                                           │ │
-                │         │   └─────────── rerun ◄────────── stale ───────┘ │
-                └ version ┴────────────────── push ◄────── snapshot ────────┘
+     admit ──prompts──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
+       ▲   ▲              ▲                                               │  │
+       │   └──────────────┼──── rerun ◄────────────── stale ──────────────┘  │
+       └──── version ─────┴──── push ◄────────────── snapshot ───────────────┘
 
-    admit     consumes prompts,          waits for the staleness budget and for room on a replica
-    rollouter (its own loop)             waits for prompts, the engine, room in the queue
+    admit     produces groups,           waits for the staleness budget and for room in the queue
+    rollouter (replicas' own loops)      wait for a free slot, groups, the engine, room in the queue
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
-    rerun     consumes stale headers,   waits for room on a replica
+    rerun     consumes stale headers,    waits for samples that came too late
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
     push      consumes a snapshot,       waits for the evaluation of the version before
 
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from async_opd.core.admission import Admission
+from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation
@@ -30,6 +31,7 @@ from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import (
+    PROMPTS,
     STALE,
     Queue,
     Rollouter,
@@ -117,20 +119,20 @@ class Pipeline:
             raise first_cause(errors) from errors
 
     async def _admit(self) -> None:
-        """Prompts ──► Rollouter, as the staleness budget allows."""
+        """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
         group = self.config.rollout.n
         while True:
             groups = await self.admission.admit(group, at_most_groups=64)
             prompts = self.prompts.next(groups)
-            await self.stages.rollouter.submit(self.ledger.admitted(prompts))
+            await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.admitted(prompts)))
 
     async def _rerun(self) -> None:
-        """Trainer ──stale──► Rollouter: samples that came too late are sampled again."""
+        """Trainer ──stale──► prompts: samples that came too late are sampled again."""
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
-            await self.stages.rollouter.submit(self.ledger.requeued(headers))
+            await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.requeued(headers)))
             done = lease.id
 
     async def _train(self) -> None:

@@ -81,7 +81,12 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
     started = time.time()
     log.message("starting Ray and the engines")
     ends = eos_ids(config.student.model)
-    async with launch(config, device=resolve_device(config), eos_ids=ends) as stages:
+
+    def lost(name: str, error: Exception) -> None:
+        log.message(f"{name} left the rollout pool, the others go on with its prompts: {error}")
+
+    device = resolve_device(config)
+    async with launch(config, device=device, eos_ids=ends, on_lost=lost) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
         pipeline = Pipeline(config, stages, prompts, _evaluation(config, inputs, text), log)

@@ -29,10 +29,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
 from async_opd.core.errors import StageError, WeightSyncError
-from async_opd.core.outbox import Outbox
-from async_opd.core.samples import Group, Prompt, Rollout, VersionSpan
-from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
+from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
+from rollouter.feed import Feed
+from rollouter.load import load_watcher
+from rollouter.slots import AdaptiveLimit, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
 from rollouter.weights import register
@@ -58,13 +60,19 @@ class StudentReplica:
             logprobs_mode="processed_logprobs",
         )
         self._spec = spec
-        self._engine = AsyncLLM.from_engine_args(args)
-        self._outbox = Outbox(queue)
+        adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
+        fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
+        slots = Slots(fixed or adaptive.limit, spec.sampling.n)
+        self._slots = slots
+        self._feed = Feed(spec.name, queue, slots, self._roll)
+        watcher = load_watcher(lambda load: slots.resize(adaptive.observe(load)))
+        self._engine = AsyncLLM.from_engine_args(
+            args, stat_loggers=[] if fixed is not None else [watcher]
+        )
         self._activity = Activity("generate")
         self._version = 0
         self._requests = 0
         self._tokens = 0
-        self._rollouts = 0
         self._request_s = 0.0
         self._paused_s = 0.0
         self._held_s = 0.0  # all pauses since the start
@@ -78,27 +86,15 @@ class StudentReplica:
         await self._engine.update_weight_version("0")
         return int(self._engine.vllm_config.parallel_config.world_size)
 
-    async def rollout(self, group: Group) -> int:
-        """Samples the group; each rollout goes to the outbox as soon as it is finished.
+    async def run(self) -> None:
+        """Answers groups from topic ``prompts`` until cancelled."""
+        await self._feed.run()
 
-        Returns the number of response tokens when all of it is in the queue.
-        """
-        prompt = group.prompt
-        tokens = 0
-
-        async def one(index: int) -> None:
-            nonlocal tokens
-            begun = self._activity.clock() - self._held_s
-            rollout = await self._sample(prompt, f"{prompt.uid}/{index}", self._spec.sampling)
-            self._request_s += self._activity.clock() - self._held_s - begun
-            tokens += len(rollout.response_ids)
-            self._rollouts += 1
-            await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
-
-        async with asyncio.TaskGroup() as members:
-            for index in group.members:
-                members.create_task(one(index))
-        return tokens
+    async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
+        begun = self._activity.clock() - self._held_s
+        rollout = await self._sample(prompt, uid, self._spec.sampling)
+        self._request_s += self._activity.clock() - self._held_s - begun
+        return rollout
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
@@ -200,14 +196,19 @@ class StudentReplica:
         await self._engine.check_health()
         counters = {
             "tokens": float(self._tokens),
-            "rollouts": float(self._rollouts),
+            "rollouts": float(self._feed.rollouts),
             "request_s": self._request_s,
             "paused_s": self._paused_s,
         }
-        self._tokens, self._rollouts, self._request_s, self._paused_s = 0, 0, 0.0, 0.0
+        self._tokens, self._request_s, self._paused_s = 0, 0.0, 0.0
+        self._feed.rollouts = 0
         return StageReport(
             counters=counters,
-            gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
+            gauges={
+                "in_flight": float(self._activity.depth),
+                "limit": float(self._slots.limit),
+                "version": float(self._version),
+            },
             busy=self._activity.drain(),
             waits_for="" if self._activity.depth else "prompts (admission)",
         )

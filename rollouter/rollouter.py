@@ -1,27 +1,28 @@
-"""The rollout stage: hands admitted prompts to the student's replicas.
+"""The rollout stage: the student's replicas as one pool.
 
-    submit(prompts) ──balancer──► replica.rollout ──► topic rollouts/<teacher>
+    topic prompts ──► replica.run, each pulls what it has room for ──► topic rollouts/<teacher>
 
-Consumes prompts, produces nothing itself (replicas write to the queue), waits for a free place on
-a replica. Unblocked by finished groups.
+There is no dispatcher: a replica takes the next groups when it has free slots, so that work goes
+where there is room. A replica that dies leaves the pool, and what it had taken goes to the others;
+the last one's error ends the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from async_opd.core.balancer import Balancer
+from async_opd.core.errors import StageError
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Group, Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
 
 
 class Replica(Protocol):
     """What the stage needs of a student replica."""
 
-    async def rollout(self, group: Group) -> int: ...
+    async def run(self) -> None: ...
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingSpec
@@ -31,69 +32,88 @@ class Replica(Protocol):
 
 
 class RollouterStage:
-    """Implements ``async_opd.core.stages.Rollouter`` over replicas of one student."""
+    """Implements ``async_opd.core.stages.Rollouter`` over named replicas of one student.
+
+    ``lost(name, error)`` is told of every replica that leaves the pool.
+    """
 
     def __init__(
-        self, replicas: Sequence[Replica], slots: int, group_size: int, max_tokens: int
+        self,
+        replicas: Mapping[str, Replica],
+        queue: Queue,
+        lost: Callable[[str, Exception], None] = lambda name, error: None,
     ) -> None:
-        """``slots`` is the number of requests one engine works on at a time."""
-        self._replicas = list(replicas)
-        self._max_tokens = max_tokens
-        self._balancer = Balancer(self._replicas, max(1, slots // group_size))
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._failed: asyncio.Future[None] | None = None
-
-    async def submit(self, groups: Sequence[Group]) -> None:
-        """Starts the groups in order; waits while every replica is full."""
-        for group in groups:
-            started = asyncio.Event()
-            task = asyncio.create_task(self._roll(group, started), name=f"group {group.prompt.uid}")
-            self._tasks.add(task)
-            task.add_done_callback(self._finished)
-            starting = asyncio.create_task(started.wait())
-            await asyncio.wait({starting, task}, return_when=asyncio.FIRST_COMPLETED)
-            starting.cancel()
+        self._alive = dict(replicas)
+        self._queue = queue
+        self._lost = lost
 
     async def run(self) -> None:
-        """Waits for the first failure of a replica and raises it; ends by cancellation only."""
-        try:
-            await self._failure()
-        finally:
-            for task in self._tasks:
-                task.cancel()
+        """Until cancelled, or until the last replica has failed: then its error."""
+        async with asyncio.TaskGroup() as group:
+            for name, replica in list(self._alive.items()):
+                group.create_task(self._watch(name, replica), name=name)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """Evaluation: the prompts spread evenly over the replicas, results in order."""
-        count = len(self._replicas)
-        parts = await asyncio.gather(
-            *(
-                replica.generate(prompts[index::count], sampling)
-                for index, replica in enumerate(self._replicas)
-                if prompts[index::count]
+        """Evaluation: the prompts spread evenly over the replicas, results in order.
+
+        What a replica did not answer before it died is answered by the others.
+        """
+        left = list(prompts)
+        by_uid: dict[str, Rollout] = {}
+        while left:
+            names = list(self._alive)[: len(left)]
+            parts = [left[index :: len(names)] for index in range(len(names))]
+            answers = await asyncio.gather(
+                *(
+                    self._alive[name].generate(part, sampling)
+                    for name, part in zip(names, parts, strict=True)
+                ),
+                return_exceptions=True,
             )
-        )
-        by_uid = {rollout.uid: rollout for part in parts for rollout in part}
+            left = []
+            for name, part, answer in zip(names, parts, answers, strict=True):
+                if isinstance(answer, BaseException):
+                    await self._lose(name, answer)
+                    left += part
+                else:
+                    by_uid |= {rollout.uid: rollout for rollout in answer}
         return [by_uid[f"{p.uid}/{index}"] for p in prompts for index in range(sampling.n)]
 
     async def report(self) -> StageReport:
         """All replicas' reports as one."""
-        return merge_reports(await asyncio.gather(*(r.report() for r in self._replicas)))
+        names = list(self._alive)
+        reports = await asyncio.gather(
+            *(self._alive[name].report() for name in names), return_exceptions=True
+        )
+        found = []
+        for name, report in zip(names, reports, strict=True):
+            if isinstance(report, BaseException):
+                await self._lose(name, report)
+            else:
+                found.append(report)
+        merged = merge_reports(found)
+        return StageReport(
+            counters=merged.counters,
+            gauges={**merged.gauges, "replicas": float(len(self._alive))},
+            busy=merged.busy,
+            waits_for=merged.waits_for,
+        )
 
-    async def _roll(self, group: Group, started: asyncio.Event) -> None:
-        tokens = len(group.prompt.token_ids) + len(group.members) * self._max_tokens
-        async with self._balancer.acquire(tokens) as replica:
-            started.set()
-            await replica.rollout(group)
+    async def _watch(self, name: str, replica: Replica) -> None:
+        try:
+            await replica.run()
+        except Exception as error:
+            await self._lose(name, error)
+        else:
+            await self._lose(name, StageError(name, "its loop ended while the run was going on"))
 
-    def _finished(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        failure = self._failure()
-        if error is not None and not failure.done():
-            failure.set_exception(error)
-
-    def _failure(self) -> asyncio.Future[None]:
-        """Ends with the first failure, whether ``run`` waits for it yet or not."""
-        if self._failed is None:
-            self._failed = asyncio.get_running_loop().create_future()
-        return self._failed
+    async def _lose(self, name: str, error: BaseException) -> None:
+        """The replica leaves the pool; raises its error if it was the last, or no failure."""
+        if not isinstance(error, Exception):
+            raise error
+        if self._alive.pop(name, None) is None:
+            return
+        if not self._alive:
+            raise error
+        self._lost(name, error)
+        await self._queue.release(PROMPTS, name)

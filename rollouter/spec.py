@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from async_opd.core.stages import SamplingSpec
 
@@ -17,3 +17,4 @@ class StudentEngineSpec:
     sampling: SamplingSpec
     eos_ids: tuple[int, ...]
     transfer_backend: str  # "gloo" or "nccl"
+    concurrency: int | Literal["auto"] = "auto"

@@ -18,19 +18,20 @@ from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
-from async_opd.core.outbox import Outbox
 from async_opd.core.queue import MessageQueue
-from async_opd.core.samples import Group, Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import (
+    PROMPTS,
     SamplingSpec,
     StageReport,
     StepReport,
     SyncReport,
-    rollouts_topic,
     topics,
 )
 from async_opd.pipeline import Pipeline
+from rollouter.feed import Feed
 from rollouter.rollouter import RollouterStage
+from rollouter.slots import Slots
 from teachers.scorer import ScorerStage
 from trainer.intake import Intake
 
@@ -49,24 +50,26 @@ class Pace:
 
 
 class FakeStudent:
-    def __init__(self, queue: MessageQueue, pace: Pace) -> None:
+    """The real feed, and no engine."""
+
+    def __init__(self, name: str, queue: MessageQueue, n: int, pace: Pace) -> None:
+        self.name = name
         self.version = 0
         self.pace = pace
-        self.outbox = Outbox(queue)
+        self.feed = Feed(name, queue, Slots(4, n), self._sample)
         self.fail_at: int | None = None
         self.started: list[tuple[str, int]] = []
 
-    async def rollout(self, group: Group) -> int:
-        prompt = group.prompt
-        for index in group.members:
-            if self.fail_at is not None and len(self.started) >= self.fail_at:
-                raise StageError("student/0", "its process died")
-            self.started.append((f"{prompt.uid}/{index}", self.version))
-            version = self.version
-            await self.pace.wait()
-            rollout = self._rollout(prompt, index, version)
-            await self.outbox.put(rollouts_topic(prompt.teacher), rollout)
-        return len(group.members)
+    async def run(self) -> None:
+        await self.feed.run()
+
+    async def _sample(self, prompt: Prompt, uid: str) -> Rollout:
+        if self.fail_at is not None and len(self.started) >= self.fail_at:
+            raise StageError(self.name, "its process died")
+        self.started.append((uid, self.version))
+        version = self.version
+        await self.pace.wait()
+        return self._rollout(prompt, int(uid.rpartition("/")[2]), version)
 
     def _rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
         spans = (VersionSpan(version, 0, 2), VersionSpan(self.version, 2, 4))
@@ -223,15 +226,15 @@ def world(
         }
     )
     pace = pace or Pace(seed)
-    queue = MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0)
-    students = [FakeStudent(queue, pace) for _ in range(replicas)]
+    queue = MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0, kept=(PROMPTS,))
+    students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
     teachers = {name: FakeTeacher(pace) for name in TEACHERS}
     intake = Intake(
         queue, batch_size=batch_size, max_version_lag=max_lag, group_size=n if groups else 1
     )
     trainer = FakeTrainer(intake, pace)
     sync = FakeSync(trainer, students, pace)
-    rollouter = RollouterStage(students, 4, n, 4)
+    rollouter = RollouterStage({student.name: student for student in students}, queue)
     scorer = ScorerStage(
         {name: [teacher] for name, teacher in teachers.items()}, queue, dict.fromkeys(TEACHERS, 8)
     )
@@ -261,8 +264,8 @@ async def test_the_last_weights_reach_the_replicas() -> None:
     assert [student.version for student in run.students] == [3, 3]
 
 
-async def test_a_replica_that_dies_ends_the_run_with_its_name() -> None:
-    run = world()
+async def test_the_last_replica_that_dies_ends_the_run_with_its_name() -> None:
+    run = world(replicas=1)
     run.students[0].fail_at = 3
     with pytest.raises(StageError, match="student/0: its process died"):
         await asyncio.wait_for(run.pipeline.run(), 5)
@@ -434,6 +437,19 @@ def test_on_policy_the_trajectory_of_versions_is_the_same_at_any_speed(
     one = finished(seed=seed, s=0.0, k=1)
     two = finished(seed=other, s=0.0, k=1, pace=Straggling(other), replicas=1)
     assert one.trainer.trained == two.trainer.trained
+
+
+@settings(deadline=None, max_examples=60)
+@given(**shapes, fail_at=st.integers(0, 12))
+def test_replicas_that_die_lose_nothing_while_one_is_left(fail_at: int, **shape: Any) -> None:
+    async def run() -> World:
+        made = world(**(shape | {"replicas": 3}), pace=Straggling(shape["seed"]))
+        for student in made.students[1:]:
+            student.fail_at = fail_at
+        await asyncio.wait_for(made.pipeline.run(), 20)
+        return made
+
+    assert_each_trained_once(asyncio.run(run()), shape["steps"])
 
 
 @settings(deadline=None, max_examples=40)

@@ -8,7 +8,7 @@ queue ─┬─ student/0 … student/N-1     rollouter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,6 @@ import ray
 from async_opd.cluster.host import Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
-    RollouterProxy,
     ScorerProxy,
     StudentProxy,
     TeacherProxy,
@@ -29,8 +28,9 @@ from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
 from async_opd.core.pools import pools
-from async_opd.core.stages import SamplingSpec, topics
+from async_opd.core.stages import PROMPTS, SamplingSpec, topics
 from async_opd.core.weight_sync import BroadcastSync
+from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
 
@@ -40,7 +40,7 @@ class Stages:
     """Everything the pipeline talks to."""
 
     queue: QueueProxy
-    rollouter: RollouterProxy
+    rollouter: RollouterStage
     scorer: ScorerProxy
     trainer: TrainerProxy
     sync: BroadcastSync
@@ -70,15 +70,18 @@ async def launch(
     device: Device,
     eos_ids: tuple[int, ...],
     factories: Factories | None = None,
+    on_lost: Callable[[str, Exception], None] = lambda name, error: None,
 ) -> AsyncIterator[Stages]:
     """Starts Ray and all actors; ends every one of their processes on the way out.
+
+    ``on_lost(name, error)`` is told of a rollout replica that died while others are left.
 
     Raises EngineStartError naming the first box that did not come up.
     """
     async with ray_session(config):
         if device == "cuda":
             _enough_gpus(config)
-        boxes = _Boxes(config, device, eos_ids, factories or Factories())
+        boxes = _Boxes(config, device, eos_ids, factories or Factories(), on_lost)
         try:
             yield await _build(boxes)
         finally:
@@ -121,7 +124,16 @@ async def _build(boxes: _Boxes) -> Stages:
         drain_timeout_s=(config.timeouts.request_s if config.async_.on_sync == "finish" else None),
     )
     await sync.connect()
-    rollouter = RollouterProxy(await boxes.rollouter(receivers))
+
+    def lost(name: str, error: Exception) -> None:
+        sync.lose([student.name for student in receivers].index(name))
+        boxes.on_lost(name, error)
+
+    rollouter = RollouterStage(
+        {student.name: student for student in receivers},
+        queue,
+        lost=lost,
+    )
     scorer = ScorerProxy(await boxes.scorer(teachers, queue))
     return Stages(queue, rollouter, scorer, trainer, sync)
 
@@ -134,6 +146,7 @@ class _Boxes:
     device: Device
     eos_ids: tuple[int, ...]
     factories: Factories
+    on_lost: Callable[[str, Exception], None]
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
 
@@ -141,9 +154,8 @@ class _Boxes:
         """The message queue."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        return await self._start(
-            "queue", "async_opd.core.queue:MessageQueue", (topics(config.teachers), *limits)
-        )
+        args = (topics(config.teachers), *limits, None, (PROMPTS,))
+        return await self._start("queue", "async_opd.core.queue:MessageQueue", args)
 
     async def student(self, index: int, queue: QueueProxy) -> Remote:
         """One replica of the student."""
@@ -165,6 +177,7 @@ class _Boxes:
             ),
             eos_ids=self.eos_ids,
             transfer_backend=transfer_backend(config, self.device),
+            concurrency=rollout.concurrency,
         )
         return await self._start(
             name,
@@ -207,12 +220,6 @@ class _Boxes:
             env={"OMP_NUM_THREADS": str(self.config.train.threads)},
             gpus=int(self.device == "cuda"),
         )
-
-    async def rollouter(self, replicas: list[StudentProxy]) -> Remote:
-        """The rollout stage."""
-        rollout = self.config.rollout
-        args = (replicas, rollout.engine.max_num_seqs, rollout.n, rollout.max_tokens)
-        return await self._start("rollouter", "rollouter.rollouter:RollouterStage", args)
 
     async def scorer(self, teachers: dict[str, list[TeacherProxy]], queue: QueueProxy) -> Remote:
         """The scoring stage."""

@@ -7,8 +7,8 @@ from typing import cast
 
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
-from async_opd.core.queue import Lease, TopicStats
-from async_opd.core.samples import Group, Prompt, Rollout
+from async_opd.core.queue import Ack, Lease, TopicStats
+from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 
@@ -27,11 +27,17 @@ class QueueProxy:
         await self._remote.call("put", topic, batch, timeout_s=ENDLESS)
 
     async def get(
-        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+        self,
+        topic: str,
+        at_most: int,
+        at_least: int = 1,
+        ack: Ack = None,
+        consumer: str = "",
+        share: bool = False,
     ) -> Lease:
         """See MessageQueue.get."""
-        lease = await self._remote.call("get", topic, at_most, at_least, ack, timeout_s=ENDLESS)
-        return cast(Lease, lease)
+        args = (topic, at_most, at_least, ack, consumer, share)
+        return cast(Lease, await self._remote.call("get", *args, timeout_s=ENDLESS))
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See MessageQueue.ack."""
@@ -40,6 +46,10 @@ class QueueProxy:
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See MessageQueue.nack."""
         return bool(await self._remote.call("nack", topic, lease_id))
+
+    async def release(self, topic: str, consumer: str) -> int:
+        """See MessageQueue.release."""
+        return int(await self._remote.call("release", topic, consumer))
 
     async def stats(self) -> dict[str, TopicStats]:
         """See MessageQueue.stats."""
@@ -50,11 +60,12 @@ class StudentProxy:
     """A student replica: for the rollout stage and, as a receiver, for the weight sync."""
 
     def __init__(self, remote: Remote) -> None:
+        self.name = remote.name
         self._remote = remote
 
-    async def rollout(self, group: Group) -> int:
-        """See StudentReplica.rollout."""
-        return cast(int, await self._remote.call("rollout", group))
+    async def run(self) -> None:
+        """See StudentReplica.run."""
+        await self._remote.call("run", timeout_s=ENDLESS)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See StudentReplica.generate."""
@@ -107,30 +118,6 @@ class TeacherProxy:
 
     async def report(self) -> StageReport:
         """See TeacherReplica.report."""
-        return cast(StageReport, await self._remote.call("report"))
-
-
-class RollouterProxy:
-    """``async_opd.core.stages.Rollouter`` in the rollout stage's actor."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
-
-    async def submit(self, groups: Sequence[Group]) -> None:
-        """See RollouterStage.submit."""
-        await self._remote.call("submit", groups, timeout_s=ENDLESS)
-
-    async def run(self) -> None:
-        """See RollouterStage.run."""
-        await self._remote.call("run", timeout_s=ENDLESS)
-
-    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """See RollouterStage.generate."""
-        rollouts = await self._remote.call("generate", prompts, sampling, timeout_s=ENDLESS)
-        return cast(list[Rollout], rollouts)
-
-    async def report(self) -> StageReport:
-        """See RollouterStage.report."""
         return cast(StageReport, await self._remote.call("report"))
 
 

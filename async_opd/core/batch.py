@@ -16,9 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import Header, Rollout, Sample
+from async_opd.core.samples import NEVER_OLD, Group, Header, Rollout, Sample
 
-T = TypeVar("T", Rollout, Sample)
+Item = Group | Rollout | Sample
+T = TypeVar("T", Group, Rollout, Sample)
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
 
 
@@ -33,26 +34,17 @@ class Batch:
     buffer: NDArray[np.uint8]
 
     @classmethod
-    def pack(cls, items: Iterable[Rollout | Sample]) -> Batch:
+    def pack(cls, items: Iterable[Item]) -> Batch:
         """Encodes items; their arrays are copied once."""
         rows: list[Row] = []
         payloads: list[bytes] = []
         for item in items:
             payload = pickle.dumps(item, protocol=5)
-            rollout = item if isinstance(item, Rollout) else item.rollout
-            rows.append(
-                (
-                    rollout.uid,
-                    rollout.tokens,
-                    len(payload),
-                    rollout.oldest_version,
-                    rollout.prompt.teacher,
-                )
-            )
+            rows.append(_row(item, len(payload)))
             payloads.append(payload)
         return cls(tuple(rows), np.frombuffer(b"".join(payloads), dtype=np.uint8))
 
-    def unpack(self) -> list[Rollout | Sample]:
+    def unpack(self) -> list[Item]:
         """Decodes the items. They share no memory with the buffer."""
         view: memoryview = self.buffer.data
         items, start = [], 0
@@ -95,6 +87,20 @@ class Batch:
             Batch(self.rows[:count], self.buffer[:cut]),
             Batch(self.rows[count:], self.buffer[cut:]),
         )
+
+
+def _row(item: Item, nbytes: int) -> Row:
+    if isinstance(item, Group):
+        prompt = item.prompt
+        return (prompt.uid, len(prompt.token_ids), nbytes, NEVER_OLD, prompt.teacher)
+    rollout = item if isinstance(item, Rollout) else item.rollout
+    teacher = rollout.prompt.teacher
+    return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
+
+
+def unpack_groups(batches: Sequence[Batch]) -> list[Group]:
+    """The groups of several batches, in order; TypeError if there is anything else."""
+    return _unpack(batches, Group)
 
 
 def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:

@@ -94,6 +94,9 @@ class RolloutConfig(Section):
     """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled distribution; 1 keeps it all."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Rollouts in flight on each replica. ``auto`` follows what its engine can hold (requests that
+    wait, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
 

@@ -11,6 +11,7 @@ of state wakes exactly the waiters that can go on, oldest first. Nothing polls.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +26,9 @@ class Cancellable(Protocol):
 
     def cancel(self) -> None: ...
 
+
+Ack = int | tuple[int, ...] | None
+"""Leases to acknowledge."""
 
 Timer = Callable[[float, Callable[[], None]], Cancellable]
 
@@ -59,6 +63,8 @@ class TopicStats:
 class _Getter:
     at_least: int
     at_most: int
+    consumer: str
+    share: bool
     future: asyncio.Future[Lease]
 
 
@@ -71,7 +77,13 @@ class _Putter:
 @dataclass
 class _Loan:
     batches: tuple[Batch, ...]
-    timer: Cancellable
+    consumer: str
+    timer: Cancellable | None
+
+    def cancel(self) -> None:
+        """Its time does not run out any more."""
+        if self.timer is not None:
+            self.timer.cancel()
 
 
 @dataclass
@@ -97,6 +109,7 @@ class Topic:
     _putters: deque[_Putter] = field(default_factory=deque)
     _next_lease: int = 0
     _closed: bool = False
+    _released: set[str] = field(default_factory=set)
     _put: int = 0
     _acked: int = 0
     _returned: int = 0
@@ -116,9 +129,12 @@ class Topic:
             self._settle()
             raise
 
-    async def get(self, at_most: int, at_least: int = 1) -> Lease:
+    async def get(
+        self, at_most: int, at_least: int = 1, consumer: str = "", share: bool = False
+    ) -> Lease:
         """Takes ``at_least`` to ``at_most`` samples; waits until so many are ready.
 
+        ``share`` takes no more than an even share of what is ready among all who wait.
         ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
         """
         if not 1 <= at_least <= min(at_most, self.max_samples):
@@ -127,8 +143,10 @@ class Topic:
                 f"holds {self.max_samples}"
             )
         self._refuse_if_closed()
+        if consumer in self._released:
+            raise _taken_for_dead(consumer)
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._getters.append(_Getter(at_least, at_most, future))
+        self._getters.append(_Getter(at_least, at_most, consumer, share, future))
         self._settle()
         try:
             return await future
@@ -160,11 +178,27 @@ class Topic:
         self._settle()
         return True
 
+    def release(self, consumer: str) -> int:
+        """Every lease of the consumer goes back to the front; it gets nothing from now on.
+
+        Returns the number of samples that went back.
+        """
+        self._released.add(consumer)
+        held = [lease for lease, loan in self._loans.items() if loan.consumer == consumer]
+        count = sum(len(batch) for lease in held for batch in self._loans[lease].batches)
+        for getter in self._getters:
+            if getter.consumer == consumer and not getter.future.done():
+                getter.future.set_exception(_taken_for_dead(consumer))
+        for lease in reversed(held):
+            self.nack(lease)
+        self._settle()
+        return count
+
     def close(self) -> None:
         """Every waiting and later call raises QueueClosed."""
         self._closed = True
         for loan in self._loans.values():
-            loan.timer.cancel()
+            loan.cancel()
         for getter in self._getters:
             _fail(getter.future)
         for putter in self._putters:
@@ -216,7 +250,11 @@ class Topic:
         if not self._getters or self._ready_count < self._getters[0].at_least:
             return False
         getter = self._getters.popleft()
-        getter.future.set_result(self._lend(getter.at_most))
+        at_most = getter.at_most
+        if getter.share:
+            waiting = 1 + sum(not other.future.done() for other in self._getters)
+            at_most = min(at_most, max(getter.at_least, -(-self._ready_count // waiting)))
+        getter.future.set_result(self._lend(at_most, getter.consumer))
         return True
 
     def _has_room(self, batch: Batch) -> bool:
@@ -229,7 +267,7 @@ class Topic:
         )
         return fits or starving
 
-    def _lend(self, at_most: int) -> Lease:
+    def _lend(self, at_most: int, consumer: str) -> Lease:
         batches: list[Batch] = []
         missing = at_most
         while self._ready and missing:
@@ -240,8 +278,10 @@ class Topic:
             batches.append(batch)
             missing -= len(batch)
         lease_id, self._next_lease = self._next_lease, self._next_lease + 1
-        timer = self.timer(self.lease_s, lambda: self._expire(lease_id))
-        self._loans[lease_id] = _Loan(tuple(batches), timer)
+        timer = None
+        if self.lease_s != math.inf:
+            timer = self.timer(self.lease_s, lambda: self._expire(lease_id))
+        self._loans[lease_id] = _Loan(tuple(batches), consumer, timer)
         self._ready_count -= at_most - missing
         self._leased_count += at_most - missing
         return Lease(lease_id, tuple(batches))
@@ -249,7 +289,7 @@ class Topic:
     def _take_back(self, lease_id: int) -> _Loan | None:
         loan = self._loans.pop(lease_id, None)
         if loan is not None:
-            loan.timer.cancel()
+            loan.cancel()
             self._leased_count -= sum(len(batch) for batch in loan.batches)
         return loan
 
@@ -258,6 +298,10 @@ class Topic:
         if loan is not None:
             self._expired += sum(len(batch) for batch in loan.batches)
             self.nack(lease_id)
+
+
+def _taken_for_dead(consumer: str) -> QueueClosed:
+    return QueueClosed(f"{consumer} was taken for dead: its leases went to the others")
 
 
 def _fail(future: asyncio.Future[Any]) -> None:
@@ -275,10 +319,12 @@ class MessageQueue:
         max_bytes: int,
         lease_s: float,
         timer: Timer | None = None,
+        kept: tuple[str, ...] = (),
     ) -> None:
+        """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
         timer = timer or (lambda delay, call: asyncio.get_running_loop().call_later(delay, call))
         self._topics = {
-            name: Topic(max_samples=max_samples, max_bytes=max_bytes, lease_s=lease_s, timer=timer)
+            name: Topic(max_samples, max_bytes, math.inf if name in kept else lease_s, timer)
             for name in topics
         }
 
@@ -287,12 +333,18 @@ class MessageQueue:
         await self._topics[topic].put(batch)
 
     async def get(
-        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+        self,
+        topic: str,
+        at_most: int,
+        at_least: int = 1,
+        ack: Ack = None,
+        consumer: str = "",
+        share: bool = False,
     ) -> Lease:
-        """Acknowledges lease ``ack`` of the same topic first, in the same call; see Topic.get."""
-        if ack is not None:
-            await self.ack(topic, ack)
-        return await self._topics[topic].get(at_most, at_least)
+        """Acknowledges leases of the same topic first, in the same call; see Topic.get."""
+        for lease_id in (ack,) if isinstance(ack, int) else ack or ():
+            await self.ack(topic, lease_id)
+        return await self._topics[topic].get(at_most, at_least, consumer, share)
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Topic.ack. Raises LeaseExpired."""
@@ -302,6 +354,10 @@ class MessageQueue:
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See Topic.nack."""
         return self._topics[topic].nack(lease_id)
+
+    async def release(self, topic: str, consumer: str) -> int:
+        """See Topic.release."""
+        return self._topics[topic].release(consumer)
 
     async def stats(self) -> dict[str, TopicStats]:
         """Counts of every topic."""

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.queue import Lease, TopicStats
-from async_opd.core.samples import Group, Header, Prompt, Rollout
+from async_opd.core.queue import Ack, Lease, TopicStats
+from async_opd.core.samples import Header, Prompt, Rollout
 
 SCORED = "scored"
+PROMPTS = "prompts"
+"""Groups that are admitted and wait for a free slot on any replica."""
 STALE = "stale"
 """Headers of scored samples that came too late to be trained: their prompts run again."""
 
@@ -30,7 +32,7 @@ def rollouts_topic(teacher: str) -> str:
 
 def topics(teachers: Iterable[str]) -> tuple[str, ...]:
     """Every topic of a run."""
-    return (*(rollouts_topic(name) for name in teachers), SCORED, STALE)
+    return (PROMPTS, *(rollouts_topic(name) for name in teachers), SCORED, STALE)
 
 
 class Queue(Protocol):
@@ -40,10 +42,17 @@ class Queue(Protocol):
         """Appends a batch; waits for room. Raises QueueClosed."""
 
     async def get(
-        self, topic: str, at_most: int, at_least: int = 1, ack: int | None = None
+        self,
+        topic: str,
+        at_most: int,
+        at_least: int = 1,
+        ack: Ack = None,
+        consumer: str = "",
+        share: bool = False,
     ) -> Lease:
         """Waits for ``at_least`` samples and takes up to ``at_most``; acknowledges ``ack`` first.
 
+        ``share``: no more than an even share of what is there among all who wait for it.
         Raises QueueClosed or LeaseExpired.
         """
         ...
@@ -53,6 +62,10 @@ class Queue(Protocol):
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """The lease's samples go back to the front of the topic."""
+        ...
+
+    async def release(self, topic: str, consumer: str) -> int:
+        """All leases of a consumer that died go back; the number of samples."""
         ...
 
     async def stats(self) -> dict[str, TopicStats]:
@@ -126,10 +139,7 @@ class SyncReport:
 
 
 class Rollouter(Protocol):
-    """Samples responses of the student and puts them on topics ``rollouts/<teacher>``."""
-
-    async def submit(self, groups: Sequence[Group]) -> None:
-        """Takes groups over; waits while the replicas are full."""
+    """Moves groups from topic ``prompts`` through the student to ``rollouts/<teacher>``."""
 
     async def run(self) -> None:
         """Works until cancelled; raises StageError when a replica fails."""

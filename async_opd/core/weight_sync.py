@@ -14,12 +14,13 @@
 
 All replicas are one wave, or, rolling, each is a wave of its own: then the others go on generating
 with their old weights meanwhile. Each wave is a collective group with its own rendezvous, which
-happens once, before the first push.
+happens before the first push, and again before the push after a replica has died.
 """
 
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol, TypeVar
@@ -82,8 +83,9 @@ class BroadcastSync:
         self._sender = sender
         self._receivers = list(receivers)
         self._workers = list(workers)
-        everyone = range(len(self._receivers))
-        self._waves = [range(i, i + 1) for i in everyone] if rolling else [everyone]
+        self._rolling = rolling
+        self._alive = list(range(len(self._receivers)))
+        self._connected: list[list[int]] = []
         self._on_sync = on_sync
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s or timeout_s
@@ -93,13 +95,15 @@ class BroadcastSync:
 
     async def connect(self) -> None:
         """The rendezvous. Raises WeightSyncError if a member does not come in time."""
-        for number, wave in enumerate(self._waves):
+        self._connected = waves = self._waves()
+        for number, wave in enumerate(waves):
             members = self._members(wave)
+            sizes = [self._workers[index] for index in wave]
             rendezvous = await self._bounded(
                 f"opening the meeting point of {members}",
-                self._sender.open(number, self._world(wave)),
+                self._sender.open(number, 1 + sum(sizes)),
             )
-            offsets = [1 + sum(self._workers[wave.start : index]) for index in wave]
+            offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
             await self._together(
                 f"the rendezvous of {members}",
                 self._sender.connect(number),
@@ -109,19 +113,25 @@ class BroadcastSync:
                 ),
             )
 
+    def lose(self, index: int) -> None:
+        """Receiver ``index`` has died: the next push meets without it."""
+        self._alive.remove(index)
+
     async def snapshot(self, version: int) -> None:
         """Copies the trainer's weights out as ``version``."""
         meta = await self._bounded("the snapshot", self._sender.snapshot(version))
         self._snapshot = (version, meta)
 
     async def push(self) -> SyncReport:
-        """Brings the snapshot to every replica, wave by wave."""
+        """Brings the snapshot to every replica that is alive, wave by wave."""
         if self._snapshot is None:
             raise WeightSyncError("weight sync", "push without a snapshot")
         version, meta = self._snapshot
         started = self._clock()
+        if self._connected != self._waves():
+            await self.connect()
         pause_s = transfer_s = 0.0
-        for number, wave in enumerate(self._waves):
+        for number, wave in enumerate(self._connected):
             paused, sent = await self._update(number, wave, version, meta)
             pause_s += paused
             transfer_s += sent
@@ -130,14 +140,14 @@ class BroadcastSync:
             "sync/pause_s": pause_s,
             "sync/transfer_s": transfer_s,
             "sync/mib": meta.nbytes / 2**20,
-            "sync/stall_mean_s": sum(self._stalls) / len(self._stalls),
-            "sync/stall_max_s": max(self._stalls),
+            "sync/stall_mean_s": statistics.fmean(self._stalls[i] for i in self._alive),
+            "sync/stall_max_s": max(self._stalls[i] for i in self._alive),
         }
-        metrics |= {f"sync/student/{i}/stall_s": s for i, s in enumerate(self._stalls)}
+        metrics |= {f"sync/student/{i}/stall_s": self._stalls[i] for i in self._alive}
         return SyncReport(version=version, nbytes=meta.nbytes, metrics=metrics)
 
     async def _update(
-        self, number: int, wave: range, version: int, meta: WeightMeta
+        self, number: int, wave: list[int], version: int, meta: WeightMeta
     ) -> tuple[float, float]:
         """One wave: pause, send, name, resume. Returns the seconds of pausing and of sending."""
         who, members = self._members(wave), [self._receivers[index] for index in wave]
@@ -156,13 +166,13 @@ class BroadcastSync:
         await self._receivers[index].resume()
         self._stalls[index] = self._clock() - started
 
-    def _world(self, wave: range) -> int:
-        return 1 + sum(self._workers[wave.start : wave.stop])
+    def _waves(self) -> list[list[int]]:
+        return [[index] for index in self._alive] if self._rolling else [list(self._alive)]
 
-    def _members(self, wave: range) -> str:
+    def _members(self, wave: list[int]) -> str:
         if len(wave) == 1:
-            return f"student/{wave.start}"
-        return f"student/{wave.start}…{wave.stop - 1}" if wave else "no replica"
+            return f"student/{wave[0]}"
+        return f"student/{wave[0]}…{wave[-1]}"
 
     async def _together(self, what: str, *parts: Awaitable[None]) -> None:
         await self._bounded(what, asyncio.gather(*parts))

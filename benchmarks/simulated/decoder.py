@@ -92,7 +92,7 @@ class Decoder:
     def _spans(self, start: float, length: int) -> tuple[VersionSpan, ...]:
         """Token i of a request is decoded when the common count passes ``start + i``."""
         spans: list[VersionSpan] = []
-        for index, (mark, version) in enumerate(self._versions):
+        for index, (_, version) in enumerate(self._versions):
             last = index + 1 == len(self._versions)
             until = length if last else round(self._versions[index + 1][0] - start)
             begin = 0 if not spans else spans[-1].end

@@ -10,12 +10,13 @@ import numpy as np
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.outbox import Outbox
-from async_opd.core.samples import Group, Prompt, Rollout, Sample, SampledLogprobs, Scores, TopK
-from async_opd.core.stages import Queue, SamplingSpec, StageReport, rollouts_topic
+from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, Scores, TopK
+from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
 from benchmarks.simulated.decoder import Decoder
+from rollouter.feed import Feed
+from rollouter.slots import Slots
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
 
@@ -35,7 +36,8 @@ class SimulatedStudent:
         self._lengths = lengths
         self._sync_s = sync_s
         self._version = 0
-        self._outbox = Outbox(queue)
+        slots = Slots(speed.slots, spec.sampling.n)
+        self._feed = Feed(spec.name, queue, slots, self._roll)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -44,26 +46,23 @@ class SimulatedStudent:
         """One worker."""
         return 1
 
-    async def rollout(self, group: Group) -> int:
-        """As long as the longest of the group takes."""
-        lengths = await asyncio.gather(*(self._one(group, index) for index in group.members))
-        return sum(lengths)
+    async def run(self) -> None:
+        """Answers groups until cancelled."""
+        await self._feed.run()
 
-    async def _one(self, group: Group, index: int) -> int:
+    async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._lengths.sample(self._random)
         with self._activity.busy():
             spans = await self._decoder.decode(length)
         self._tokens += length
-        rollout = Rollout(
-            uid=f"{group.prompt.uid}/{index}",
-            prompt=group.prompt,
+        return Rollout(
+            uid=uid,
+            prompt=prompt,
             response_ids=np.zeros(length, dtype=np.int32),
             rollout_logprobs=np.zeros(length, dtype=np.float32),
             version_spans=spans,
             finish_reason="length" if length == self._lengths.most else "stop",
         )
-        await self._outbox.put(rollouts_topic(group.prompt.teacher), rollout)
-        return length
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Nothing to evaluate."""

@@ -251,3 +251,63 @@ async def test_a_late_acknowledgement_is_an_error_with_a_remedy() -> None:
     timer.advance(11)
     with pytest.raises(LeaseExpired, match=r"queue\.lease_s"):
         await queue.ack("a", lease.id)
+
+
+async def test_a_shared_get_takes_an_even_part_of_what_is_there() -> None:
+    shared = topic()
+    takers = [asyncio.create_task(shared.get(10, share=True)) for _ in range(3)]
+    await settle()
+    await shared.put(batch(*"abcdefg"))
+    assert [len(await taker) for taker in takers] == [3, 2, 2]
+
+
+async def test_releasing_a_consumer_gives_back_its_leases_in_order() -> None:
+    given = topic()
+    await given.put(batch("a", "b", "c"))
+    await given.get(1, consumer="x")
+    await given.get(1, consumer="x")
+    assert given.release("x") == 2
+    assert uids(await given.get(3)) == ["a", "b", "c"]
+
+
+async def test_releasing_leaves_the_leases_of_others_alone() -> None:
+    given = topic()
+    await given.put(batch("a", "b"))
+    await given.get(1, consumer="x")
+    await given.get(1, consumer="y")
+    assert given.release("y") == 1
+    assert given.stats.leased == 1
+
+
+async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> None:
+    given = topic()
+    waiting = asyncio.create_task(given.get(1, consumer="x"))
+    await settle()
+    given.release("x")
+    await given.put(batch("a"))
+    assert uids(await given.get(1, consumer="y")) == ["a"]
+    with pytest.raises(QueueClosed, match="taken for dead"):
+        await waiting
+
+
+async def test_a_released_consumer_gets_nothing_any_more() -> None:
+    given = topic()
+    given.release("x")
+    with pytest.raises(QueueClosed, match="taken for dead"):
+        await given.get(1, consumer="x")
+
+
+async def test_leases_of_a_kept_topic_do_not_expire() -> None:
+    timer = ManualTimer()
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, timer, kept=("t",))
+    await messages.put("t", batch("a"))
+    await messages.get("t", 1)
+    assert timer.due == []
+
+
+async def test_several_leases_are_acknowledged_in_one_call() -> None:
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, ManualTimer())
+    await messages.put("t", batch("a", "b", "c"))
+    leases = [(await messages.get("t", 1)).id for _ in range(2)]
+    await messages.get("t", 1, ack=tuple(leases))
+    assert (await messages.stats())["t"].acked == 2

@@ -46,7 +46,6 @@ class Receiver:
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         self.offset = rank_offset
-        await self._do("join")
 
     async def pause(self, on_sync: str) -> None:
         await self._do(f"pause {on_sync}")
@@ -105,6 +104,17 @@ async def test_rolling_gives_every_replica_a_group_of_its_own() -> None:
     weights = BroadcastSync(sender, receivers, [2, 4], on_sync="keep", timeout_s=5, rolling=True)
     await weights.connect()
     assert (sender.worlds, [receiver.offset for receiver in receivers]) == ([3, 5], [1, 1])
+
+
+async def test_a_replica_that_died_is_left_out_of_a_new_group() -> None:
+    receivers = [Receiver([]), Receiver([], fail="pause keep"), Receiver([])]
+    sender = Sender([])
+    weights = BroadcastSync(sender, receivers, [1, 2, 1], on_sync="keep", timeout_s=5)
+    await weights.connect()
+    weights.lose(1)
+    await weights.snapshot(1)
+    await weights.push()
+    assert (sender.worlds, receivers[2].offset) == ([5, 3], 2)
 
 
 async def test_the_report_tells_how_long_each_replica_stood_still() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.core.samples import Group
+from async_opd.core.samples import Group, Prompt
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
 pytestmark = pytest.mark.engine
@@ -36,6 +36,7 @@ class Seen:
     in_flight_errors: dict[str, float] = field(default_factory=dict)
     order: list[str] = field(default_factory=list)
     stopped: list[bool] = field(default_factory=list)
+    after_a_pause: float = 0.0
 
 
 def untied_copy(tmp: Path) -> Path:
@@ -58,17 +59,17 @@ class Sender:
     def __init__(self, publisher: Any) -> None:
         self.publisher = publisher
 
-    async def open(self, world_size: int) -> Any:
-        return self.publisher.open(world_size)
+    async def open(self, wave: int, world_size: int) -> Any:
+        return self.publisher.open(wave, world_size)
 
-    async def connect(self) -> None:
-        await asyncio.to_thread(self.publisher.connect)
+    async def connect(self, wave: int) -> None:
+        await asyncio.to_thread(self.publisher.connect, wave)
 
     async def snapshot(self, version: int) -> Any:
         return self.publisher.snapshot()
 
-    async def send(self) -> None:
-        await asyncio.to_thread(self.publisher.send)
+    async def send(self, wave: int) -> None:
+        await asyncio.to_thread(self.publisher.send, wave)
 
 
 class World:
@@ -86,7 +87,7 @@ class World:
         from trainer.publish import GlooTransport, Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.queue = MessageQueue(("rollouts/sort",), 1000, 1 << 30, 60.0)
+        self.queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
         spec = StudentEngineSpec("student/0", kwargs(path), self.sampling, EOS, "gloo")
         self.replica = StudentReplica(spec, self.queue)
@@ -105,6 +106,26 @@ class World:
         self.sync._on_sync = on_sync
         await self.sync.snapshot(self.version)
         await self.sync.push()
+
+    async def answer_that_arrives_during_a_sync(self) -> float:
+        """Its distance from the new weights; blocks of its prompt are cached under the old."""
+        ids = np.random.default_rng(0).integers(3, 100, size=80).astype(np.int32)
+        prompt = [Prompt("long", "sort", "sort", ids)]
+        await self.replica.generate(prompt, self.sampling)
+        answers: list[asyncio.Task[Any]] = []
+        receive = self.replica.receive
+
+        async def asked_meanwhile(meta: Any) -> None:
+            answers.append(asyncio.create_task(self.replica.generate(prompt, self.sampling)))
+            await asyncio.sleep(0)
+            await receive(meta)
+
+        self.replica.receive = asked_meanwhile  # type: ignore[method-assign]
+        for parameter in self.model.parameters():
+            perturb(parameter)
+        await self.push()
+        (rollout,) = await answers[0]
+        return self.difference(rollout)
 
     async def error(self) -> float:
         """Largest difference between the engine's log-probabilities and transformers'."""
@@ -150,7 +171,7 @@ async def decoding(replica: Any, requests: int) -> None:
 
 
 async def scenario(path: Path) -> Seen:
-    from async_opd.core.batch import unpack_rollouts
+    from async_opd.core.batch import Batch, unpack_rollouts
     from async_opd.core.stages import SamplingSpec
 
     seen = Seen()
@@ -169,17 +190,14 @@ async def scenario(path: Path) -> Seen:
             perturb(parameter)
             await w.push()
             seen.errors[family] = await w.error()
+        feed = asyncio.create_task(w.replica.run())
         for mode in MODES:
-            groups = [
-                asyncio.create_task(w.replica.rollout(Group(p, tuple(range(2)))))
-                for p in prompts(24)
-            ]
+            await w.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(24)))
             await decoding(w.replica, 24)
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
             await w.push(mode)
-            await asyncio.gather(*groups)
-            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", 100)).batches)
+            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", 24, 24)).batches)
             seen.spans[mode] = [rollout.version_spans for rollout in rollouts]
             seen.in_flight_errors[mode] = (
                 max(
@@ -190,6 +208,8 @@ async def scenario(path: Path) -> Seen:
                 if any(r.version_spans[-1].version == w.version for r in rollouts)
                 else 0.0
             )
+        feed.cancel()
+        seen.after_a_pause = await w.answer_that_arrives_during_a_sync()
     return seen
 
 
@@ -241,6 +261,12 @@ def test_finish_lets_every_rollout_end_on_its_version(seen: Seen) -> None:
 def test_versions_of_a_rollout_follow_each_other(seen: Seen, mode: str) -> None:
     for spans in seen.spans[mode]:
         assert [b.version - a.version for a, b in pairwise(spans)] in ([], [1])
+
+
+def test_no_block_of_older_weights_is_reused_by_a_request_that_arrives_during_a_sync(
+    seen: Seen,
+) -> None:
+    assert seen.after_a_pause < 1e-4
 
 
 @pytest.mark.parametrize("mode", ["keep", "recompute"])

@@ -1,0 +1,67 @@
+"""A replica's feed: pulls groups as there is room, and sees to each of their rollouts.
+
+    topic prompts ──lease──► members ──a slot each──► sample ──► outbox ──► topic rollouts/<teacher>
+                                                                   └── the lease's last one: ack
+
+Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
+in the queue. A rollout that waits for room in the queue holds no slot. What a replica has taken and
+not finished when it dies goes to the others: its leases are released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from async_opd.core.batch import unpack_groups
+from async_opd.core.errors import first_cause
+from async_opd.core.outbox import Outbox
+from async_opd.core.samples import Group, Prompt, Rollout
+from async_opd.core.stages import PROMPTS, Queue, rollouts_topic
+from rollouter.slots import Slots, Turn
+
+Sample = Callable[[Prompt, str], Awaitable[Rollout]]
+
+
+class Feed:
+    """``sample(prompt, uid)`` makes one rollout; ``slots`` bounds how many at the same time."""
+
+    def __init__(self, replica: str, queue: Queue, slots: Slots, sample: Sample) -> None:
+        self.rollouts = 0
+        self._replica = replica
+        self._queue = queue
+        self._slots = slots
+        self._sample = sample
+        self._outbox = Outbox(queue)
+        self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
+        self._finished: list[int] = []
+
+    async def run(self) -> None:
+        """Works until cancelled; raises the first error of a rollout."""
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                while True:
+                    free = await self._slots.room()
+                    done, self._finished = tuple(self._finished), []
+                    lease = await self._queue.get(
+                        PROMPTS, free, ack=done, consumer=self._replica, share=True
+                    )
+                    for group in unpack_groups(lease.batches):
+                        self._left[lease.id] += len(group.members)
+                        for member in group.members:
+                            turn = self._slots.turn()
+                            rollouts.create_task(self._roll(group, member, lease.id, turn))
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def _roll(self, group: Group, member: int, lease: int, turn: Turn) -> None:
+        prompt = group.prompt
+        async with turn:
+            rollout = await self._sample(prompt, f"{prompt.uid}/{member}")
+        self.rollouts += 1
+        await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
+        self._left[lease] -= 1
+        if not self._left[lease]:
+            del self._left[lease]
+            self._finished.append(lease)

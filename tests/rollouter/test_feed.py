@@ -1,0 +1,126 @@
+"""A replica's feed on a real queue and a made-up engine."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.errors import StageError
+from async_opd.core.queue import MessageQueue
+from async_opd.core.samples import Group, Prompt, Rollout
+from async_opd.core.stages import PROMPTS, topics
+from rollouter.feed import Feed
+from rollouter.slots import Slots
+from tests.conftest import make_prompt, make_rollout
+
+
+class Engine:
+    """Answers when told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.answers = asyncio.Semaphore(0)
+        self.fails = False
+
+    async def sample(self, prompt: Prompt, uid: str) -> Rollout:
+        self.asked.append(uid)
+        await self.answers.acquire()
+        if self.fails:
+            raise StageError("student/0", "its process died")
+        return make_rollout(uid, prompt.teacher)
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def queue() -> MessageQueue:
+    return MessageQueue(topics(["math"]), 64, 1 << 20, 60.0, kept=(PROMPTS,))
+
+
+def groups(*uids: str, n: int = 2) -> Batch:
+    return Batch.pack(Group(make_prompt(uid, "math"), tuple(range(n))) for uid in uids)
+
+
+def started(messages: MessageQueue, slots: int, name: str = "student/0") -> Any:
+    engine = Engine()
+    feed = Feed(name, messages, Slots(slots, 2), engine.sample)
+    return engine, asyncio.create_task(feed.run())
+
+
+async def test_every_member_of_a_group_is_sampled() -> None:
+    messages = queue()
+    engine, task = started(messages, 8)
+    await messages.put(PROMPTS, groups("p", n=3))
+    await settle()
+    assert engine.asked == ["p/0", "p/1", "p/2"]
+    task.cancel()
+
+
+async def test_a_finished_rollout_does_not_wait_for_its_group() -> None:
+    messages = queue()
+    engine, task = started(messages, 8)
+    await messages.put(PROMPTS, groups("p"))
+    engine.answers.release()
+    lease = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
+    assert len(unpack_rollouts(lease.batches)) == 1
+    task.cancel()
+
+
+async def test_no_more_is_taken_than_there_is_room_for() -> None:
+    messages = queue()
+    _, task = started(messages, 4)
+    await messages.put(PROMPTS, groups(*(f"p{i}" for i in range(10))))
+    await settle()
+    assert (await messages.stats())[PROMPTS].ready == 8
+    task.cancel()
+
+
+async def test_replicas_share_what_is_there_evenly() -> None:
+    messages = queue()
+    feeds = [started(messages, 100, f"student/{i}") for i in range(4)]
+    await settle()
+    await messages.put(PROMPTS, groups(*(f"p{i}" for i in range(8))))
+    await settle()
+    assert [len(engine.asked) for engine, _ in feeds] == [4, 4, 4, 4]
+    for _, task in feeds:
+        task.cancel()
+
+
+async def test_a_finished_lease_is_acknowledged_with_the_next_one() -> None:
+    messages = queue()
+    engine, task = started(messages, 2)
+    await messages.put(PROMPTS, groups("p", "q"))
+    for _ in range(4):
+        engine.answers.release()
+    await settle()
+    assert (await messages.stats())[PROMPTS].acked == 1
+    task.cancel()
+
+
+async def test_a_failure_of_the_engine_ends_the_loop_with_it() -> None:
+    messages = queue()
+    engine, task = started(messages, 2)
+    engine.fails = True
+    await messages.put(PROMPTS, groups("p"))
+    engine.answers.release()
+    with pytest.raises(StageError, match="its process died"):
+        await asyncio.wait_for(task, 5)
+
+
+async def test_what_a_dead_replica_had_taken_goes_to_the_others() -> None:
+    messages = queue()
+    _, task = started(messages, 8)
+    await messages.put(PROMPTS, groups("p", "q"))
+    await settle()
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert await messages.release(PROMPTS, "student/0") == 2
+    other, alive = started(messages, 8, "student/1")
+    await settle()
+    assert other.asked == ["p/0", "p/1", "q/0", "q/1"]
+    alive.cancel()
