@@ -2,6 +2,8 @@
 
     async_opd run CONFIG [a.b.c=value …] [--staleness-threshold F] [--sync-steps N] [--run-dir D]
     async_opd check CONFIG …          prints the resolved config and the pools
+    async_opd plan CONFIG|RUN_DIR … [--gpus N] [--out DIR] [--json]
+                                      predicts throughput and staleness, advises sizes
 
 Exit codes: 0 done; 1 the run failed; 2 bad config or usage; 130 interrupted.
 """
@@ -44,29 +46,43 @@ def _parser() -> argparse.ArgumentParser:
     for name, command, text in (
         ("run", _run, "distil: rollouts, scoring and training at the same time"),
         ("check", _check, "check the input, print the resolved config and the pools"),
+        ("plan", _plan, "predict throughput and staleness, advise pool sizes and threshold"),
     ):
         sub = commands.add_parser(name, help=text, description=text)
         sub.set_defaults(command=command)
-        sub.add_argument("config", help="YAML file")
+        what = (
+            "YAML file" if name != "plan" else "YAML file with a plan section, or a run directory"
+        )
+        sub.add_argument("config", help=what)
         sub.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="overrides")
         sub.add_argument(
             "--staleness-threshold", metavar="F", help="async.staleness_threshold: s in (v+1+s)·K·B"
         )
         sub.add_argument("--sync-steps", metavar="N", help="async.sync_steps: steps between syncs")
-        sub.add_argument("--run-dir", metavar="D", help="run_dir: where results go")
+        if name != "plan":
+            sub.add_argument("--run-dir", metavar="D", help="run_dir: where results go")
+            continue
+        sub.add_argument("--gpus", type=int, metavar="N", help="GPUs to split; default: as many")
+        sub.add_argument("--out", metavar="DIR", help="where plan.svg goes; default: the run's")
+        sub.add_argument("--json", action="store_true", help="print one JSON document instead")
     return parser
 
 
 def _load(arguments: argparse.Namespace) -> RunConfig:
     from async_opd.core.load import load_config
 
+    return load_config(arguments.config, _overrides(arguments))
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    run_dir = getattr(arguments, "run_dir", None)
     flags = {
         "async.staleness_threshold": arguments.staleness_threshold,
         "async.sync_steps": arguments.sync_steps,
-        "run_dir": arguments.run_dir and json.dumps(arguments.run_dir),
+        "run_dir": run_dir and json.dumps(run_dir),
     }
     given = [f"{key}={value}" for key, value in flags.items() if value is not None]
-    return load_config(arguments.config, [*arguments.overrides, *given])
+    return [*arguments.overrides, *given]
 
 
 def _check(arguments: argparse.Namespace) -> int:
@@ -90,6 +106,19 @@ def _check(arguments: argparse.Namespace) -> int:
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     Console().print(table)
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
+    return OK
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from async_opd.plan.command import plan
+
+    plan(
+        arguments.config,
+        _overrides(arguments),
+        gpus=arguments.gpus,
+        out=arguments.out,
+        as_json=arguments.json,
+    )
     return OK
 
 

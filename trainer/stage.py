@@ -53,7 +53,10 @@ class TrainerStage:
     async def step(self) -> StepReport:
         """Waits for one batch, trains on it, acknowledges it."""
         self._waits_for = "scored samples"
+        clock = asyncio.get_running_loop().time
+        asked = clock()
         taken = await self._intake.take(self._version)
+        wait_s = clock() - asked
         self._waits_for = ""
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._weights:
@@ -62,7 +65,11 @@ class TrainerStage:
         await self._intake.done()
         self._step += 1
         self._tokens += sum(header.tokens for header in taken.headers)
-        metrics = {**report.metrics, "train/duplicates": float(self._intake.duplicates)}
+        metrics = {
+            **report.metrics,
+            "train/wait_s": wait_s,
+            "train/duplicates": float(self._intake.duplicates),
+        }
         if self._max_lag is not None:
             metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
         return StepReport(self._step, taken.headers, staleness, metrics, taken.requeued)

@@ -27,6 +27,7 @@ class Admission:
         self._total = batch_size * steps
         self._version = 0
         self._admitted = 0
+        self._budget = self._allowed()
         self._changed = asyncio.Event()
 
     @property
@@ -42,8 +43,7 @@ class Admission:
     @property
     def budget(self) -> int:
         """Samples that may have been admitted by now."""
-        allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
-        return min(allowed, self._total)
+        return self._budget
 
     @property
     def exhausted(self) -> bool:
@@ -71,9 +71,14 @@ class Admission:
         if version < self._version:
             raise ValueError(f"weight version went back from {self._version} to {version}")
         self._version = version
+        self._budget = self._allowed()
         self._changed.set()
 
     def give_back(self, samples: int) -> None:
         """Admitted samples were lost: others may take their place."""
         self._admitted -= samples
         self._changed.set()
+
+    def _allowed(self) -> int:
+        allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
+        return min(allowed, self._total)

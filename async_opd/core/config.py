@@ -23,6 +23,7 @@ from async_opd.core.loss_config import ReverseKLConfig as ReverseKLConfig
 from async_opd.core.loss_config import RewardConfig as RewardConfig
 from async_opd.core.loss_config import SampledConfig as SampledConfig
 from async_opd.core.loss_config import not_yet
+from async_opd.core.plan_config import PlanConfig as PlanConfig
 from async_opd.core.section import Section as Section
 
 
@@ -256,6 +257,8 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+    plan: PlanConfig | None = None
+    """Speeds for ``async_opd plan``; a run does not read them."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:

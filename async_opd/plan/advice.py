@@ -1,0 +1,264 @@
+"""How many GPUs each pool should get, and how much staleness the run needs.
+
+limits per replica ──► splits in which no pool is far ahead ──simulated──► the best split
+the best split ──simulated at growing thresholds──► the smallest that keeps its bottleneck busy
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from async_opd.plan.prediction import Prediction
+from async_opd.plan.setting import Setting
+from async_opd.plan.simulation import simulate
+
+ENOUGH = 0.97
+"""A threshold is enough if it gives this share of what ``LARGE`` gives."""
+LARGE = 8.0
+"""A threshold at which admission holds up nothing."""
+THRESHOLDS = (*(i / 20 for i in range(21)), 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, LARGE)
+SHOWN = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
+"""Thresholds of the picture."""
+SAMPLES = 20_000
+"""At least so many are simulated, so that luck with lengths stays below one percent."""
+MOVES = 12
+"""Splits that are simulated on the way to the best one."""
+BARS = 9
+"""Splits of the picture."""
+
+
+@dataclass(frozen=True)
+class Split:
+    """Replicas of each pool, and the trainer's ranks."""
+
+    rollout: int
+    teachers: tuple[int, ...]
+    ranks: int
+
+    def apply(self, setting: Setting) -> Setting:
+        """The setting with this split."""
+        teachers = tuple(
+            replace(teacher, replicas=count)
+            for teacher, count in zip(setting.teachers, self.teachers, strict=True)
+        )
+        return replace(
+            setting,
+            rollout=replace(setting.rollout, replicas=self.rollout),
+            teachers=teachers,
+            train=replace(setting.train, ranks=self.ranks),
+        )
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The best split of ``gpus`` GPUs and the smallest threshold that is enough for it.
+
+    ``threshold_now`` is that of the split as it is. ``by_threshold`` are (threshold, samples per
+    second) of the best split; ``by_rollout`` are (GPUs of the rollout pool, samples per second) at
+    a large threshold, with the rest of the GPUs split as well as possible.
+    """
+
+    gpus: int
+    split: Split
+    rollout_gpus: int
+    threshold: float
+    prediction: Prediction
+    threshold_now: float
+    by_threshold: tuple[tuple[float, float], ...]
+    by_rollout: tuple[tuple[int, float], ...]
+
+
+def advise(setting: Setting, gpus: int, seed: int = 0) -> Advice:
+    """``gpus`` are enough for one replica of each pool."""
+    rates = _Rates(setting, seed)
+    split = _best_split(setting, gpus, rates)
+    best = split.apply(setting)
+    threshold = rates.smallest_threshold(best)
+    now = current(setting)
+    return Advice(
+        gpus=gpus,
+        split=split,
+        rollout_gpus=split.rollout * setting.rollout.gpus,
+        threshold=threshold,
+        prediction=rates.steady(best, threshold),
+        threshold_now=rates.smallest_threshold(now.apply(setting)),
+        by_threshold=tuple((s, rates.rate(best, s)) for s in sorted({*SHOWN, threshold})),
+        by_rollout=tuple(_by_rollout(setting, gpus, split, rates)),
+    )
+
+
+def current(setting: Setting) -> Split:
+    """The split as it is."""
+    teachers = tuple(teacher.replicas for teacher in setting.teachers)
+    return Split(setting.rollout.replicas, teachers, setting.train.ranks)
+
+
+class _Rates:
+    """Simulated steady states; each is simulated once."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self._seed = seed
+        self._known: dict[tuple[Split, float], Prediction] = {}
+        self.rollout_limit = self._rollout_limit(setting)
+        """Samples per second of one rollout replica that never waits for others."""
+
+    def steady(self, setting: Setting, threshold: float) -> Prediction:
+        """A steady state at a threshold."""
+        key = (current(setting), threshold)
+        if key not in self._known:
+            simulated = replace(setting, staleness_threshold=threshold)
+            simulated = replace(simulated, steps=steady_steps(simulated))
+            self._known[key] = simulate(simulated, seed=self._seed, endless=True)
+        return self._known[key]
+
+    def rate(self, setting: Setting, threshold: float) -> float:
+        """Its samples per second."""
+        return self.steady(setting, threshold).samples_per_s
+
+    def smallest_threshold(self, setting: Setting) -> float:
+        """By bisection over ``THRESHOLDS``."""
+        wanted = ENOUGH * self.rate(setting, LARGE)
+        low, high = 0, len(THRESHOLDS) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.rate(setting, THRESHOLDS[middle]) >= wanted:
+                high = middle
+            else:
+                low = middle + 1
+        return THRESHOLDS[low]
+
+    def _rollout_limit(self, setting: Setting) -> float:
+        """With teachers and a trainer that take no time.
+
+        ``Setting.limits`` is larger: it does not know that groups leave slots empty.
+        """
+        instant = 1e-9
+        teachers = tuple(
+            replace(
+                teacher,
+                speed=replace(teacher.speed, overhead_s=instant, tokens_per_s=1e15),
+                turnaround_s=0.0,
+            )
+            for teacher in setting.teachers
+        )
+        speed = replace(
+            setting.train.speed, overhead_s=instant, tokens_per_s=1e15, snapshot_s=0.0, sync_s=0.0
+        )
+        alone = replace(
+            setting,
+            rollout=replace(setting.rollout, replicas=1),
+            teachers=teachers,
+            train=replace(setting.train, speed=speed, turnaround_s=0.0),
+            evaluation_every=0,
+            max_version_lag=None,
+            batch_size=setting.rollout.n,
+            sync_steps=max(1, 2 * setting.rollout.running // setting.rollout.n),
+            staleness_threshold=LARGE,
+        )
+        steps = max(steady_steps(alone), 20 * alone.sync_steps)
+        return simulate(replace(alone, steps=steps), seed=self._seed, endless=True).samples_per_s
+
+
+def steady_steps(setting: Setting) -> int:
+    """Steps that show the steady state: enough samples, and versions after the warm-up."""
+    versions = 2 * (2 + math.ceil(setting.staleness_threshold)) + 4
+    return max(math.ceil(SAMPLES / setting.batch_size), versions * setting.sync_steps)
+
+
+# ── splits ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _best_split(setting: Setting, gpus: int, rates: _Rates) -> Split:
+    """The split with the largest smallest limit, then every move that simulates better."""
+    best = _balanced(setting, gpus, rates.rollout_limit)
+    rate = rates.rate(best.apply(setting), LARGE)
+    moves = [split for split in _moves(best) if split.apply(setting).gpus <= gpus]
+    for _ in range(MOVES):
+        if not moves:
+            break
+        split = moves.pop(0)
+        found = rates.rate(split.apply(setting), LARGE)
+        if found > 1.005 * rate:
+            best, rate = split, found
+            moves = [split for split in _moves(best) if split.apply(setting).gpus <= gpus]
+    return best
+
+
+def _moves(split: Split) -> Iterator[Split]:
+    """A few more replicas of a pool, at the cost of none or of as many of another pool."""
+    counts = [split.rollout, *split.teachers, split.ranks]
+    for more, count in enumerate(counts):
+        size = max(1, count // 16)
+        for less in (None, *range(len(counts))):
+            changed = list(counts)
+            changed[more] += size
+            if less is not None:
+                changed[less] -= size
+            if less != more and min(changed) > 0:
+                yield Split(changed[0], tuple(changed[1:-1]), changed[-1])
+
+
+def _balanced(
+    setting: Setting, gpus: int, rollout_limit: float, rollout: int | None = None
+) -> Split:
+    """The split whose slowest pool is fastest, by limits; with so many rollout replicas if given.
+
+    Bisection over the throughput X: X needs so many replicas of each pool, and these so many GPUs.
+    """
+    low, high = 0.0, rollout_limit * (rollout or gpus)
+    fits = Split(rollout or 1, (1,) * len(setting.teachers), 1)
+    for _ in range(50):
+        middle = (low + high) / 2
+        split = _split_for(setting, middle, rollout_limit, rollout)
+        if split is not None and split.apply(setting).gpus <= gpus:
+            low, fits = middle, split
+        else:
+            high = middle
+    return fits
+
+
+def _split_for(
+    setting: Setting, rate: float, rollout_limit: float, rollout: int | None
+) -> Split | None:
+    """The fewest replicas whose limits reach ``rate``; None if no number of ranks does."""
+    ranks = _ranks_for(setting, rate)
+    if ranks is None:
+        return None
+    limits = Split(1, (1,) * len(setting.teachers), 1).apply(setting).limits()
+    teachers = tuple(
+        _replicas_for(rate, limits[f"teacher/{teacher.name}"]) for teacher in setting.teachers
+    )
+    return Split(rollout or _replicas_for(rate, rollout_limit), teachers, ranks)
+
+
+def _replicas_for(rate: float, limit: float) -> int:
+    return max(1, math.ceil(rate / limit - 1e-9))
+
+
+def _ranks_for(setting: Setting, rate: float) -> int | None:
+    """The fewest ranks that train ``rate`` samples per second: what a step may take for tokens."""
+    train = setting.train
+    step_s = setting.batch_size / rate - train.speed.snapshot_s / setting.sync_steps
+    tokens_s = step_s - train.turnaround_s - train.speed.overhead_s
+    if tokens_s <= 0:
+        return None
+    tokens = setting.batch_size * (setting.prompt_tokens + setting.response_tokens)
+    speedup = tokens / tokens_s / train.speed.tokens_per_s
+    return max(1, 1 + math.ceil((speedup - 1) / train.scaling - 1e-9))
+
+
+def _by_rollout(
+    setting: Setting, gpus: int, best: Split, rates: _Rates
+) -> Iterator[tuple[int, float]]:
+    """Throughput against the rollout pool's GPUs, around the best split and at both ends."""
+    each = setting.rollout.gpus
+    least = Split(1, (1,) * len(setting.teachers), 1).apply(setting).gpus - each
+    most = (gpus - least) // each
+    even = {1 + round(i * (most - 1) / (BARS - 1)) for i in range(BARS)}
+    for replicas in sorted(even | {best.rollout}):
+        split = best
+        if replicas != best.rollout:
+            split = _balanced(setting, gpus, rates.rollout_limit, replicas)
+        yield replicas * each, rates.rate(split.apply(setting), LARGE)

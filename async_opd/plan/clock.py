@@ -1,0 +1,58 @@
+"""Virtual time: events in the order of their time, those of one moment in the order they came."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from itertools import count
+from typing import Any
+
+
+class Clock:
+    """Runs events until ``stop`` or until there are none. No sleeping."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = count()
+        self._stopped = False
+
+    def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Makes the call at a moment that is not before now."""
+        heapq.heappush(self._events, (when, next(self._order), call, arguments))
+
+    def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
+        """Makes the call in so many seconds."""
+        self.at(self.now + seconds, call, *arguments)
+
+    def stop(self) -> None:
+        """The event under way is the last."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Makes all calls."""
+        events = self._events
+        while events and not self._stopped:
+            self.now, _, call, arguments = heapq.heappop(events)
+            call(*arguments)
+
+
+class Level:
+    """A quantity that changes in steps, and its integral over time."""
+
+    __slots__ = ("_clock", "_moment", "value")
+
+    def __init__(self, clock: Clock) -> None:
+        self.value = 0.0
+        self._moment = 0.0  # the sum of change · time
+        self._clock = clock
+
+    def add(self, change: float) -> None:
+        """The level goes up, or down."""
+        self.value += change
+        self._moment += change * self._clock.now
+
+    @property
+    def area(self) -> float:
+        """The integral from the start until now: each change counts from its time on."""
+        return self.value * self._clock.now - self._moment

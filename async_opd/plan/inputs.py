@@ -1,0 +1,133 @@
+"""From a config and its ``plan`` section to what is simulated; or everything that is missing."""
+
+from __future__ import annotations
+
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.plan_config import PlanConfig
+from async_opd.plan.setting import RolloutPool, Setting, TeacherPool, TrainerPool
+from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+
+
+def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None = None) -> Setting:
+    """The run of this config at these speeds.
+
+    ConfigError, where ``where`` names the file of the speeds; or if ``gpus`` are too few.
+    """
+    problems = [*_problems(config, plan, where), *_too_few(config, gpus)]
+    if problems:
+        raise ConfigError(problems)
+    return Setting(
+        steps=config.train.steps,
+        batch_size=config.train.batch_size,
+        sync_steps=config.async_.sync_steps,
+        staleness_threshold=config.async_.staleness_threshold,
+        lengths=Lengths(plan.response_tokens, plan.response_sigma, config.rollout.max_tokens),
+        prompt_tokens=plan.prompt_tokens,
+        rollout=_rollout(config, plan),
+        teachers=_teachers(config, plan),
+        train=_train(plan),
+        on_sync=config.async_.on_sync,
+        rolling=config.sync.rolling,
+        max_version_lag=(
+            config.async_.max_version_lag if config.async_.on_stale == "requeue" else None
+        ),
+        whole_groups=config.reward is not None,
+        queue_samples=config.queue.max_samples,
+        evaluation_every=config.eval.every if config.data.eval else 0,
+        evaluation_s=plan.evaluation_s,
+        outside_s=plan.outside_s,
+    )
+
+
+def required_plan(config: RunConfig, where: str) -> PlanConfig:
+    """The config's ``plan`` section. Raises ConfigError if there is none."""
+    if config.plan is None:
+        remedy = (
+            "give a run directory instead of a config, or add the section that "
+            "async_opd plan RUN_DIR prints for a run on the same hardware"
+        )
+        message = "is missing: nothing is known about the speeds"
+        raise ConfigError([Problem(where, "plan", message, remedy)])
+    return config.plan
+
+
+def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPool:
+    rollout, speed = config.rollout, plan.rollout
+    return RolloutPool(
+        replicas=rollout.replicas,
+        gpus=rollout.tensor_parallel,
+        speed=DecodeSpeed(rollout.engine.max_num_seqs, speed.step_s, speed.step_s_per_request),
+        n=rollout.n,
+        turnaround_s=speed.turnaround_s,
+    )
+
+
+def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:
+    shares = _shares(config, plan)
+    return tuple(
+        TeacherPool(
+            name=name,
+            replicas=teacher.replicas,
+            gpus=teacher.tensor_parallel,
+            speed=ScoreSpeed(
+                teacher.engine.max_num_seqs,
+                plan.teachers[name].overhead_s,
+                plan.teachers[name].tokens_per_s,
+            ),
+            share=shares[name],
+            turnaround_s=plan.teachers[name].turnaround_s,
+        )
+        for name, teacher in config.teachers.items()
+    )
+
+
+def _train(plan: PlanConfig) -> TrainerPool:
+    train = plan.train
+    speed = TrainSpeed(train.overhead_s, train.tokens_per_s, train.snapshot_s, train.sync_s)
+    return TrainerPool(1, speed, train.scaling, train.turnaround_s)
+
+
+def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:
+    """The shares that are given, and the rest evenly; they add up to 1."""
+    given = {name: plan.teachers[name].share for name in config.teachers}
+    left = 1 - sum(share for share in given.values() if share is not None)
+    open_ = sum(share is None for share in given.values())
+    shares = {name: left / open_ if share is None else share for name, share in given.items()}
+    total = sum(shares.values())
+    return {name: share / total for name, share in shares.items()}
+
+
+def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
+    """Each pool needs one replica, the trainer one rank."""
+    needs = {"rollout": config.rollout.tensor_parallel}
+    needs |= {f"teacher {name}": t.tensor_parallel for name, t in config.teachers.items()}
+    needs["train"] = 1
+    least = sum(needs.values())
+    if gpus is None or gpus >= least:
+        return []
+    parts = ", ".join(f"{pool} {count}" for pool, count in needs.items())
+    message = f"found {gpus}, expected at least {least}: {parts}"
+    return [Problem("command line", "--gpus", message, f"for example {least}")]
+
+
+def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:
+    problems = []
+    for name in config.teachers:
+        if name not in plan.teachers:
+            remedy = "add at least tokens_per_s"
+            problems.append(Problem(where, f"plan.teachers.{name}", "is missing", remedy))
+    for name in plan.teachers:
+        if name not in config.teachers:
+            message = f"there is no such teacher, only {', '.join(config.teachers)}"
+            problems.append(Problem(where, f"plan.teachers.{name}", message, "remove it"))
+    if plan.rollout.step_s + plan.rollout.step_s_per_request == 0:
+        message = "found 0, and step_s_per_request is 0 too: an engine step takes time"
+        problems.append(Problem(where, "plan.rollout.step_s", message, "measure it"))
+    shares = [teacher.share for teacher in plan.teachers.values()]
+    given = sum(share for share in shares if share is not None)
+    wrong = given > 1 + 1e-6 or (None not in shares and given < 1 - 1e-6)
+    if wrong or (None in shares and given > 1 - 1e-6):
+        message = f"the shares add up to {given:g}, expected 1 in all"
+        problems.append(Problem(where, "plan.teachers", message, "give the shares of all prompts"))
+    return problems

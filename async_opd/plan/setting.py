@@ -1,0 +1,157 @@
+"""A pipeline with all of its sizes and speeds: what is simulated.
+
+Times are seconds, lengths tokens, staleness weight versions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+
+
+@dataclass(frozen=True)
+class RolloutPool:
+    """The student's replicas, each on ``gpus`` GPUs, with groups of ``n`` rollouts.
+
+    A group's place stays empty for ``turnaround_s`` until the next group runs in it.
+    """
+
+    replicas: int
+    gpus: int
+    speed: DecodeSpeed
+    n: int
+    turnaround_s: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        """Groups a replica works on at a time."""
+        return max(1, self.speed.slots // self.n)
+
+    @property
+    def running(self) -> int:
+        """Requests that run on a replica when it is full."""
+        return min(self.groups * self.n, self.speed.slots)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all replicas when they are full."""
+        return self.replicas * self.running / self.speed.step(self.running)
+
+
+@dataclass(frozen=True)
+class TeacherPool:
+    """One teacher's replicas, each on ``gpus`` GPUs, with its ``share`` of all prompts.
+
+    ``turnaround_s`` passes from a scored batch until its place asks for the next one.
+    """
+
+    name: str
+    replicas: int
+    gpus: int
+    speed: ScoreSpeed
+    share: float
+    turnaround_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class TrainerPool:
+    """The trainer: ``ranks`` GPUs; ``speed`` is that of one.
+
+    Assumption: r ranks process tokens ``1 + scaling · (r - 1)`` times as fast as one; what a step
+    takes besides its tokens stays. ``turnaround_s`` passes between two steps although the next
+    batch is there.
+    """
+
+    ranks: int
+    speed: TrainSpeed
+    scaling: float
+    turnaround_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all ranks while they compute."""
+        return self.speed.tokens_per_s * (1 + self.scaling * (self.ranks - 1))
+
+    def seconds(self, tokens: float) -> float:
+        """Seconds of one step with so many tokens."""
+        return self.speed.overhead_s + tokens / self.tokens_per_s
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything a prediction depends on.
+
+    ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` runs again
+    (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
+    ``evaluation_every`` versions (0: never) an evaluation holds the rollout replicas for
+    ``evaluation_s``. ``outside_s`` is what a run takes before its first and after its last step.
+    """
+
+    steps: int
+    batch_size: int
+    sync_steps: int
+    staleness_threshold: float
+    lengths: Lengths
+    prompt_tokens: float
+    rollout: RolloutPool
+    teachers: tuple[TeacherPool, ...]
+    train: TrainerPool
+    on_sync: str = "keep"
+    rolling: bool = False
+    max_version_lag: int | None = None
+    whole_groups: bool = False
+    queue_samples: int = 4096
+    evaluation_every: int = 0
+    evaluation_s: float = 0.0
+    outside_s: float = 0.0
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all pools."""
+        teachers = sum(teacher.replicas * teacher.gpus for teacher in self.teachers)
+        return self.rollout.replicas * self.rollout.gpus + teachers + self.train.ranks
+
+    @property
+    def response_tokens(self) -> float:
+        """Mean length of a response, cut at the limit."""
+        return mean_length(self.lengths)
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps that are left out of rates: until the staleness budget was used up once."""
+        versions = 2 + math.ceil(min(self.staleness_threshold, 8))
+        return min(self.sync_steps * versions, self.steps // 3)
+
+    def limits(self) -> dict[str, float]:
+        """Each pool's own limit in samples per second: what it does when it never waits."""
+        response = self.response_tokens
+        tokens = self.prompt_tokens + response
+        limits = {"rollout": self.rollout.tokens_per_s / response}
+        for teacher in self.teachers:
+            speed = teacher.speed
+            batch_s = speed.overhead_s + speed.batch * tokens / speed.tokens_per_s
+            capacity = teacher.replicas * speed.batch / batch_s
+            limits[f"teacher/{teacher.name}"] = capacity / teacher.share
+        version_s = (
+            self.sync_steps
+            * (self.train.seconds(self.batch_size * tokens) + self.train.turnaround_s)
+            + self.train.speed.snapshot_s
+        )
+        limits["train"] = self.sync_steps * self.batch_size / version_s
+        return limits
+
+
+def mean_length(lengths: Lengths) -> float:
+    """E[min(X, c)] of a log-normal X with mean m: m·Φ(d - σ) + c·(1 - Φ(d)), d = (ln c - μ)/σ."""
+    mean, sigma, most = lengths.mean, lengths.sigma, lengths.most
+    if sigma == 0:
+        return max(1.0, min(mean, most))
+    d = (math.log(most) - math.log(mean)) / sigma + sigma / 2
+    return mean * _phi(d - sigma) + most * (1 - _phi(d))
+
+
+def _phi(x: float) -> float:
+    """The standard normal distribution function."""
+    return 0.5 * math.erfc(-x / math.sqrt(2))

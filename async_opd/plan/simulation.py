@@ -1,0 +1,184 @@
+"""A whole run in virtual time.
+
+    Rollouts ──► Topic rollouts/<teacher> ──► Scoring ──► Topic scored ──► Training
+        ▲                                                                     │
+        └────────────────────── version, budget (Admission) ──────────────────┘
+
+The same rules as the pipeline's, and the same arithmetic of admission, over numbers instead of
+messages; an event per finished rollout, scored batch and step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from async_opd.core.admission import Admission
+from async_opd.core.stages import SCORED, rollouts_topic
+from async_opd.plan.clock import Clock
+from async_opd.plan.population import Population
+from async_opd.plan.prediction import PoolUse, Prediction
+from async_opd.plan.rollouts import Rollouts
+from async_opd.plan.scoring import Scoring
+from async_opd.plan.setting import Setting
+from async_opd.plan.topic import Topic
+from async_opd.plan.training import Training
+
+
+def simulate(setting: Setting, *, seed: int = 0, endless: bool = False) -> Prediction:
+    """Predicts a run. The same setting and seed give the same prediction.
+
+    ``endless`` admits as if more steps followed after the last: a steady state without its end.
+    """
+    return World(setting, seed, endless).run()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """All integrals at one moment."""
+
+    time: float
+    areas: Mapping[str, float]
+    staleness: Counter[int]
+    batches: Mapping[str, int]
+
+
+class World:
+    """All parts of one simulated run."""
+
+    def __init__(self, setting: Setting, seed: int, endless: bool) -> None:
+        self._setting = setting
+        self._clock = clock = Clock()
+        self.population = population = Population(setting, seed)
+        versions_ahead = int(setting.staleness_threshold) + 2
+        self.admission = admission = Admission(
+            batch_size=setting.batch_size,
+            sync_steps=setting.sync_steps,
+            staleness_threshold=setting.staleness_threshold,
+            steps=setting.steps + endless * versions_ahead * setting.sync_steps,
+        )
+        self._topics = [Topic(clock, setting.queue_samples) for _ in setting.teachers]
+        self._scored = Topic(clock, setting.queue_samples)
+        self._rollouts = Rollouts(setting, clock, population, admission, self._topics)
+        self._scoring = [
+            Scoring(teacher, setting.prompt_tokens, clock, population, topic, self._scored)
+            for teacher, topic in zip(setting.teachers, self._topics, strict=True)
+        ]
+        self.training = Training(
+            setting, clock, population, admission, self._rollouts, self._scored, self._on_step
+        )
+        self._warm = self._read()
+
+    def run(self) -> Prediction:
+        """From the first admission to the end of the last step."""
+        for scoring in self._scoring:
+            scoring.start()
+        self.training.start()
+        self._rollouts.fill()
+        self._clock.run()
+        return self._prediction(self._read())
+
+    def _on_step(self, step: int) -> None:
+        if step == self._setting.warmup_steps:
+            self._warm = self._read()
+        if step == self._setting.steps:
+            self._clock.stop()
+
+    def _read(self) -> _Reading:
+        rollouts, training = self._rollouts, self.training
+        levels = {
+            "running": rollouts.running,
+            "working": rollouts.working,
+            "free": rollouts.free,
+            "blocked": rollouts.blocked,
+            "paused": rollouts.paused,
+            "computing": training.computing,
+            "copying": training.copying,
+            "turning": training.turning,
+            "held": training.held,
+            SCORED: self._scored.waiting,
+        }
+        for teacher, scoring, topic in zip(
+            self._setting.teachers, self._scoring, self._topics, strict=True
+        ):
+            levels[f"working/{teacher.name}"] = scoring.working
+            levels[f"blocked/{teacher.name}"] = scoring.blocked
+            levels[rollouts_topic(teacher.name)] = topic.waiting
+        areas = {name: level.area for name, level in levels.items()}
+        batches = {
+            teacher.name: scoring.batches
+            for teacher, scoring in zip(self._setting.teachers, self._scoring, strict=True)
+        }
+        return _Reading(self._clock.now, areas, training.staleness.copy(), batches)
+
+    def _prediction(self, end: _Reading) -> Prediction:
+        """What happened between the end of the warm-up and the end."""
+        setting, warm = self._setting, self._warm
+        seconds = max(end.time - warm.time, 1e-12)
+        means = {name: (area - warm.areas[name]) / seconds for name, area in end.areas.items()}
+        trained = end.staleness - warm.staleness
+        topics = [rollouts_topic(teacher.name) for teacher in setting.teachers]
+        rate = trained.total() / seconds
+        return Prediction(
+            samples_per_s=rate,
+            seconds=end.time,
+            wall_s=end.time + setting.outside_s,
+            staleness={v: trained[v] / trained.total() for v in sorted(trained)},
+            pools=pool_uses(setting, means, rate),
+            queues={topic: means[topic] for topic in (*topics, SCORED)},
+            concurrency=means["running"] / max(means["working"] - means["paused"], 1e-12),
+            batches={
+                teacher.name: trained.total()
+                * teacher.share
+                / max(end.batches[teacher.name] - warm.batches[teacher.name], 1)
+                for teacher in setting.teachers
+            },
+        )
+
+
+def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tuple[PoolUse, ...]:
+    """The pools' shares of time, from the mean levels and the samples per second."""
+    limits = setting.limits()
+    pool, train = setting.rollout, setting.train
+    places = pool.replicas * pool.running
+    rollout_waits = {
+        "staleness budget": means["free"] * pool.n / places,
+        "sync or evaluation": means["paused"] / pool.replicas,
+        "room in the queue": means["blocked"] / places,
+    }
+    used = means["running"] / places
+    rollout_waits["its group or turnaround"] = 1 - used - sum(rollout_waits.values())
+    uses = [
+        PoolUse(
+            "rollout",
+            pool.replicas,
+            busy=means["working"] / pool.replicas,
+            used=used,
+            limit=limits["rollout"],
+            waits=_largest_first(rollout_waits),
+        )
+    ]
+    for teacher in setting.teachers:
+        name = f"teacher/{teacher.name}"
+        busy = means[f"working/{teacher.name}"] / teacher.replicas
+        waits = {"rollouts": 1 - busy}
+        if means[f"blocked/{teacher.name}"] > means[rollouts_topic(teacher.name)]:
+            waits = {"room in the queue": 1 - busy}
+        uses.append(PoolUse(name, teacher.replicas, busy, rate / limits[name], limits[name], waits))
+    busy = means["computing"]
+    waits = {
+        "the weight sync before": means["held"],
+        "copying weights out": means["copying"],
+        "its turnaround": means["turning"],
+    }
+    waits["scored samples"] = 1 - busy - sum(waits.values())
+    limit = limits["train"]
+    uses.append(PoolUse("train", train.ranks, busy, rate / limit, limit, _largest_first(waits)))
+    return tuple(uses)
+
+
+def _largest_first(shares: Mapping[str, float]) -> dict[str, float]:
+    return {
+        name: max(share, 0.0) for name, share in sorted(shares.items(), key=lambda item: -item[1])
+    }

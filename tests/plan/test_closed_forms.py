@@ -1,0 +1,136 @@
+"""Settings whose throughput can be worked out by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from async_opd.plan.population import draw
+from async_opd.plan.setting import RolloutPool, TeacherPool, mean_length
+from async_opd.plan.simulation import simulate
+from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from tests.plan.settings import LENGTH, PROMPT, setting
+
+TOKENS = LENGTH + PROMPT
+ROLLOUTS_PER_S = 2 * 16 / (LENGTH * 0.01)
+
+
+def test_when_rollouts_are_slowest_every_slot_decodes_all_the_time() -> None:
+    found = simulate(setting(), endless=True)
+    assert found.samples_per_s == pytest.approx(ROLLOUTS_PER_S, rel=0.01)
+
+
+def test_a_step_that_grows_with_its_requests_has_the_length_of_a_full_one() -> None:
+    pool = RolloutPool(2, 1, DecodeSpeed(16, 0.01, 0.001), 1)
+    found = simulate(setting(rollout=pool), endless=True)
+    assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.026), rel=0.01)
+
+
+def test_when_the_trainer_is_slowest_it_never_waits() -> None:
+    found = simulate(setting(train_tokens_per_s=1000.0), endless=True)
+    assert found.samples_per_s == pytest.approx(1000 / TOKENS, rel=0.01)
+
+
+def test_a_snapshot_is_time_of_the_trainer() -> None:
+    found = simulate(setting(train_tokens_per_s=1000.0, snapshot_s=1.0), endless=True)
+    version_s = 2 * 32 * TOKENS / 1000 + 1.0
+    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.01)
+
+
+def test_when_the_teacher_is_slowest_it_never_waits() -> None:
+    found = simulate(setting(teacher_tokens_per_s=1000.0, steps=200), endless=True)
+    assert found.samples_per_s == pytest.approx(1000 / TOKENS, rel=0.01)
+
+
+def test_the_overhead_of_a_teacher_is_shared_by_full_batches() -> None:
+    teacher = TeacherPool("a", 1, 1, ScoreSpeed(8, 0.5, 1e6), 1.0)
+    found = simulate(setting(teachers=(teacher,), steps=200), endless=True)
+    assert found.samples_per_s == pytest.approx(8 / (0.5 + 8 * TOKENS / 1e6), rel=0.01)
+
+
+def test_the_teacher_with_the_larger_share_is_the_limit() -> None:
+    teachers = tuple(
+        TeacherPool(name, 1, 1, ScoreSpeed(8, 0.0, 1000.0), share)
+        for name, share in (("a", 0.8), ("b", 0.2))
+    )
+    found = simulate(setting(teachers=teachers, steps=600), endless=True)
+    assert found.samples_per_s == pytest.approx(1000 / TOKENS / 0.8, rel=0.03)
+
+
+def test_on_policy_one_stage_works_after_the_other() -> None:
+    synchronous = setting(
+        sync_steps=1,
+        staleness_threshold=0.0,
+        teacher_tokens_per_s=2000.0,
+        train_tokens_per_s=1000.0,
+        snapshot_s=0.25,
+        sync_s=0.5,
+    )
+    rollout_s, score_s, train_s = LENGTH * 0.01, 32 * TOKENS / 2000, 32 * TOKENS / 1000
+    found = simulate(synchronous)
+    assert found.samples_per_s == pytest.approx(32 / (rollout_s + score_s + train_s + 0.75))
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+def test_the_pause_of_a_replica_is_lost_to_it(rolling: bool) -> None:
+    found = simulate(setting(sync_s=0.5, rolling=rolling, steps=200), endless=True)
+    version_s = 64 / ROLLOUTS_PER_S + 0.5
+    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.03)
+
+
+def test_an_evaluation_holds_the_rollouts() -> None:
+    found = simulate(setting(evaluation_every=1, evaluation_s=1.0, steps=200), endless=True)
+    version_s = 64 / ROLLOUTS_PER_S + 1.0
+    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.02)
+
+
+def test_draining_for_a_sync_costs_more_than_freezing() -> None:
+    frozen = setting(sigma=1.0, steps=200, sync_s=0.1)
+    drained = replace(frozen, on_sync="finish")
+    rates = [simulate(case, endless=True).samples_per_s for case in (frozen, drained)]
+    assert rates[1] < 0.9 * rates[0]
+
+
+def test_a_group_holds_its_places_until_its_longest_rollout_ends() -> None:
+    single = setting(replicas=1, slots=4, sigma=1.0, steps=300, batch_size=8)
+    grouped = replace(single, rollout=replace(single.rollout, n=4))
+    rates = [simulate(case, endless=True).samples_per_s for case in (single, grouped)]
+    assert rates[1] < 0.7 * rates[0]
+
+
+def test_turnaround_leaves_places_empty() -> None:
+    pool = replace(setting().rollout, turnaround_s=1.0)
+    found = simulate(setting(rollout=pool), endless=True)
+    assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.01 + 1.0), rel=0.02)
+
+
+def test_the_wall_time_is_that_of_the_steps_and_of_what_is_around_them() -> None:
+    found = simulate(setting(train_tokens_per_s=1000.0, outside_s=30.0))
+    assert found.seconds == pytest.approx(60 * 32 * TOKENS / 1000, rel=0.02)
+    assert found.wall_s == found.seconds + 30.0
+
+
+def test_the_limits_are_the_closed_forms() -> None:
+    limits = setting(train_tokens_per_s=1000.0, teacher_tokens_per_s=2000.0).limits()
+    assert limits == pytest.approx({"rollout": 32.0, "teacher/a": 2000 / 120, "train": 1000 / 120})
+
+
+@pytest.mark.parametrize(("sigma", "most"), [(0.0, 50), (0.5, 150), (1.0, 1000), (1.5, 120)])
+def test_the_mean_of_cut_lengths_is_that_of_many(sigma: float, most: int) -> None:
+    lengths = Lengths(100, sigma, most)
+    drawn = draw(lengths, 400_000, np.random.default_rng(0))
+    assert mean_length(lengths) == pytest.approx(drawn.mean(), rel=0.01)
+
+
+def test_many_lengths_are_distributed_as_single_ones() -> None:
+    import random
+
+    lengths, single = Lengths(100, 1.0, 400), random.Random(0)
+    drawn = draw(lengths, 50_000, np.random.default_rng(0))
+    one_by_one = [lengths.sample(single) for _ in range(50_000)]
+    levels = [10, 50, 90, 99]
+    assert np.percentile(drawn, levels) == pytest.approx(
+        np.percentile(one_by_one, levels), rel=0.05
+    )
