@@ -1,38 +1,37 @@
 """The learner: one batch of samples, one optimizer step.
 
-    samples ──plan, pack──► micro-batches ──► hidden states ──► response rows ──chunks──► loss
-                                                                                            │
-                    AdamW ◄── clip ◄── gradients of (sum over tokens) / (tokens of the batch)
+    samples ──shares──► weight of each token ─┐
+       └──plan, pack──► micro-batches ────────┴──► StudentLoss ──► AdamW ◄── clip ◄── gradients
 
-The denominator is the number of response tokens of the whole batch, so that the gradient does not
-depend on how the batch is split. Logits exist for one chunk of response rows at a time: they are
-recomputed in the backward pass.
+Shares are those of the whole batch (``shares.py``), so that the gradient does not depend on how it
+is split. Logits exist for one chunk of response rows at a time (``losses/chunked.py``).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from async_opd.core.config import RunConfig, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from trainer.losses import LossInputs, TokenLoss, build_loss
+from trainer.losses import Head, Objective, build_objective
+from trainer.losses.report import Metrics, joined, step_metrics
 from trainer.named_weights import named_weights
-from trainer.packing import Packed, pack, plan, refuse_mixed_scores
+from trainer.packing import Packed, pack, plan, refuse_foreign_tokens, refuse_mixed_scores
 from trainer.schedule import learning_rate
+from trainer.shares import Shares
 from trainer.student import check_student, load_student
+from trainer.student_loss import StudentLoss
 
-CHUNK_ROWS = 1024
-"""Response rows whose logits are alive at the same time."""
+if TYPE_CHECKING:
+    from async_opd.core.config import RunConfig, TrainConfig
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU: its attention is dense, quadratic in the row with everything that
@@ -41,7 +40,7 @@ the mask hides, and holds nothing that a wider row would keep busy."""
 
 @dataclass(frozen=True)
 class LearnerReport:
-    """Metrics of one step; losses are means over response tokens."""
+    """Metrics of one step."""
 
     metrics: dict[str, float]
 
@@ -50,14 +49,27 @@ class Learner:
     """Owns the student's float32 master weights and their optimizer."""
 
     def __init__(
-        self, model: Any, loss: TokenLoss, train: TrainConfig, device: torch.device
+        self,
+        model: Any,
+        objective: Objective,
+        train: TrainConfig,
+        device: torch.device,
+        shares: Shares | None = None,
+        heads: Mapping[str, Head] | None = None,
     ) -> None:
+        """``shares`` say what each token weighs, by default 1 / (tokens of the batch).
+
+        ``heads`` are the teachers', for objectives over the whole vocabulary.
+        """
         self.model = model.to(device)
-        self._loss = loss
+        self._shares = shares or Shares()
         self._train = train
         self._device = device
         self._autocast = train.dtype == "bfloat16" or (
             train.dtype == "auto" and device.type == "cuda"
+        )
+        self._student_loss = StudentLoss(
+            self.model, objective, heads or {}, torch.bfloat16 if self._autocast else None
         )
         self._row_tokens = train.tokens_per_micro_batch
         if device.type == "cpu":
@@ -78,11 +90,13 @@ class Learner:
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 
-        StageError if loss or gradient is not finite, or a metric of the loss is not a number.
-        TypeError for a mix of top-k and sampled-token scores, however it would be split.
-        A batch without any response token has loss 0 and changes no weight, but is a step.
+        StageError if loss or gradient is not finite, a metric of the loss is not a number, or a
+        token is not in the student's vocabulary. TypeError for scores of several kinds, however
+        they would be split. A batch without any response token has loss 0 and changes no weight,
+        but is a step.
         """
         refuse_mixed_scores(samples)
+        refuse_foreign_tokens(samples, self._student_loss.vocabulary)
         try:
             return self._train_batch(samples)
         finally:
@@ -91,13 +105,14 @@ class Learner:
     def _train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         started = time.perf_counter()
         self.model.train()
-        response_tokens = sum(len(sample.rollout.response_ids) for sample in samples)
+        shares, rewards = self._shares(samples)
         groups = plan([s.rollout.tokens for s in samples], self._row_tokens)
-        sums: dict[str, torch.Tensor] = {}
+        reports = []
         for group in groups:
-            packed = pack([samples[index] for index in group]).to(self._device)
-            _add(sums, self._backward(packed, max(response_tokens, 1)))
-        means = _means(sums, max(response_tokens, 1))
+            group.sort(key=lambda index: samples[index].rollout.prompt.teacher)
+            packed = pack([samples[i] for i in group], [shares[i] for i in group])
+            reports.append(self._backward(packed.to(self._device)))
+        means = step_metrics(joined(reports)) | rewards
         norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         )
@@ -145,56 +160,15 @@ class Learner:
         """StageError for an architecture whose logits this learner would compute wrongly."""
         check_student(self.model, self._device, self._precision())
 
-    def _backward(self, packed: Packed, denominator: int) -> dict[str, torch.Tensor]:
-        """Adds the micro-batch's gradients; returns its sums over response tokens."""
+    def _backward(self, packed: Packed) -> Metrics:
+        """Adds the micro-batch's gradients; returns the values of its response tokens."""
         if len(packed.rows) == 0:
             return {}
-        sums: dict[str, torch.Tensor] = {}
-        losses = []
+        metrics: Metrics
         with self._precision():
-            states = self.model.base_model(
-                input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
-            ).last_hidden_state[0]
-            rows = states[packed.rows]
-            for start in range(0, len(packed.rows), CHUNK_ROWS):
-                chunk = slice(start, start + CHUNK_ROWS)
-                loss, metrics = checkpoint(
-                    self._chunk,
-                    rows[chunk],
-                    packed,
-                    chunk,
-                    use_reentrant=False,
-                    preserve_rng_state=False,
-                )
-                losses.append(loss)
-                _add(sums, metrics)
-        total = torch.stack(losses).sum()
-        torch.autograd.backward(total / denominator)
-        return sums | {"loss/total": total.detach()}
-
-    def _chunk(
-        self, rows: torch.Tensor, packed: Packed, chunk: slice
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Loss and metrics of a chunk of response rows [n, hidden]; logits live only in here."""
-        logits = self.model.get_output_embeddings()(rows)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        inputs = LossInputs(
-            logprobs=logits.log_softmax(-1),
-            targets=packed.targets[chunk],
-            teacher_logprobs=packed.teacher_logprobs[chunk],
-            teacher_ids=None if packed.teacher_ids is None else packed.teacher_ids[chunk],
-            teacher_topk_logprobs=(
-                None
-                if packed.teacher_topk_logprobs is None
-                else packed.teacher_topk_logprobs[chunk]
-            ),
-        )
-        result = self._loss(inputs)
-        log_q = inputs.sampled.detach()
-        metrics = {f"loss/{key}": value.detach() for key, value in result.metrics.items()}
-        metrics["loss/k1"] = (log_q - inputs.teacher_logprobs).sum()
-        metrics["loss/rollout_gap"] = (log_q - packed.rollout_logprobs[chunk]).abs().sum()
-        return result.loss, metrics
+            loss, metrics = self._student_loss(packed)
+        torch.autograd.backward(loss)
+        return metrics
 
     def _precision(self) -> AbstractContextManager[Any]:
         if self._autocast:
@@ -219,24 +193,13 @@ class Learner:
         )
 
 
-def _add(sums: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
-    for key, value in more.items():
-        sums[key] = sums[key] + value if key in sums else value
-
-
-def _means(sums: dict[str, torch.Tensor], denominator: int) -> dict[str, float]:
-    """Brings all sums over from the device at once; ``loss/total`` is 0 where there are none."""
-    if not sums:
-        return {"loss/total": 0.0}
-    values = torch.stack([value.double() for value in sums.values()]).tolist()
-    return {key: value / denominator for key, value in zip(sums, values, strict=True)}
-
-
 def build_learner(config: RunConfig, device_name: str) -> Learner:
     """Seeds torch, loads the student in float32 and checks that its logits come out right."""
     torch.manual_seed(config.seed)
     device = torch.device(device_name)
     model = load_student(config, device)
-    learner = Learner(model, build_loss(config.loss), config.train, device)
+    objective = build_objective(config.loss, config.reward, config.rollout.temperature)
+    shares = Shares.of(config.loss, config.reward, config.rollout.max_tokens)
+    learner = Learner(model, objective, config.train, device, shares)
     learner.check()
     return learner

@@ -1,6 +1,6 @@
 """Ragged samples become micro-batches: one row of tokens each, no padding, a token budget.
 
-    samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], …)
+    samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], tokens [N])
 
 Position ids restart with every sample; with them and no attention mask, transformers keeps packed
 samples from attending to each other (tested: packed logits equal each sample's own).
@@ -9,40 +9,45 @@ samples from attending to each other (tested: packed logits equal each sample's 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 import torch
 
-from async_opd.core.errors import LengthError
-from async_opd.core.samples import Sample, SampledLogprobs, TopK
+from async_opd.core.errors import LengthError, StageError
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    HiddenStates,
+    Sample,
+    SampledLogprobs,
+    TopK,
+)
+from trainer.losses.base import TeacherStates, Tokens
+from trainer.shares import Share
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch. T: tokens; N: response tokens of all samples, in order; k: teacher's top-k.
+    """One micro-batch. T: prompt and response tokens; N: response tokens of all samples, in order.
 
-    ``rows`` [N] are the positions whose logits predict the response tokens ``targets`` [N].
-    ``teacher_ids`` and ``teacher_topk_logprobs`` [N, k] are None for sampled-token scores.
+    ``rows`` [N] are the positions whose logits predict the response ``tokens``.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     rows: torch.Tensor
-    targets: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    teacher_logprobs: torch.Tensor
-    teacher_ids: torch.Tensor | None
-    teacher_topk_logprobs: torch.Tensor | None
+    tokens: Tokens
 
     def to(self, device: torch.device) -> Packed:
         """The same on another device."""
-        moved: dict[str, Any] = {
-            name: value if value is None else value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-        }
-        return Packed(**moved)
+        return Packed(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.rows.to(device, non_blocking=True),
+            self.tokens.to(device),
+        )
 
 
 def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -66,14 +71,35 @@ def plan(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
     """TypeError unless all samples have the same kind of scores."""
-    if len({type(sample.scores) for sample in samples}) > 1:
-        raise TypeError("a batch mixes top-k and sampled-token scores")
+    kinds = sorted({type(sample.scores).__name__ for sample in samples})
+    if len(kinds) > 1:
+        raise TypeError(f"a batch mixes scores of several kinds: {', '.join(kinds)}")
 
 
-def pack(samples: Sequence[Sample]) -> Packed:
-    """Concatenates samples. All must have the same kind of scores (TypeError).
+def refuse_foreign_tokens(samples: Sequence[Sample], vocabulary: int) -> None:
+    """StageError for a token, sampled or in a support, that the student's head does not have."""
+    for sample in samples:
+        scores = sample.scores
+        ids = [sample.rollout.response_ids]
+        if isinstance(scores, TopK | CandidateLogprobs):
+            ids.append(scores.ids)
+        for array in ids:
+            wrong = array[(array < 0) | (array >= vocabulary)]
+            if wrong.size:
+                raise StageError(
+                    "trainer",
+                    f"sample {sample.rollout.uid} of teacher {sample.rollout.prompt.teacher} has "
+                    f"token {int(wrong[0])}; the student's head has {vocabulary} rows",
+                    "teacher and student must have the same tokenizer; a teacher whose embedding "
+                    "is padded further must not score its padding: use loss.support full_vocab",
+                )
 
-    LengthError for an empty prompt: nothing would predict the first response token.
+
+def pack(samples: Sequence[Sample], shares: Sequence[Share] | None = None) -> Packed:
+    """Concatenates samples; without ``shares``, every token weighs 1 and there is no reward.
+
+    All must have the same kind of scores (TypeError). LengthError for an empty prompt: nothing
+    would predict the first response token.
     """
     ids, positions, rows = [], [], []
     start = 0
@@ -86,24 +112,65 @@ def pack(samples: Sequence[Sample]) -> Packed:
         positions.append(np.arange(length))
         rows.append(np.arange(start + len(prompt) - 1, start + length - 1))
         start += length
-    rollouts = [sample.rollout for sample in samples]
     refuse_mixed_scores(samples)
-    scores = [sample.scores for sample in samples]
-    topk = [score for score in scores if isinstance(score, TopK)]
-    plain = [score.logprobs for score in scores if isinstance(score, SampledLogprobs)]
-    sampled = [score.sampled_logprobs for score in topk] or plain
+    tokens = _tokens(samples, shares or [Share()] * len(samples))
     return Packed(
         input_ids=_tensor(ids, np.int64)[None],
         position_ids=_tensor(positions, np.int64)[None],
         rows=_tensor(rows, np.int64),
+        tokens=replace(tokens, **_scores(samples)),
+    )
+
+
+def _tokens(samples: Sequence[Sample], shares: Sequence[Share]) -> Tokens:
+    """What is known of the response tokens without their teacher."""
+    rollouts = [sample.rollout for sample in samples]
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    rewarded = all(share.advantage is not None for share in shares)
+    return Tokens(
         targets=_tensor([rollout.response_ids for rollout in rollouts], np.int64),
         rollout_logprobs=_tensor([rollout.rollout_logprobs for rollout in rollouts], np.float32),
-        teacher_logprobs=_tensor(sampled, np.float32),
-        teacher_ids=_tensor([score.ids for score in topk], np.int64) if topk else None,
-        teacher_topk_logprobs=(
-            _tensor([score.logprobs for score in topk], np.float32) if topk else None
+        weights=_repeated([share.weight for share in shares], lengths),
+        advantages=_repeated([s.advantage or 0.0 for s in shares], lengths) if rewarded else None,
+        reward_weights=(
+            _repeated([s.reward_weight for s in shares], lengths) if rewarded else None
         ),
     )
+
+
+def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of Tokens that depend on the kind of scores, which is the same for all."""
+    scores = [sample.scores for sample in samples]
+    if plain := [score for score in scores if isinstance(score, SampledLogprobs)]:
+        return {"teacher_logprobs": _tensor([score.logprobs for score in plain], np.float32)}
+    if topk := [score for score in scores if isinstance(score, TopK | CandidateLogprobs)]:
+        return {
+            "teacher_logprobs": _tensor([score.sampled_logprobs for score in topk], np.float32),
+            "teacher_ids": _tensor([score.ids for score in topk], np.int64),
+            "teacher_topk_logprobs": _tensor([score.logprobs for score in topk], np.float32),
+        }
+    return {"teacher_states": _states(samples)}
+
+
+def _states(samples: Sequence[Sample]) -> tuple[TeacherStates, ...]:
+    """Hidden states by runs of samples of one teacher."""
+    runs, start = [], 0
+    for teacher, run in groupby(samples, key=lambda sample: sample.rollout.prompt.teacher):
+        parts = [_tensor_of(s.scores) for s in run if isinstance(s.scores, HiddenStates)]
+        states = torch.cat([part for part in parts if len(part)] or parts[:1])
+        runs.append(TeacherStates(teacher, start, states))
+        start += len(states)
+    return tuple(runs)
+
+
+def _tensor_of(scores: HiddenStates) -> torch.Tensor:
+    tensor = torch.from_numpy(np.array(scores.states))
+    return tensor.view(torch.bfloat16) if scores.dtype == "bfloat16" else tensor
+
+
+def _repeated(values: Sequence[float], lengths: Sequence[int]) -> torch.Tensor:
+    """One value a token, float64: denominators of large batches are small numbers."""
+    return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), lengths))
 
 
 def _tensor(arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:

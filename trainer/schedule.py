@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
-from async_opd.core.config import TrainConfig
+if TYPE_CHECKING:
+    from async_opd.core.config import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

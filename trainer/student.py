@@ -6,12 +6,14 @@ directory ──from_pretrained──► float32 model ──no dropout──►
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
+
+if TYPE_CHECKING:
+    from async_opd.core.config import RunConfig
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 """Largest difference of logits that rounding explains, as a share of the largest logit (or 1)."""

@@ -1,302 +1,347 @@
-"""Objectives against per-token float64 references, limits and numerical gradients."""
+"""Objectives against float64 autograd and per-token references, limits and numerical gradients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from functools import partial
-from typing import Any, Literal, get_args
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from async_opd.core.config import ForwardKLConfig, JSDConfig, K1Config, SampledConfig
+from async_opd.core.config import (
+    ForwardKLConfig,
+    JSDConfig,
+    K1Config,
+    ReverseKLConfig,
+    RewardConfig,
+    SampledConfig,
+)
+from tests.trainer.oracle import (
+    DOUBLE,
+    Case,
+    Tail,
+    case,
+    divergences,
+    gradients,
+    loss_of,
+    plain,
+    run,
+    term,
+)
 from trainer.losses import (
-    JSD,
     K1,
+    ClippedSurrogate,
+    Divergence,
     ForwardKL,
-    LossInputs,
+    Objective,
+    OnTopK,
+    OnVocabulary,
     ReverseKL,
+    Sampled,
     SampledEstimator,
-    TokenLoss,
-    build_loss,
+    Term,
+    Watched,
+    build_objective,
+    jsd,
 )
 
-Tail = Literal["bucket", "ignore", "renormalize"]
-TAILS = get_args(Tail)
-N, V, K = 6, 11, 4
+TAILS: list[Tail] = ["bucket", "ignore", "renormalize"]
+SUPPORTS: list[Tail | None] = [*TAILS, None]
+DIVERGENCES: dict[str, Divergence] = {
+    "forward_kl": ForwardKL(),
+    "reverse_kl": ReverseKL(),
+    "jsd": jsd(0.3),
+}
+ESTIMATORS: list[Term] = [
+    Sampled(SampledEstimator(kind, "supervised", None)) for kind in ("k2", "k3", "abs")
+]
 
 
-def inputs(
-    seed: int = 0, k: int = K, n: int = N, logits: torch.Tensor | None = None, same: bool = False
-) -> LossInputs:
-    """Random student and teacher in float64; ``same`` makes them equal."""
-    torch.manual_seed(seed)
-    student = torch.randn(n, V, dtype=torch.float64) if logits is None else logits
-    logprobs = student.log_softmax(-1)
-    teacher = logprobs.detach() if same else torch.randn(n, V, dtype=torch.float64).log_softmax(-1)
-    targets = torch.randint(0, V, (n,))
-    best = teacher.topk(k, dim=-1)
-    own = teacher.gather(-1, targets[:, None])[:, 0]
-    return LossInputs(logprobs, targets, own, best.indices, best.values)
+def for_support(x: Case, tail: Tail | None) -> Case:
+    return x.states() if tail is None else x
 
 
-def reference_forward_kl(x: LossInputs, tail: Tail) -> float:
-    """Token by token, in plain Python floats."""
-    assert x.teacher_ids is not None
-    assert x.teacher_topk_logprobs is not None
-    total = 0.0
-    for t in range(len(x.targets)):
-        p = [math.exp(v) for v in x.teacher_topk_logprobs[t].tolist()]
-        q = [math.exp(x.logprobs[t, i].item()) for i in x.teacher_ids[t].tolist()]
-        mass_p, mass_q = sum(p), sum(q)
-        if tail == "renormalize":
-            p, q = [v / mass_p for v in p], [v / mass_q for v in q]
-        total += sum(a * (math.log(a) - math.log(b)) for a, b in zip(p, q, strict=True))
-        if tail == "bucket" and mass_p < 1 - 1e-9:
-            total += (1 - mass_p) * (math.log(1 - mass_p) - math.log(1 - mass_q))
-    return total
+# ── divergences: support × tail ────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("of", ["teacher", "student"])
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_divergence_and_its_gradient_are_those_of_autograd(
+    kind: str, tail: Tail | None, of: str
+) -> None:
+    x = case(of=of)
+    expected = divergences(kind, x, tail, x.logits)
+    loss, metrics = run(term(DIVERGENCES[kind], tail), for_support(x, tail))
+    assert torch.allclose(metrics["distillation"], expected, atol=1e-12)
+    ours, theirs = gradients(loss, expected.sum(), by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(0, 5),
+    v=st.integers(2, 17),
+    k=st.integers(1, 17),
+    seed=st.integers(0, 99),
+    kind=st.sampled_from(sorted(DIVERGENCES)),
+    tail=st.sampled_from(SUPPORTS),
+    of=st.sampled_from(["teacher", "student"]),
+)
+def test_any_shape_has_the_loss_and_gradient_of_autograd(
+    n: int, v: int, k: int, seed: int, kind: str, tail: Tail | None, of: str
+) -> None:
+    x = case(seed, n, v, min(k, v), of=of)
+    expected = divergences(kind, x, tail, x.logits).sum()
+    loss = loss_of(term(DIVERGENCES[kind], tail), for_support(x, tail))
+    assert torch.allclose(loss, expected, atol=1e-9)
+    ours, theirs = gradients(loss, expected, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_divergence_has_the_numerical_gradient(kind: str, tail: Tail | None) -> None:
+    x = for_support(case(n=3), tail)
+    loss = term(DIVERGENCES[kind], tail)
+    assert torch.autograd.gradcheck(lambda z: loss_of(loss, x, z), (x.logits,))
 
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_forward_kl_equals_the_per_token_reference(tail: Tail) -> None:
-    assert ForwardKL(tail)(inputs()).loss.item() == pytest.approx(
-        reference_forward_kl(inputs(), tail), rel=1e-12
-    )
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_forward_kl_of_equal_distributions_is_zero(tail: Tail) -> None:
-    assert ForwardKL(tail)(inputs(same=True)).loss.item() == pytest.approx(0.0, abs=1e-12)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_a_support_of_the_whole_vocabulary_gives_the_full_divergence(tail: Tail) -> None:
-    x = inputs(k=V)
-    assert x.teacher_ids is not None
-    assert x.teacher_topk_logprobs is not None
-    teacher = torch.empty_like(x.logprobs).scatter(-1, x.teacher_ids, x.teacher_topk_logprobs)
-    full = torch.nn.functional.kl_div(x.logprobs, teacher, log_target=True, reduction="sum")
-    assert ForwardKL(tail)(x).loss.item() == pytest.approx(full.item(), rel=1e-9)
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_forward_kl_has_the_numerical_gradient(tail: Tail) -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z: ForwardKL(tail)(inputs(logits=z)).loss, (logits,))
-
-
-def test_a_bucketed_divergence_is_never_negative() -> None:
-    assert all(ForwardKL("bucket")(inputs(seed, n=1)).loss.item() >= 0 for seed in range(50))
-
-
-def test_a_negative_truncated_divergence_keeps_its_gradient() -> None:
-    """Where the student puts more mass on the support than the teacher, the sum is negative."""
-    logits = torch.tensor([[4.0, 3.0, 0.0, 0.0]], dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor([[1.0, 0.5, 0.4, 0.3]], dtype=torch.float64).log_softmax(-1)
-    x = LossInputs(
-        logits.log_softmax(-1),
-        torch.tensor([0]),
-        teacher[:, 0],
-        torch.tensor([[0, 1]]),
-        teacher[:, :2],
-    )
-    loss = ForwardKL("ignore")(x).loss
-    assert loss.item() < 0
-    loss.backward()
-    assert logits.grad is not None
-    assert logits.grad.abs().max() > 1e-2
-
-
-def test_the_mass_of_the_support_is_a_metric() -> None:
-    x = inputs()
-    assert x.teacher_topk_logprobs is not None
-    mass = ForwardKL("bucket")(x).metrics["teacher_topk_mass"]
-    assert mass.item() == pytest.approx(x.teacher_topk_logprobs.exp().sum().item())
-
-
-def test_forward_kl_refuses_sampled_token_scores() -> None:
-    x = inputs()
-    with pytest.raises(ValueError, match="the teacher's top-k"):
-        ForwardKL("bucket")(LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None))
-
-
-@pytest.mark.parametrize("tail", TAILS)
-def test_no_tokens_give_zero(tail: Tail) -> None:
-    assert ForwardKL(tail)(inputs(n=0)).loss.item() == 0.0
-
-
-def test_k1_has_the_gradient_of_the_policy_gradient() -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    x = inputs(logits=logits)
-    K1(None)(x).loss.backward()
-    q = logits.detach().softmax(-1)
-    advantage = x.teacher_logprobs - x.sampled.detach()
-    onehot = torch.nn.functional.one_hot(x.targets, V).double()
-    expected = -advantage[:, None] * (onehot - q)
-    assert torch.allclose(logits.grad, expected, atol=1e-12)  # type: ignore[arg-type]
-
-
-def test_k1_of_equal_distributions_has_no_gradient() -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    K1(None)(inputs(logits=logits, same=True)).loss.backward()
-    assert logits.grad is not None
-    assert logits.grad.abs().max() < 1e-12
-
-
-def test_k1_in_expectation_has_the_gradient_of_reverse_kl() -> None:
-    """Summed over all tokens with weight q, it is the gradient of Σ q (log q - log p)."""
-    torch.manual_seed(1)
-    logits = torch.randn(1, V, dtype=torch.float64, requires_grad=True)
-    teacher = torch.randn(1, V, dtype=torch.float64).log_softmax(-1)
-    log_q = logits.log_softmax(-1)
-    (exact,) = torch.autograd.grad((log_q.exp() * (log_q - teacher)).sum(), logits)
-    estimate = torch.zeros_like(exact)
-    for token in range(V):
-        x = LossInputs(logits.log_softmax(-1), torch.tensor([token]), teacher[:, token], None, None)
-        (gradient,) = torch.autograd.grad(K1(None)(x).loss, logits)
-        estimate += log_q[0, token].exp().detach() * gradient
-    assert torch.allclose(estimate, exact, atol=1e-12)
-
-
-def test_the_clamp_bounds_the_advantage_and_counts_what_it_touches() -> None:
-    x = inputs()
-    advantage = x.teacher_logprobs - x.sampled
-    result = K1(0.5)(x)
-    assert result.metrics["clamped"].item() == (advantage.abs() > 0.5).sum().item()
-    expected = -(advantage.clamp(-0.5, 0.5) * x.sampled).sum()
-    assert result.loss.item() == pytest.approx(expected.item())
-
-
-def test_the_config_names_the_objective() -> None:
-    assert isinstance(build_loss(K1Config(kind="k1")), K1)
-    assert isinstance(build_loss(ForwardKLConfig()), ForwardKL)
-
-
-def outcomes(x: LossInputs, tail: Tail) -> list[list[tuple[float, float]]]:
-    """(p_i, q_i) of every outcome of every token, in plain Python floats."""
-    assert x.teacher_ids is not None
-    assert x.teacher_topk_logprobs is not None
-    rows = []
-    for t in range(len(x.targets)):
-        p = [math.exp(v) for v in x.teacher_topk_logprobs[t].tolist()]
-        q = [math.exp(x.logprobs[t, i].item()) for i in x.teacher_ids[t].tolist()]
-        if tail == "renormalize":
-            p, q = [v / sum(p) for v in p], [v / sum(q) for v in q]
-        if tail == "bucket":
-            p, q = [*p, 1 - sum(p)], [*q, 1 - sum(q)]
-        rows.append(list(zip(p, q, strict=True)))
-    return rows
+    x = case()
+    expected = sum(p * (math.log(p) - math.log(q)) for row in plain(x, tail) for p, q in row)
+    assert loss_of(term(ForwardKL(), tail), x).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("tail", TAILS)
 def test_reverse_kl_equals_the_per_token_reference(tail: Tail) -> None:
-    expected = sum(
-        q * (math.log(q) - math.log(p)) for row in outcomes(inputs(), tail) for p, q in row
-    )
-    assert ReverseKL(tail)(inputs()).loss.item() == pytest.approx(expected, rel=1e-12)
+    x = case()
+    expected = sum(q * (math.log(q) - math.log(p)) for row in plain(x, tail) for p, q in row)
+    assert loss_of(term(ReverseKL(), tail), x).item() == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("tail", SUPPORTS)
 @pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-def test_jsd_equals_the_per_token_reference(tail: Tail, beta: float) -> None:
+def test_jsd_equals_the_per_token_reference(tail: Tail | None, beta: float) -> None:
+    x = case()
     expected = 0.0
-    for row in outcomes(inputs(), tail):
+    for row in plain(x, tail):
         for p, q in row:
             m = beta * p + (1 - beta) * q
             expected += beta * p * math.log(p / m) + (1 - beta) * q * math.log(q / m)
-    assert JSD(beta, tail)(inputs()).loss.item() == pytest.approx(expected, rel=1e-10)
+    loss = loss_of(term(jsd(beta), tail), for_support(x, tail))
+    assert loss.item() == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_equal_distributions_have_no_loss_and_no_pull(kind: str, tail: Tail | None) -> None:
+    x = for_support(case(same=True), tail)
+    loss = loss_of(term(DIVERGENCES[kind], tail), x)
+    assert loss.item() == pytest.approx(0.0, abs=1e-12)
+    if tail != "ignore":
+        assert gradients(loss, by=x.logits)[0].abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("of", ["teacher", "student"])
 @pytest.mark.parametrize("tail", TAILS)
-def test_jsd_at_0_is_forward_kl_and_at_1_reverse_kl(tail: Tail) -> None:
-    x = inputs()
-    assert JSD(0.0, tail)(x).loss.item() == ForwardKL(tail)(x).loss.item()
-    assert JSD(1.0, tail)(x).loss.item() == ReverseKL(tail)(x).loss.item()
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_support_of_the_whole_vocabulary_gives_the_full_divergence(
+    kind: str, tail: Tail, of: str
+) -> None:
+    x = case(k=11, of=of)
+    some = loss_of(term(DIVERGENCES[kind], tail), x)
+    full = loss_of(term(DIVERGENCES[kind], None), x.states())
+    assert some.item() == pytest.approx(full.item(), rel=1e-9)
+    ours, theirs = gradients(some, full, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-9)
 
 
-def test_jsd_over_beta_tends_to_forward_kl() -> None:
-    x, beta = inputs(), 1e-6
-    forward = ForwardKL("bucket")(x).loss.item()
-    assert JSD(beta, "bucket")(x).loss.item() / beta == pytest.approx(forward, rel=1e-4)
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize(("beta", "limit"), [(0.0, "forward_kl"), (1.0, "reverse_kl")])
+def test_jsd_at_its_ends_is_a_kl(tail: Tail | None, beta: float, limit: str) -> None:
+    x = for_support(case(), tail)
+    one = loss_of(term(jsd(beta), tail), x).item()
+    assert one == loss_of(term(DIVERGENCES[limit], tail), x).item()
+
+
+@pytest.mark.parametrize("tail", ["bucket", "renormalize", None])
+def test_jsd_over_beta_tends_to_forward_kl(tail: Tail | None) -> None:
+    x, beta = for_support(case(), tail), 1e-6
+    forward = loss_of(term(ForwardKL(), tail), x).item()
+    assert loss_of(term(jsd(beta), tail), x).item() / beta == pytest.approx(forward, abs=1e-4)
 
 
 def test_jsd_of_one_half_does_not_change_when_the_roles_do() -> None:
-    x = inputs(k=V)
-    assert x.teacher_ids is not None
-    assert x.teacher_topk_logprobs is not None
-    teacher = torch.empty_like(x.logprobs).scatter(-1, x.teacher_ids, x.teacher_topk_logprobs)
-    student = x.logprobs.gather(-1, x.teacher_ids)
-    swapped = LossInputs(teacher, x.targets, x.teacher_logprobs, x.teacher_ids, student)
-    one, other = (JSD(0.5, "ignore")(y).loss.item() for y in (x, swapped))
-    assert one == pytest.approx(other, rel=1e-12)
+    x = case()
+    log_p, log_q = x.teacher, x.logits.detach().log_softmax(-1)
+    one, other = (jsd(0.5)(*pair)[0] for pair in ((log_p, log_q), (log_q, log_p)))
+    assert torch.allclose(one, other, atol=1e-12)
 
 
-DIVERGENCES: list[TokenLoss] = [ReverseKL("bucket"), JSD(0.3, "bucket"), JSD(0.7, "renormalize")]
-ESTIMATORS: list[TokenLoss] = [
-    SampledEstimator("k2", "supervised", None),
-    SampledEstimator("k3", "supervised", None),
-    SampledEstimator("abs", "supervised", None),
-]
+@pytest.mark.parametrize("kind", DIVERGENCES)
+@pytest.mark.parametrize("tail", SUPPORTS)
+def test_a_loss_is_the_sum_of_its_tokens(kind: str, tail: Tail | None) -> None:
+    x = for_support(case(), tail)
+    loss, metrics = run(term(DIVERGENCES[kind], tail), x)
+    assert loss.item() == pytest.approx(metrics["distillation"].sum().item(), rel=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
-def test_the_gradient_is_the_numerical_one(loss: TokenLoss) -> None:
-    torch.manual_seed(5)
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda z: loss(inputs(logits=z)).loss, (logits,))
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_tokens_are_weighed(kind: str, tail: Tail | None) -> None:
+    x = case()
+    weights = torch.tensor([0.0, 2.0, 0.5, 1.0, 0.0, 3.0], dtype=DOUBLE)
+    expected = (divergences(kind, x, tail, x.logits) * weights).sum()
+    y = for_support(replace(x, tokens=replace(x.tokens, weights=weights)), tail)
+    loss = loss_of(term(DIVERGENCES[kind], tail), y)
+    ours, theirs = gradients(loss, expected, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
-def test_equal_distributions_have_no_loss(loss: TokenLoss) -> None:
-    assert loss(inputs(same=True)).loss.item() == pytest.approx(0.0, abs=1e-12)
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_bucketed_divergence_is_never_negative(kind: str, seed: int) -> None:
+    assert loss_of(term(DIVERGENCES[kind], "bucket"), case(seed, n=1)).item() >= 0
 
 
-@pytest.mark.parametrize("loss", [*DIVERGENCES, *ESTIMATORS])
-def test_no_tokens_have_no_loss(loss: TokenLoss) -> None:
-    assert loss(inputs(n=0)).loss.item() == 0.0
+def test_a_negative_truncated_divergence_keeps_its_gradient() -> None:
+    """Where the student puts more mass on the support than the teacher, the sum is negative."""
+    logits = torch.tensor([[4.0, 3.0, 0.0, 0.0]], dtype=DOUBLE, requires_grad=True)
+    teacher = torch.tensor([[1.0, 0.5, 0.4, 0.3]], dtype=DOUBLE).log_softmax(-1)
+    x = case(n=1, v=4)
+    ids = torch.tensor([[0, 1]])
+    tokens = replace(x.tokens, teacher_ids=ids, teacher_topk_logprobs=teacher[:, :2])
+    loss = loss_of(term(ForwardKL(), "ignore"), Case(logits, teacher, tokens))
+    assert loss.item() < 0
+    assert gradients(loss, by=logits)[0].abs().max() > 1e-2
 
 
-def expected_gradient(loss: TokenLoss, teacher: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """E over y ~ q of the estimator's gradient: every token with its probability."""
-    total = torch.zeros_like(logits)
-    q = logits.softmax(-1).detach()
-    for token in range(V):
-        y = torch.tensor([token])
-        x = LossInputs(logits.log_softmax(-1), y, teacher[:, token], None, None)
-        (gradient,) = torch.autograd.grad(loss(x).loss, logits)
-        total += q[0, token] * gradient
-    return total
+def test_the_mass_of_the_support_is_a_metric() -> None:
+    x = case()
+    assert x.tokens.teacher_topk_logprobs is not None
+    mass = run(term(ForwardKL(), "bucket"), x)[1]["teacher_topk_mass"]
+    assert torch.allclose(mass, x.tokens.teacher_topk_logprobs.exp().sum(-1))
 
 
-@pytest.mark.parametrize(("kind", "target"), [("k2", "reverse"), ("k3", "forward"), ("abs", "l1")])
-def test_a_supervised_estimator_follows_its_divergence_in_expectation(
-    kind: Literal["k2", "k3", "abs"], target: str
+@pytest.mark.parametrize("tail", TAILS)
+@pytest.mark.parametrize("kind", ["forward_kl", "jsd"])
+def test_what_the_teacher_excludes_counts_as_nothing(kind: str, tail: Tail) -> None:
+    x = case()
+    tokens = x.tokens
+    assert tokens.teacher_topk_logprobs is not None
+    excluded, tiny = (tokens.teacher_topk_logprobs.clone() for _ in range(2))
+    excluded[2, 3], tiny[2, 3] = -torch.inf, -80.0
+    losses = [
+        loss_of(
+            term(DIVERGENCES[kind], tail),
+            replace(x, tokens=replace(tokens, teacher_topk_logprobs=logprobs)),
+        )
+        for logprobs in (excluded, tiny)
+    ]
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-12)
+    ours, theirs = gradients(*losses, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_reverse_kl_to_a_teacher_that_excludes_a_token_is_infinite() -> None:
+    x = case()
+    assert x.tokens.teacher_topk_logprobs is not None
+    x.tokens.teacher_topk_logprobs[2, 3] = -torch.inf
+    assert loss_of(term(ReverseKL(), "bucket"), x).item() == math.inf
+
+
+def test_a_top_k_objective_refuses_sampled_token_scores() -> None:
+    x = case()
+    with pytest.raises(ValueError, match="needs a top-k support"):
+        loss_of(term(ForwardKL(), "bucket"), replace(x, tokens=replace(x.tokens, teacher_ids=None)))
+
+
+def test_a_full_objective_refuses_a_top_k() -> None:
+    with pytest.raises(ValueError, match="hidden states"):
+        loss_of(term(ForwardKL(), None), case())
+
+
+# ── vocabularies of different padding ──────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(11, 14), (14, 11)])
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_both_sides_are_normalized_over_the_common_rows(
+    kind: str, student: int, teacher: int
 ) -> None:
-    torch.manual_seed(2)
-    logits = torch.randn(1, V, dtype=torch.float64, requires_grad=True)
-    log_p = torch.randn(1, V, dtype=torch.float64).log_softmax(-1)
-    log_q = logits.log_softmax(-1)
-    p, q = log_p.exp(), log_q.exp()
-    exact = {
-        "reverse": (q * (log_q - log_p)).sum(),
-        "forward": (p * (log_p - log_q)).sum(),
-        "l1": (q - p).abs().sum(),
-    }[target]
-    (wanted,) = torch.autograd.grad(exact, logits)
-    found = expected_gradient(SampledEstimator(kind, "supervised", None), log_p, logits)
-    assert torch.allclose(found, wanted, atol=1e-12)
+    torch.manual_seed(3)
+    x = case(v=11)
+    logits = torch.randn(6, student, dtype=DOUBLE, requires_grad=True)
+    states = torch.randn(6, teacher, dtype=DOUBLE)
+    y = Case(logits, states[:, :11].log_softmax(-1), x.tokens)
+    expected = divergences(kind, y, None, logits[:, :11]).sum()
+    loss = loss_of(term(DIVERGENCES[kind], None), replace(y, teacher=states).states())
+    ours, theirs = gradients(loss, expected, by=logits)
+    assert torch.allclose(loss, expected, atol=1e-12)
+    assert torch.allclose(ours, theirs, atol=1e-12)
 
 
-def test_a_policy_gradient_estimator_weights_log_q_by_its_negative_estimate() -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    x = inputs(logits=logits)
-    gap = (x.sampled - x.teacher_logprobs).detach()
-    result = SampledEstimator("k3", "policy_gradient", 0.7)(x)
-    advantage = -(torch.exp(-gap) - 1 + gap)
-    assert result.metrics["clamped"].item() == (advantage.abs() > 0.7).sum().item()
-    wanted = -(advantage.clamp(-0.7, 0.7) * x.sampled).sum()
-    assert result.loss.item() == pytest.approx(wanted.item())
+# ── clamps ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_a_clamped_divergence_is_scaled_down_and_keeps_its_direction(
+    kind: str, tail: Tail | None
+) -> None:
+    x = case()
+    free = divergences(kind, x, tail, x.logits)
+    bound = float(free.detach().median()) + 1e-6
+    scale = (bound / free.detach()).where(free > bound, torch.ones(()).double())
+    loss, metrics = run(term(DIVERGENCES[kind], tail, bound), for_support(x, tail))
+    ours, theirs = gradients(loss, (free * scale).sum(), by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert metrics["distillation"].max().item() == pytest.approx(bound)
+    assert metrics["clamped"].tolist() == (free > bound).tolist()
+
+
+def test_a_clamp_leaves_a_negative_divergence_alone() -> None:
+    x = case(seed=4)
+    free, bound = (run(term(ReverseKL(), "ignore", c), x)[1] for c in (None, 1e-3))
+    negative = free["distillation"] < 0
+    assert negative.any()
+    assert torch.equal(free["distillation"][negative], bound["distillation"][negative])
+
+
+@pytest.mark.parametrize("clamp", [None, 0.3, 100.0])
+def test_k1_equals_the_per_token_reference(clamp: float | None) -> None:
+    x, limit = case(), clamp or math.inf
+    log_q = x.logits.log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    assert x.tokens.teacher_logprobs is not None
+    advantage = (x.tokens.teacher_logprobs - log_q).detach().clamp(-limit, limit)
+    expected = -(advantage * log_q).sum()
+    loss = loss_of(Sampled(K1(clamp)), x)
+    assert torch.allclose(loss, expected, rtol=1e-12)
+    ours, theirs = gradients(loss, expected, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_the_clamp_of_k1_counts_what_it_touches() -> None:
+    x = case()
+    metrics = run(Sampled(K1(0.5)), x)[1]
+    assert metrics["clamped"].tolist() == (metrics["k1"].abs() > 0.5).tolist()
+
+
+def test_k1_without_a_clamp_counts_no_clamped_tokens() -> None:
+    assert "clamped" not in run(Sampled(K1(None)), case())[1]
+
+
+def test_the_clamp_of_k1_keeps_the_direction_of_the_gradient() -> None:
+    x = case(n=1)
+    free, bound = gradients(
+        *(loss_of(Sampled(K1(clamp)), x) for clamp in (None, 1e-3)), by=x.logits
+    )
+    assert torch.allclose(free / free.norm(), bound / bound.norm(), atol=1e-12)
 
 
 def test_a_clamp_of_a_supervised_estimate_is_refused() -> None:
@@ -304,95 +349,243 @@ def test_a_clamp_of_a_supervised_estimate_is_refused() -> None:
         SampledConfig(kind="k2", clamp=1.0)
 
 
-@pytest.mark.parametrize(
-    ("config", "kind"),
-    [(JSDConfig(kind="jsd"), JSD), (SampledConfig(kind="k2"), SampledEstimator)],
-)
-def test_every_config_builds_its_objective(config: Any, kind: type) -> None:
-    assert isinstance(build_loss(config), kind)
+# ── sampled tokens ─────────────────────────────────────────────────────────────────────────────
 
 
-def reference_k1(x: LossInputs, clamp: float) -> float:
-    """Token by token, in plain Python floats."""
-    total = 0.0
-    for t, token in enumerate(x.targets.tolist()):
-        log_q, log_p = x.logprobs[t, token].item(), x.teacher_logprobs[t].item()
-        total -= max(-clamp, min(clamp, log_p - log_q)) * log_q
+@pytest.mark.parametrize("loss", ESTIMATORS)
+def test_a_supervised_estimator_has_the_numerical_gradient(loss: Term) -> None:
+    x = case(n=3)
+    assert torch.autograd.gradcheck(lambda z: loss_of(loss, x, z), (x.logits,))
+
+
+@pytest.mark.parametrize("loss", ESTIMATORS)
+def test_an_estimate_of_equal_distributions_is_zero(loss: Term) -> None:
+    assert loss_of(loss, case(same=True)).item() == pytest.approx(0.0, abs=1e-12)
+
+
+def expected_gradient(loss: Term, x: Case) -> torch.Tensor:
+    """E over y ~ q of the estimator's gradient: every token with its probability."""
+    total = torch.zeros_like(x.logits)
+    q = x.logits.softmax(-1).detach()
+    for token in range(x.logits.shape[-1]):
+        tokens = replace(
+            x.tokens, targets=torch.tensor([token]), teacher_logprobs=x.teacher[:, token]
+        )
+        total += q[0, token] * gradients(loss_of(loss, replace(x, tokens=tokens)), by=x.logits)[0]
     return total
 
 
-@pytest.mark.parametrize("clamp", [None, 0.3, 100.0])
-def test_k1_equals_the_per_token_reference(clamp: float | None) -> None:
-    expected = reference_k1(inputs(), clamp or math.inf)
-    assert K1(clamp)(inputs()).loss.item() == pytest.approx(expected, rel=1e-12)
-
-
-def test_k1_without_a_clamp_counts_no_clamped_tokens() -> None:
-    assert K1(None)(inputs()).metrics == {}
-
-
-def test_k1_of_no_tokens_is_zero() -> None:
-    assert K1(0.5)(inputs(n=0)).loss.item() == 0.0
-
-
-def test_k1_needs_no_top_k() -> None:
-    x = inputs()
-    sampled = LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None)
-    assert K1(None)(sampled).loss.item() == K1(None)(x).loss.item()
-
-
-def test_the_clamp_of_k1_keeps_the_direction_of_the_gradient() -> None:
-    torch.manual_seed(3)
-    logits = torch.randn(1, V, dtype=torch.float64, requires_grad=True)
-    x = inputs(logits=logits, n=1)
-    (free,) = torch.autograd.grad(K1(None)(x).loss, logits, retain_graph=True)
-    (bound,) = torch.autograd.grad(K1(1e-3)(x).loss, logits)
-    assert torch.allclose(free / free.norm(), bound / bound.norm(), atol=1e-12)
-
-
-@pytest.mark.parametrize("build", [ForwardKL, ReverseKL, partial(JSD, 0.5)])
-def test_all_tails_agree_on_a_support_of_the_whole_vocabulary(
-    build: Callable[[Tail], TokenLoss],
-) -> None:
-    losses = [build(tail)(inputs(k=V)).loss.item() for tail in TAILS]
-    assert losses == pytest.approx([losses[0]] * len(TAILS), rel=1e-9)
-
-
-@pytest.mark.parametrize("tail", ["bucket", "renormalize"])
-def test_forward_kl_of_equal_distributions_has_no_gradient(tail: Tail) -> None:
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    (gradient,) = torch.autograd.grad(
-        ForwardKL(tail)(inputs(logits=logits, same=True)).loss, logits
+@pytest.mark.parametrize(
+    ("loss", "target"),
+    [
+        (Sampled(K1(None)), "reverse_kl"),
+        (Sampled(SampledEstimator("k2", "supervised", None)), "reverse_kl"),
+        (Sampled(SampledEstimator("k3", "supervised", None)), "forward_kl"),
+        (Sampled(SampledEstimator("abs", "supervised", None)), "l1"),
+    ],
+)
+def test_an_estimator_follows_its_divergence_in_expectation(loss: Term, target: str) -> None:
+    x = case(seed=2, n=1)
+    exact = (
+        (x.logits.softmax(-1) - x.teacher.exp()).abs().sum()
+        if target == "l1"
+        else divergences(target, x, None, x.logits).sum()
     )
-    assert gradient.abs().max() < 1e-12
+    wanted = gradients(exact, by=x.logits)[0]
+    assert torch.allclose(expected_gradient(loss, x), wanted, atol=1e-12)
 
 
-def test_ignore_has_the_gradient_of_the_truncated_cross_entropy() -> None:
-    """q_j P - p_j on the support, q_j P outside, with P the teacher's mass on it."""
-    logits = torch.randn(N, V, dtype=torch.float64, requires_grad=True)
-    x = inputs(logits=logits)
-    assert x.teacher_ids is not None
-    assert x.teacher_topk_logprobs is not None
-    (gradient,) = torch.autograd.grad(ForwardKL("ignore")(x).loss, logits)
-    p = torch.zeros_like(gradient).scatter(-1, x.teacher_ids, x.teacher_topk_logprobs.exp())
-    expected = logits.detach().softmax(-1) * p.sum(-1, keepdim=True) - p
-    assert torch.allclose(gradient, expected, atol=1e-12)
+@pytest.mark.parametrize("kind", ["k2", "k3", "abs"])
+def test_a_policy_gradient_estimator_weights_log_q_by_its_negative_estimate(
+    kind: Literal["k2", "k3", "abs"],
+) -> None:
+    x = case()
+    log_q = x.logits.log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    assert x.tokens.teacher_logprobs is not None
+    gap = (log_q - x.tokens.teacher_logprobs).detach()
+    estimate = {"k2": gap**2 / 2, "k3": torch.exp(-gap) - 1 + gap, "abs": gap.abs()}[kind]
+    wanted = (estimate.clamp_max(0.7) * log_q).sum()
+    loss, metrics = run(Sampled(SampledEstimator(kind, "policy_gradient", 0.7)), x)
+    ours, theirs = gradients(loss, wanted, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert metrics["clamped"].tolist() == (estimate > 0.7).tolist()
 
 
-@pytest.mark.parametrize("loss", [ReverseKL("bucket"), JSD(0.5, "bucket")])
-def test_divergences_refuse_sampled_token_scores(loss: TokenLoss) -> None:
-    x = inputs()
-    with pytest.raises(ValueError, match="the teacher's top-k"):
-        loss(LossInputs(x.logprobs, x.targets, x.teacher_logprobs, None, None))
+def test_a_sampled_objective_needs_no_top_k() -> None:
+    x = case()
+    bare = replace(x, tokens=replace(x.tokens, teacher_ids=None, teacher_topk_logprobs=None))
+    assert loss_of(Sampled(K1(None)), bare).item() == loss_of(Sampled(K1(None)), x).item()
+
+
+@pytest.mark.parametrize("loss", [Sampled(K1(0.5)), *ESTIMATORS, term(ForwardKL(), "bucket")])
+def test_no_tokens_have_no_loss(loss: Term) -> None:
+    assert loss_of(loss, case(n=0)).item() == 0.0
+
+
+# ── importance weights ─────────────────────────────────────────────────────────────────────────
+
+
+def ratio(x: Case, temperature: float = 1.0) -> torch.Tensor:
+    log_q = (x.logits / temperature).log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    return (log_q - x.tokens.rollout_logprobs).exp()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tail", SUPPORTS)
+def test_importance_weights_are_truncated_and_held_constant(
+    tail: Tail | None, temperature: float
+) -> None:
+    x = case()
+    weights = ratio(x, temperature).detach()
+    values = divergences("reverse_kl", x, tail, x.logits)
+    wanted = (weights.clamp_max(1.1) * values).sum()
+    objective = Objective(term(ReverseKL(), tail), importance_cap=1.1, temperature=temperature)
+    loss, metrics = run(objective, for_support(x, tail))
+    ours, theirs = gradients(loss, wanted, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert torch.allclose(metrics["importance"], weights, atol=1e-12)
+    assert metrics["truncated"].tolist() == (weights > 1.1).tolist()
+
+
+def test_a_fresh_sample_has_importance_one_at_any_temperature() -> None:
+    x = case()
+    fresh = (x.logits.detach() / 0.6).log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    y = replace(x, tokens=replace(x.tokens, rollout_logprobs=fresh))
+    metrics = run(Objective(Sampled(K1(None)), importance_cap=2.0, temperature=0.6), y)[1]
+    assert torch.allclose(metrics["importance"], torch.ones(6, dtype=DOUBLE))
+    assert metrics["rollout_gap"].max() < 1e-12
+
+
+def test_importance_weights_make_a_stale_sample_follow_the_current_student() -> None:
+    """Σ_y mu(y) · (q/mu)(y) · ∇k1(y) is the gradient of KL(q ‖ p), whoever mu is."""
+    x = case(seed=5, n=1)
+    log_mu = torch.randn(1, 11, dtype=DOUBLE).log_softmax(-1)
+    total = torch.zeros_like(x.logits)
+    for token in range(11):
+        tokens = replace(
+            x.tokens,
+            targets=torch.tensor([token]),
+            teacher_logprobs=x.teacher[:, token],
+            rollout_logprobs=log_mu[:, token],
+        )
+        loss = loss_of(Objective(Sampled(K1(None)), importance_cap=1e9), replace(x, tokens=tokens))
+        total += log_mu[0, token].exp() * gradients(loss, by=x.logits)[0]
+    wanted = gradients(divergences("reverse_kl", x, None, x.logits).sum(), by=x.logits)[0]
+    assert torch.allclose(total, wanted, atol=1e-12)
+
+
+# ── rewards ────────────────────────────────────────────────────────────────────────────────────
+
+
+def surrogate(x: Case, temperature: float = 1.0) -> torch.Tensor:
+    """PPO's clipped surrogate of each token, by autograd."""
+    assert x.tokens.advantages is not None
+    r, a = ratio(x, temperature), x.tokens.advantages
+    return -torch.minimum(r * a, r.clamp(0.8, 1.3) * a)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("tail", SUPPORTS)
+@pytest.mark.parametrize("kind", DIVERGENCES)
+def test_reward_and_distillation_add_up(kind: str, tail: Tail | None, temperature: float) -> None:
+    x = case()
+    assert x.tokens.reward_weights is not None
+    wanted = (x.tokens.reward_weights * surrogate(x, temperature)).sum() + divergences(
+        kind, x, tail, x.logits
+    ).sum()
+    objective = Objective(
+        term(DIVERGENCES[kind], tail),
+        surrogate=ClippedSurrogate(0.2, 0.3),
+        temperature=temperature,
+    )
+    loss = loss_of(objective, for_support(x, tail))
+    ours, theirs = gradients(loss, wanted, by=x.logits)
+    assert torch.allclose(loss, wanted, atol=1e-12)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize(("student", "teacher"), [(11, 14), (14, 11)])
+def test_the_reward_is_normalized_over_all_of_the_students_rows(student: int, teacher: int) -> None:
+    torch.manual_seed(7)
+    x = case(v=11)
+    logits = torch.randn(6, student, dtype=DOUBLE, requires_grad=True)
+    y = Case(logits, torch.randn(6, teacher, dtype=DOUBLE), x.tokens)
+    common = replace(y, teacher=y.teacher[:, :11].log_softmax(-1))
+    assert y.tokens.reward_weights is not None
+    wanted = (y.tokens.reward_weights * surrogate(y)).sum() + divergences(
+        "jsd", common, None, logits[:, :11]
+    ).sum()
+    loss = loss_of(
+        Objective(OnVocabulary(jsd(0.3), None), surrogate=ClippedSurrogate(0.2, 0.3)), y.states()
+    )
+    ours, theirs = gradients(loss, wanted, by=logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+def test_the_reward_alone_needs_no_distillation() -> None:
+    x = case()
+    assert x.tokens.reward_weights is not None
+    wanted = (x.tokens.reward_weights * surrogate(x)).sum()
+    objective = Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.3))
+    loss, metrics = run(objective, x)
+    ours, theirs = gradients(loss, wanted, by=x.logits)
+    assert torch.allclose(ours, theirs, atol=1e-12)
+    assert metrics["distillation"].abs().max() == 0
+
+
+def test_a_clipped_token_has_no_gradient_and_is_counted() -> None:
+    x = case()
+    metrics = run(Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.3)), x)[1]
+    assert x.tokens.advantages is not None
+    r, a = ratio(x), x.tokens.advantages
+    assert metrics["clipped"].tolist() == (((r > 1.3) & (a > 0)) | ((r < 0.8) & (a < 0))).tolist()
+
+
+# ── from the config ────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.parametrize(
-    "loss", [ForwardKL("bucket"), K1(0.5), K1(None), *DIVERGENCES, *ESTIMATORS]
+    ("config", "divergence"),
+    [
+        (ForwardKLConfig(), "forward_kl"),
+        (ReverseKLConfig(kind="reverse_kl"), "reverse_kl"),
+        (JSDConfig(kind="jsd", beta=0.3), "jsd"),
+    ],
 )
-def test_a_loss_is_the_sum_of_its_tokens(loss: TokenLoss) -> None:
-    x = inputs()
-    alone = [
-        loss(LossInputs(*(value[t : t + 1] for value in vars(x).values()))).loss.item()
-        for t in range(N)
-    ]
-    assert loss(x).loss.item() == pytest.approx(sum(alone), rel=1e-12)
+def test_the_config_names_the_divergence(config: Any, divergence: str) -> None:
+    x = case()
+    expected = divergences(divergence, x, "bucket", x.logits).sum()
+    assert loss_of(build_objective(config), x).item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize("tail", TAILS)
+def test_the_config_names_the_tail(tail: Tail) -> None:
+    expected = loss_of(OnTopK(ForwardKL(), tail, None), case()).item()
+    assert loss_of(build_objective(ForwardKLConfig(tail=tail)), case()).item() == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "loss"),
+    [
+        (K1Config(kind="k1", importance="off"), Sampled(K1(None))),
+        (
+            SampledConfig(kind="k3", importance="off"),
+            Sampled(SampledEstimator("k3", "supervised", None)),
+        ),
+        (K1Config(kind="k1"), Objective(Sampled(K1(None)), importance_cap=2.0)),
+    ],
+)
+def test_the_config_names_the_estimator(config: Any, loss: Any) -> None:
+    assert loss_of(build_objective(config), case()).item() == loss_of(loss, case()).item()
+
+
+def test_importance_is_off_for_divergences_unless_asked_for() -> None:
+    assert "truncated" not in run(build_objective(ForwardKLConfig()), case())[1]
+    asked = ForwardKLConfig(importance="truncated")
+    assert "truncated" in run(build_objective(asked), case())[1]
+
+
+def test_a_weight_of_zero_leaves_the_reward_alone() -> None:
+    built = build_objective(ForwardKLConfig(weight=0), RewardConfig())
+    alone = Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.2))
+    assert loss_of(built, case()).item() == loss_of(alone, case()).item()

@@ -50,7 +50,7 @@ def test_rows_are_those_that_predict_the_response_tokens() -> None:
 
 def test_targets_are_the_response_tokens() -> None:
     packed = pack([random_sample(0, 2), random_sample(1, 3)])
-    assert packed.input_ids[0, packed.rows + 1].tolist() == packed.targets.tolist()
+    assert packed.input_ids[0, packed.rows + 1].tolist() == packed.tokens.targets.tolist()
 
 
 def test_positions_start_anew_with_every_sample() -> None:
@@ -64,12 +64,12 @@ def test_an_empty_response_adds_no_row() -> None:
 
 def test_top_k_scores_line_up_with_the_rows() -> None:
     packed = pack([random_sample(0, 2, k=4), random_sample(1, 3, k=4)])
-    assert packed.teacher_ids is not None
-    assert packed.teacher_ids.shape == (5, 4)
+    assert packed.tokens.teacher_ids is not None
+    assert packed.tokens.teacher_ids.shape == (5, 4)
 
 
 def test_mixed_scores_are_refused() -> None:
-    with pytest.raises(TypeError, match="mixes"):
+    with pytest.raises(TypeError, match="several kinds"):
         pack([random_sample(0, 2, k=4), random_sample(1, 2)])
 
 
@@ -89,14 +89,14 @@ def test_packed_top_k_scores_are_those_of_the_samples_in_order() -> None:
     samples = [random_sample(0, 2, k=4), random_sample(1, 0, k=4), random_sample(2, 3, k=4)]
     packed = pack(samples)
     expected = np.concatenate([vars(sample.scores)["ids"] for sample in samples])
-    assert packed.teacher_ids is not None
-    assert packed.teacher_ids.tolist() == expected.tolist()
+    assert packed.tokens.teacher_ids is not None
+    assert packed.tokens.teacher_ids.tolist() == expected.tolist()
 
 
 def test_packed_rollout_logprobs_line_up_with_the_targets() -> None:
     samples = [random_sample(0, 2), random_sample(1, 3)]
     expected = np.concatenate([sample.rollout.rollout_logprobs for sample in samples])
-    assert pack(samples).rollout_logprobs.tolist() == expected.tolist()
+    assert pack(samples).tokens.rollout_logprobs.tolist() == expected.tolist()
 
 
 def test_one_token_responses_have_one_row_each() -> None:

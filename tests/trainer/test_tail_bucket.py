@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.losses import ForwardKL, LossInputs
+from tests.trainer.oracle import Case, loss_of, term
+from trainer.losses import ForwardKL, Tokens
 
 SUPPORT = 4
 TEACHER = torch.tensor([[0.5, 0.25, 0.15, 0.05, 0.0125, 0.0125, 0.0125, 0.0125]]).double().log()
@@ -21,9 +22,9 @@ def collapsed(dtype: torch.dtype) -> torch.Tensor:
 def bucketed(logits: torch.Tensor) -> torch.Tensor:
     teacher = TEACHER.to(logits.dtype)
     ids = torch.arange(SUPPORT)[None]
-    logprobs, own = logits.log_softmax(-1), teacher[:, 0]
-    inputs = LossInputs(logprobs, torch.tensor([0]), own, ids, teacher[:, :SUPPORT])
-    return ForwardKL("bucket")(inputs).loss
+    one, own = torch.ones(1), teacher[:, 0]
+    tokens = Tokens(torch.tensor([0]), own, one, own, ids, teacher[:, :SUPPORT])
+    return loss_of(term(ForwardKL(), "bucket"), Case(logits, teacher, tokens))
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:
@@ -48,9 +49,22 @@ def test_a_collapsed_student_is_still_pulled_to_the_outside(dtype: torch.dtype) 
     assert torch.allclose(gradient.double(), expected, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("distance", [100.0, 1000.0])
+def test_a_student_that_leaves_the_outside_nothing_in_float32_is_still_pulled(
+    distance: float,
+) -> None:
+    logits = torch.tensor([[3.0, 2.0, 1.0, 0.0, *[-distance] * 4]], requires_grad=True)
+    (gradient,) = torch.autograd.grad(bucketed(logits), logits)
+    outside = TEACHER[:, SUPPORT:].exp().sum() / 4
+    assert torch.allclose(gradient[:, SUPPORT:], -outside.float(), rtol=1e-4)
+
+
 def test_a_support_of_the_whole_vocabulary_has_no_bucket() -> None:
     logits = torch.randn(3, 8, dtype=torch.float32, requires_grad=True)
-    log_q = logits.log_softmax(-1)
-    best = log_q.detach().topk(8, dim=-1)
-    inputs = LossInputs(log_q, torch.zeros(3).long(), log_q[:, 0], best.indices, best.values)
-    assert ForwardKL("bucket")(inputs).loss.item() == pytest.approx(0.0, abs=1e-6)
+    log_q = logits.detach().log_softmax(-1)
+    best = log_q.topk(8, dim=-1)
+    tokens = Tokens(
+        torch.zeros(3).long(), log_q[:, 0], torch.ones(3), log_q[:, 0], best.indices, best.values
+    )
+    loss = loss_of(term(ForwardKL(), "bucket"), Case(logits, log_q, tokens))
+    assert loss.item() == pytest.approx(0.0, abs=1e-6)

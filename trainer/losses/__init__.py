@@ -1,52 +1,85 @@
-"""Objectives, one file each. All are sums over response tokens, in nats; the learner divides.
+"""Objectives, one file each: losses of response tokens, in nats, with their gradients.
 
 ``q`` is the student under its current weights, ``p`` the teacher; both at temperature 1. Responses
 were sampled from the student (of a possibly older version).
+
+    divergence (forward_kl, reverse_kl, jsd) ── over top-k or vocabulary ──┐
+    estimator (k1, k2, k3, abs) ── of the sampled token ───────────────────┼─► Objective ─► chunked
+    reward's surrogate ────────────────────────────────────────────────────┘
 """
 
 from __future__ import annotations
 
-from typing import assert_never
+from typing import TYPE_CHECKING
 
-from async_opd.core.config import (
-    ForwardKLConfig,
-    JSDConfig,
-    K1Config,
-    Loss,
-    ReverseKLConfig,
-    SampledConfig,
-)
-from trainer.losses.base import LossInputs, LossSums, TokenLoss
+from trainer.losses.base import Divergence, TeacherStates, Tokens
+from trainer.losses.chunked import Head, chunked_loss
 from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
-from trainer.losses.jsd import JSD
+from trainer.losses.jsd import JSD, jsd
 from trainer.losses.k1 import K1
+from trainer.losses.objective import Objective
 from trainer.losses.reverse_kl import ReverseKL
+from trainer.losses.surrogate import ClippedSurrogate
+from trainer.losses.terms import OnTopK, OnVocabulary, Sampled, Term, Watched
+
+if TYPE_CHECKING:
+    from async_opd.core.config import Loss, RewardConfig
+    from async_opd.core.loss_config import Divergence as DivergenceConfig
 
 __all__ = [
     "JSD",
     "K1",
+    "ClippedSurrogate",
+    "Divergence",
     "ForwardKL",
-    "LossInputs",
-    "LossSums",
+    "Head",
+    "Objective",
+    "OnTopK",
+    "OnVocabulary",
     "ReverseKL",
+    "Sampled",
     "SampledEstimator",
-    "TokenLoss",
-    "build_loss",
+    "TeacherStates",
+    "Term",
+    "Tokens",
+    "Watched",
+    "build_objective",
+    "chunked_loss",
+    "jsd",
 ]
 
 
-def build_loss(config: Loss) -> TokenLoss:
-    """The objective a config names."""
-    match config:
-        case ForwardKLConfig():
-            return ForwardKL(config.tail)
-        case ReverseKLConfig():
-            return ReverseKL(config.tail)
-        case JSDConfig():
-            return JSD(config.beta, config.tail)
-        case K1Config():
-            return K1(config.clamp)
-        case SampledConfig():
-            return SampledEstimator(config.kind, config.gradient, config.clamp)
-    assert_never(config)
+def build_objective(
+    loss: Loss, reward: RewardConfig | None = None, temperature: float = 1.0
+) -> Objective:
+    """The objective that a config names; ``temperature`` is the one rollouts are sampled at."""
+    sampled = loss.kind in ("k1", "k2", "k3", "abs")
+    truncated = loss.importance == "truncated" or (loss.importance == "auto" and sampled)
+    return Objective(
+        _term(loss),
+        importance_cap=loss.importance_cap if truncated else None,
+        surrogate=ClippedSurrogate(reward.clip_low, reward.clip_high) if reward else None,
+        temperature=temperature,
+    )
+
+
+def _term(loss: Loss) -> Term:
+    if loss.weight == 0:
+        return Sampled(Watched())
+    if loss.kind == "forward_kl":
+        return _over(ForwardKL(), loss)
+    if loss.kind == "reverse_kl":
+        return _over(ReverseKL(), loss)
+    if loss.kind == "jsd":
+        return _over(jsd(loss.beta), loss)
+    if loss.kind == "k1":
+        return Sampled(K1(loss.clamp))
+    return Sampled(SampledEstimator(loss.kind, loss.gradient, loss.clamp))
+
+
+def _over(divergence: Divergence, loss: DivergenceConfig) -> Term:
+    """The divergence over the support that the config names."""
+    if loss.support == "full_vocab":
+        return OnVocabulary(divergence, loss.clamp)
+    return OnTopK(divergence, loss.tail, loss.clamp)

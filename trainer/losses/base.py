@@ -1,43 +1,79 @@
-"""What an objective gets and gives."""
+"""What objectives get: the response tokens of a micro-batch, and what is known about them.
+
+N: response tokens, V: the student's vocabulary, k: tokens of a top-k support. ``q`` is the student
+under its current weights, ``p`` the teacher, ``mu`` the distribution that was sampled.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, Protocol
 
 import torch
 
+Slopes = tuple[torch.Tensor, torch.Tensor]
+"""(value [n], slope [n, K]): a loss per token, and its derivative with respect to each log q_i,
+as if they were independent of each other; ``rows.py`` knows that they are not."""
+
+
+class Divergence(Protocol):
+    """A divergence of two distributions over the same K outcomes, log p and log q [n, K]."""
+
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes: ...
+
 
 @dataclass(frozen=True)
-class LossInputs:
-    """A chunk of N response tokens; V: vocabulary, k: the teacher's top-k.
+class TeacherStates:
+    """Final hidden states [n, H] of one teacher, for the rows from ``start`` on."""
 
-    ``logprobs`` float32 [N, V] of the student, with gradient; ``targets`` [N] the sampled tokens;
-    ``teacher_logprobs`` [N] of the sampled tokens; ``teacher_ids``, ``teacher_topk_logprobs``
-    [N, k] by falling probability, or None.
-    """
-
-    logprobs: torch.Tensor
-    targets: torch.Tensor
-    teacher_logprobs: torch.Tensor
-    teacher_ids: torch.Tensor | None
-    teacher_topk_logprobs: torch.Tensor | None
+    teacher: str
+    start: int
+    states: torch.Tensor
 
     @property
-    def sampled(self) -> torch.Tensor:
-        """log q of the sampled tokens, [N], with gradient."""
-        return self.logprobs.gather(-1, self.targets[:, None])[:, 0]
+    def rows(self) -> slice:
+        """The rows they belong to."""
+        return slice(self.start, self.start + len(self.states))
 
 
 @dataclass(frozen=True)
-class LossSums:
-    """``loss`` is a scalar with gradient: the sum over tokens. ``metrics`` are sums over tokens."""
+class Tokens:
+    """Response tokens; every tensor has one row each.
 
-    loss: torch.Tensor
-    metrics: dict[str, torch.Tensor] = field(default_factory=dict)
+    ``targets`` int64 [N] the sampled tokens and ``rollout_logprobs`` [N] log mu of them;
+    ``weights`` [N] each one's share of the distillation loss (``reduction.py``), ``reward_weights``
+    [N] of the reward's; ``advantages`` [N] where there is a reward. Of the teacher:
+    ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
+    ``teacher_topk_logprobs`` [N, k]; or ``teacher_states``, which cover all rows in order.
+    """
 
+    targets: torch.Tensor
+    rollout_logprobs: torch.Tensor
+    weights: torch.Tensor
+    teacher_logprobs: torch.Tensor | None = None
+    teacher_ids: torch.Tensor | None = None
+    teacher_topk_logprobs: torch.Tensor | None = None
+    teacher_states: tuple[TeacherStates, ...] = ()
+    advantages: torch.Tensor | None = None
+    reward_weights: torch.Tensor | None = None
 
-class TokenLoss(Protocol):
-    """An objective that is a sum over response tokens."""
+    def __len__(self) -> int:
+        return len(self.targets)
 
-    def __call__(self, inputs: LossInputs) -> LossSums: ...
+    def part(self, rows: slice) -> Tokens:
+        """Some of the rows, without hidden states."""
+        return replace(self._map(lambda tensor: tensor[rows]), teacher_states=())
+
+    def to(self, device: torch.device) -> Tokens:
+        """The same on another device."""
+        states = tuple(
+            replace(one, states=one.states.to(device, non_blocking=True))
+            for one in self.teacher_states
+        )
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, teacher_states=states)
+
+    def _map(self, change: Any) -> Tokens:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {k: change(v) for k, v in tensors.items() if isinstance(v, torch.Tensor)}
+        return replace(self, **changed)

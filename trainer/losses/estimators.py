@@ -13,17 +13,31 @@ what others call by this name. k1 has a file of its own: supervised, it teaches 
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
-
-from trainer.losses.base import LossInputs, LossSums
 
 Estimator = Literal["k2", "k3", "abs"]
 
 
+@dataclass(frozen=True)
+class SampledSlopes:
+    """A value per token [n], its derivative by log q(y) [n], and which advantages were clamped."""
+
+    value: torch.Tensor
+    slope: torch.Tensor
+    clamped: torch.Tensor | None = None
+
+
+class SampledLoss(Protocol):
+    """A loss of log p(y) and log q(y), each [n]."""
+
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes: ...
+
+
 class SampledEstimator:
-    """Sum over tokens of the estimate, or of its policy gradient."""
+    """The estimate of each token, or its policy gradient."""
 
     def __init__(
         self,
@@ -35,22 +49,25 @@ class SampledEstimator:
         self._gradient = gradient
         self._clamp = clamp
 
-    def __call__(self, inputs: LossInputs) -> LossSums:
-        """Metric ``clamped``: tokens whose policy-gradient advantage the clamp touches."""
-        log_q = inputs.sampled
-        value = self._estimate(log_q - inputs.teacher_logprobs)
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+        value, slope = self._estimate(log_q - log_p)
         if self._gradient == "supervised":
-            return LossSums(value.sum())
-        advantage = -value.detach()
-        metrics = {}
-        if self._clamp is not None:
-            metrics["clamped"] = (advantage.abs() > self._clamp).sum()
-            advantage = advantage.clamp(-self._clamp, self._clamp)
-        return LossSums(-(advantage * log_q).sum(), metrics)
+            return SampledSlopes(value, slope)
+        return policy_gradient(-value, log_q, self._clamp)
 
-    def _estimate(self, gap: torch.Tensor) -> torch.Tensor:
+    def _estimate(self, gap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._kind == "k2":
-            return gap.square() / 2
+            return gap.square() / 2, gap
         if self._kind == "k3":
-            return torch.expm1(-gap) + gap
-        return gap.abs()
+            return torch.expm1(-gap) + gap, -torch.expm1(-gap)
+        return gap.abs(), gap.sign()
+
+
+def policy_gradient(
+    advantage: torch.Tensor, log_q: torch.Tensor, clamp: float | None
+) -> SampledSlopes:
+    """-A log q(y), with the advantage bounded to [-clamp, clamp]."""
+    if clamp is None:
+        return SampledSlopes(-advantage * log_q, -advantage)
+    bounded = advantage.clamp(-clamp, clamp)
+    return SampledSlopes(-bounded * log_q, -bounded, advantage.abs() > clamp)

@@ -1,9 +1,10 @@
 """Generalized Jensen-Shannon divergence (GKD, arXiv:2306.13649, eq. 2).
 
     JSD_t = β Σ_i p_i (log p_i - log m_i) + (1 - β) Σ_i q_i (log q_i - log m_i)
-    m = β p + (1 - β) q,     β = 0: forward KL(p ‖ q),     β = 1: reverse KL(q ‖ p)
+    m = β p + (1 - β) q,     ∂/∂log q_i = (1 - β) q_i (log q_i - log m_i)
 
-The formula itself is 0 at both ends; there the field takes the KL that JSD/β, JSD/(1 - β) tend to.
+β = 0 is forward KL(p ‖ q), β = 1 reverse KL(q ‖ p). The formula itself is 0 at both ends; there the
+field takes the KL that JSD/β, JSD/(1 - β) tend to.
 """
 
 from __future__ import annotations
@@ -12,28 +13,26 @@ import math
 
 import torch
 
-from trainer.losses.base import LossInputs, LossSums
-from trainer.losses.support import Tail, on_teacher_topk, topk_mass
+from trainer.losses.base import Divergence, Slopes
+from trainer.losses.forward_kl import LEAST, ForwardKL
+from trainer.losses.reverse_kl import ReverseKL
 
 
 class JSD:
-    """Sum over tokens of JSD_t."""
+    """JSD of each row, for 0 < β < 1."""
 
-    def __init__(self, beta: float, tail: Tail) -> None:
+    def __init__(self, beta: float) -> None:
         self._beta = beta
-        self._tail = tail
 
-    def __call__(self, inputs: LossInputs) -> LossSums:
-        """ValueError without the teacher's top-k."""
-        log_p, log_q = on_teacher_topk(inputs, self._tail)
-        return LossSums(self._sum(log_p, log_q), {"teacher_topk_mass": topk_mass(inputs)})
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes:
+        beta = self._beta
+        log_p = log_p.clamp_min(LEAST)
+        log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
+        from_p = (log_p - log_m).mul_(log_p.exp()).sum(-1)
+        from_q = (log_q - log_m).mul_(log_q.exp()).mul_(1 - beta)
+        return beta * from_p + from_q.sum(-1), from_q
 
-    def _sum(self, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-        if self._beta == 0:
-            return (log_p.exp() * (log_p - log_q)).sum()
-        if self._beta == 1:
-            return (log_q.exp() * (log_q - log_p)).sum()
-        log_m = torch.logaddexp(log_p + math.log(self._beta), log_q + math.log(1 - self._beta))
-        from_p = (log_p.exp() * (log_p - log_m)).sum()
-        from_q = (log_q.exp() * (log_q - log_m)).sum()
-        return self._beta * from_p + (1 - self._beta) * from_q
+
+def jsd(beta: float) -> Divergence:
+    """The divergence of a β, which at both ends is a KL."""
+    return ForwardKL() if beta == 0 else ReverseKL() if beta == 1 else JSD(beta)

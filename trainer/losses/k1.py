@@ -12,21 +12,16 @@ student's current weights, never under those that sampled.
 
 from __future__ import annotations
 
-from trainer.losses.base import LossInputs, LossSums
+import torch
+
+from trainer.losses.estimators import SampledSlopes, policy_gradient
 
 
 class K1:
-    """Sum over tokens of -A_t log q(y_t)."""
+    """-A_t log q(y_t) of each token."""
 
     def __init__(self, clamp: float | None) -> None:
         self._clamp = clamp
 
-    def __call__(self, inputs: LossInputs) -> LossSums:
-        """Metric ``clamped``: tokens whose advantage the clamp touches."""
-        log_q = inputs.sampled
-        advantage = (inputs.teacher_logprobs - log_q).detach()
-        metrics = {}
-        if self._clamp is not None:
-            metrics["clamped"] = (advantage.abs() > self._clamp).sum()
-            advantage = advantage.clamp(-self._clamp, self._clamp)
-        return LossSums(-(advantage * log_q).sum(), metrics)
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+        return policy_gradient(log_p - log_q, log_q, self._clamp)

@@ -1,24 +1,22 @@
 """Reverse KL(q ‖ p): mode seeking (MiniLLM, arXiv:2306.08543), exact over the support.
 
-    KL_t = Σ_i q_i (log q_i - log p_i)        over the outcomes of ``support.py``
+    KL_t = Σ_i q_i (log q_i - log p_i)        ∂/∂log q_i = q_i (log q_i - log p_i + 1)
 
 Always computed under the student's current weights: reverse KL does not tolerate a stale signal.
+Infinite where the teacher excludes an outcome (log p = -inf) that the student does not.
 """
 
 from __future__ import annotations
 
-from trainer.losses.base import LossInputs, LossSums
-from trainer.losses.support import Tail, on_teacher_topk, topk_mass
+import torch
+
+from trainer.losses.base import Slopes
 
 
 class ReverseKL:
-    """Sum over tokens of KL_t."""
+    """KL(q ‖ p) of each row."""
 
-    def __init__(self, tail: Tail) -> None:
-        self._tail = tail
-
-    def __call__(self, inputs: LossInputs) -> LossSums:
-        """ValueError without the teacher's top-k."""
-        log_p, log_q = on_teacher_topk(inputs, self._tail)
-        loss = (log_q.exp() * (log_q - log_p)).sum()
-        return LossSums(loss, {"teacher_topk_mass": topk_mass(inputs)})
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes:
+        q = log_q.exp()
+        terms = (log_q - log_p).mul_(q)
+        return terms.sum(-1), q.add_(terms)

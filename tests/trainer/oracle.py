@@ -1,0 +1,128 @@
+"""Objectives the straightforward way: all logits, log-softmax, autograd, one formula each."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from trainer.losses import Objective, OnTopK, OnVocabulary, Term, Tokens, chunked_loss
+from trainer.losses.base import Divergence, TeacherStates
+
+Tail = Literal["bucket", "ignore", "renormalize"]
+DOUBLE = torch.float64
+
+
+@dataclass(frozen=True)
+class Case:
+    """Logits [N, V] of a student, log p [N, V] of a teacher, and the tokens with its top-k."""
+
+    logits: torch.Tensor
+    teacher: torch.Tensor
+    tokens: Tokens
+
+    def states(self) -> Case:
+        """The same teacher as hidden states, of which the head is the identity."""
+        states = (TeacherStates("t", 0, self.teacher),)
+        return replace(self, tokens=replace(self.tokens, teacher_ids=None, teacher_states=states))
+
+
+class Identity:
+    """A head that gives the states back."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def logits(self, states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return out.copy_(states)
+
+
+def case(
+    seed: int = 0, n: int = 6, v: int = 11, k: int = 4, same: bool = False, of: str = "teacher"
+) -> Case:
+    """Random, float64. ``same``: both have one distribution. ``of``: whose top-k it is."""
+    torch.manual_seed(seed)
+    logits = torch.randn(n, v, dtype=DOUBLE)
+    log_q = logits.log_softmax(-1)
+    teacher = log_q if same else torch.randn(n, v, dtype=DOUBLE).log_softmax(-1)
+    targets = torch.randint(0, v, (n,))
+    ids = (teacher if of == "teacher" else log_q).topk(k, dim=-1).indices
+    tokens = Tokens(
+        targets=targets,
+        rollout_logprobs=log_q.gather(-1, targets[:, None])[:, 0] + 0.3 * torch.randn(n).double(),
+        weights=torch.ones(n, dtype=DOUBLE),
+        teacher_logprobs=teacher.gather(-1, targets[:, None])[:, 0],
+        teacher_ids=ids,
+        teacher_topk_logprobs=teacher.gather(-1, ids),
+        advantages=torch.randn(n, dtype=DOUBLE),
+        reward_weights=torch.rand(n, dtype=DOUBLE),
+    )
+    return Case(logits.requires_grad_(), teacher, tokens)
+
+
+def loss_of(term: Term | Objective, x: Case, logits: torch.Tensor | None = None) -> torch.Tensor:
+    """The product's loss; the head is the identity, so that hidden states are logits."""
+    return run(term, x, logits)[0]
+
+
+def run(
+    term: Term | Objective, x: Case, logits: torch.Tensor | None = None
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The product's loss and metrics."""
+    objective = Objective(term) if isinstance(term, Term) else term
+    logits = x.logits if logits is None else logits
+    eye = torch.eye(logits.shape[-1], dtype=logits.dtype)
+    heads = {"t": Identity(x.teacher.shape[-1])} if x.tokens.teacher_states else {}
+    return chunked_loss(logits, eye, None, objective, x.tokens, heads=heads)
+
+
+def outcomes(x: Case, tail: Tail | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """log p and log q of every outcome; ``tail`` None: the whole vocabulary."""
+    log_q, log_p = logits.log_softmax(-1), x.teacher
+    if tail is None:
+        return log_p, log_q
+    assert x.tokens.teacher_ids is not None
+    ids = x.tokens.teacher_ids
+    p, q = log_p.gather(-1, ids), log_q.gather(-1, ids)
+    if tail == "renormalize":
+        return p - p.logsumexp(-1, keepdim=True), q - q.logsumexp(-1, keepdim=True)
+    if tail == "bucket" and ids.shape[-1] < logits.shape[-1]:
+        rest_p, rest_q = (
+            rows.scatter(-1, ids, -torch.inf).logsumexp(-1, keepdim=True) for rows in (log_p, log_q)
+        )
+        return torch.cat([p, rest_p], -1), torch.cat([q, rest_q], -1)
+    return p, q
+
+
+def divergences(
+    kind: str, x: Case, tail: Tail | None, logits: torch.Tensor, beta: float = 0.3
+) -> torch.Tensor:
+    """One value a token, [N]."""
+    log_p, log_q = outcomes(x, tail, logits)
+    p, q = log_p.exp(), log_q.exp()
+    if kind == "forward_kl":
+        return (p * (log_p - log_q)).sum(-1)
+    if kind == "reverse_kl":
+        return (q * (log_q - log_p)).sum(-1)
+    m = (beta * p + (1 - beta) * q).log()
+    return (beta * p * (log_p - m) + (1 - beta) * q * (log_q - m)).sum(-1)
+
+
+def gradients(*losses: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.autograd.grad(loss, by, retain_graph=True)[0] for loss in losses]
+
+
+def term(divergence: Divergence, tail: Tail | None, clamp: float | None = None) -> Term:
+    """The product's term over the teacher's top-k, or the vocabulary for ``tail`` None."""
+    if tail is None:
+        return OnVocabulary(divergence, clamp)
+    return OnTopK(divergence, tail, clamp)
+
+
+def plain(x: Case, tail: Tail | None) -> list[list[tuple[float, float]]]:
+    """(p_i, q_i) of every outcome of every token, in plain Python floats."""
+    log_p, log_q = outcomes(x, tail, x.logits.detach())
+    pairs: Any = zip(log_p.tolist(), log_q.tolist(), strict=True)
+    return [[(math.exp(a), math.exp(b)) for a, b in zip(p, q, strict=True)] for p, q in pairs]

@@ -1,0 +1,109 @@
+"""What a step minimizes: distillation and reward, weighed token by token.
+
+    loss = Σ_t w_t · i_t · c_t · D_t  +  Σ_t v_t · S_t
+
+D_t the distillation term, w_t its weight and reduction, i_t the importance weight, c_t the clamp's
+scale; S_t the reward's surrogate (``surrogate.py``), v_t its weight and reduction. i and c are held
+constant.
+
+    i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143)
+
+mu is the distribution that was sampled. At a temperature other than 1, the q of both ratios has the
+same temperature: ratios measure staleness alone, and are 1 where there is none. D_t is always at
+temperature 1.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from trainer.losses.base import Tokens
+from trainer.losses.surrogate import ClippedSurrogate
+from trainer.losses.terms import Metrics, Term
+
+
+class Objective:
+    """Losses of a tile of rows; the rows become their gradient."""
+
+    def __init__(
+        self,
+        term: Term,
+        *,
+        importance_cap: float | None = None,
+        surrogate: ClippedSurrogate | None = None,
+        temperature: float = 1.0,
+    ) -> None:
+        """``importance_cap`` None: no importance weights. ``surrogate`` None: no reward."""
+        self._term = term
+        self._cap = importance_cap
+        self._surrogate = surrogate
+        self._temperature = temperature
+
+    @property
+    def needs_heads(self) -> bool:
+        """Whether it needs the teacher's logits."""
+        return self._term.needs_heads
+
+    def __call__(
+        self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None = None
+    ) -> Metrics:
+        """Overwrites logits [n, V] by the gradient; returns values [n] by name.
+
+        ``total`` is each token's part of the loss. The teacher's logits are overwritten too.
+        """
+        tempered = self._tempered(logits)
+        opened = self._term.open(logits, tokens, teacher)
+        log_q = opened.log_sampled
+        if tempered is not None:
+            log_q = tempered.gather(-1, tokens.targets[:, None])[:, 0]
+        log_ratio = log_q - tokens.rollout_logprobs.to(log_q.dtype)
+        ratio, factor = log_ratio.exp(), tokens.weights.to(log_q.dtype)
+        metrics = {
+            "distillation": opened.value,
+            "k1": opened.log_sampled - opened.teacher_sampled,
+            "rollout_gap": log_ratio.abs(),
+            "importance": ratio,
+            **opened.metrics,
+        }
+        if self._cap is not None:
+            factor = factor * ratio.clamp_max(self._cap)
+            metrics["truncated"] = ratio > self._cap
+        metrics["total"] = factor * opened.value
+        slope = self._reward(log_ratio, tokens, metrics)
+        opened.close(factor, slope if tempered is None else None)
+        if tempered is not None and slope is not None:
+            self._add_tempered(logits, tempered, tokens.targets, slope)
+        return metrics
+
+    def _tempered(self, logits: torch.Tensor) -> torch.Tensor | None:
+        if self._temperature == 1:
+            return None
+        return (logits / self._temperature).log_softmax(-1)
+
+    def _reward(
+        self, log_ratio: torch.Tensor, tokens: Tokens, metrics: Metrics
+    ) -> torch.Tensor | None:
+        """Adds the reward to the metrics; its slope by log q of the sampled tokens, [n]."""
+        if self._surrogate is None:
+            return None
+        assert tokens.advantages is not None
+        assert tokens.reward_weights is not None
+        weights = tokens.reward_weights.to(log_ratio.dtype)
+        slopes = self._surrogate(log_ratio, tokens.advantages.to(log_ratio.dtype))
+        metrics["total"] = metrics["total"] + weights * slopes.value
+        metrics["surrogate"] = slopes.value
+        if slopes.clamped is not None:
+            metrics["clipped"] = slopes.clamped
+        return weights * slopes.slope
+
+    def _add_tempered(
+        self,
+        gradient: torch.Tensor,
+        tempered: torch.Tensor,
+        targets: torch.Tensor,
+        slope: torch.Tensor,
+    ) -> None:
+        """Of a slope g by log q(y) at temperature T: g (1[j = y] - q_j) / T for each logit j."""
+        slope = (slope / self._temperature)[:, None]
+        gradient.sub_(tempered.exp_().mul_(slope))
+        gradient.scatter_add_(-1, targets[:, None], slope)

@@ -1,0 +1,41 @@
+"""From values of tokens to the metrics of a step: one transfer from the device for all of them.
+
+``total`` is summed (each token brings its share); everything else is a mean over response tokens,
+under ``loss/``. The importance ratio r = q/mu becomes
+
+    importance/mean, importance/max    of r as it is
+    importance/truncated               share of tokens above the cap, where there is one
+    importance/ess                     (Σ r)² / (N Σ r²): 1 where all ratios are the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from trainer.losses.terms import Metrics as Metrics
+
+
+def joined(reports: Sequence[Metrics]) -> Metrics:
+    """The values of several micro-batches, one after the other."""
+    filled = [report for report in reports if report]
+    if not filled:
+        return {}
+    return {name: torch.cat([one[name] for one in filled]) for name in filled[0]}
+
+
+def step_metrics(values: Metrics) -> dict[str, float]:
+    """``loss/total`` is 0 where there are no tokens."""
+    if not values:
+        return {"loss/total": 0.0}
+    found = {name: value.double() for name, value in values.items()}
+    ratio, truncated = found.pop("importance"), found.pop("truncated", None)
+    scalars = {f"loss/{name}": value.mean() for name, value in found.items()}
+    scalars["loss/total"] = found["total"].sum()
+    scalars["importance/mean"] = ratio.mean()
+    scalars["importance/max"] = ratio.max()
+    if truncated is not None:
+        scalars["importance/truncated"] = truncated.mean()
+    scalars["importance/ess"] = ratio.sum().square() / (len(ratio) * ratio.square().sum())
+    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))

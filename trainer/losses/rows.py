@@ -1,0 +1,95 @@
+"""Rows of logits, opened as log-probabilities and closed as their gradient, in the same memory.
+
+    logits z [n, V] ──open──► log q of what a loss looks at ──slopes──► close ──► ∂loss/∂z [n, V]
+
+With slopes g_i = ∂loss/∂log q_i and log q_i = z_i - lse(z), the gradient is
+
+    ∂loss/∂z_j = g_j - q_j Σ_i g_i
+
+so that a loss never needs more of the vocabulary than the outcomes it looks at.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class SupportRows:
+    """Rows of which a loss sees k tokens, the rest as one outcome, and the sampled token."""
+
+    def __init__(self, logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:
+        """``ids`` [n, k] are distinct in a row; ``targets`` [n, 1]. Takes the logits over."""
+        picked, sampled = logits.gather(-1, ids), logits.gather(-1, targets)
+        logits.scatter_(-1, ids, -torch.inf)
+        # The rest has a maximum of its own: beside a support of large logits, it would vanish.
+        peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+        logits.sub_(peak).exp_()
+        mass = logits.sum(-1, keepdim=True)
+        rest = peak + mass.log()
+        total = torch.logaddexp(rest, picked.logsumexp(-1, keepdim=True))
+        self.log_q = picked - total
+        self.log_rest = rest - total
+        self.log_sampled = sampled - total
+        self._logits, self._ids, self._targets = logits, ids, targets
+        self._scale, self._mass = (peak - total).exp(), mass
+
+    def close(
+        self, slope: torch.Tensor, rest: torch.Tensor | None, sampled: torch.Tensor | None
+    ) -> None:
+        """Overwrites the logits by the gradient of slopes [n, k], [n, 1] and [n, 1].
+
+        Of the rest's slope g, each token outside of the support gets its share g q_j / Q_rest.
+        """
+        pull = slope.sum(-1, keepdim=True)
+        for more in (rest, sampled):
+            if more is not None:
+                pull = pull + more
+        scale = -pull * self._scale
+        if rest is not None:
+            scale = scale + rest / self._mass
+        self._logits.mul_(scale)
+        self._logits.scatter_(-1, self._ids, slope - self.log_q.exp() * pull)
+        if sampled is not None:
+            self._logits.scatter_add_(-1, self._targets, sampled)
+
+
+class FullRows:
+    """Rows of which a loss sees all columns that the teacher has too.
+
+    Vocabularies may be padded differently: a divergence normalizes both sides over the first
+    ``min(V, V_teacher)`` columns, log q of the sampled token over all V of the student's.
+    """
+
+    def __init__(
+        self, logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor
+    ) -> None:
+        """``targets`` [n, 1], which the teacher has too. Takes both sides' logits over."""
+        columns = min(logits.shape[-1], teacher_logits.shape[-1])
+        self._common, self._padding = logits[:, :columns], logits[:, columns:]
+        teacher = teacher_logits[:, :columns]
+        common, own = _lse(self._common), _lse(teacher)
+        self.log_p, self.log_q = teacher.sub_(own), self._common.sub_(common)
+        self._log_share = torch.zeros_like(common)
+        if self._padding.shape[-1]:
+            total = torch.logaddexp(common, _lse(self._padding))
+            self._padding.sub_(total)
+            self._log_share = common - total
+        self.log_sampled = self.log_q.gather(-1, targets) + self._log_share
+        self.teacher_sampled = self.log_p.gather(-1, targets)
+        self._logits, self._targets = logits, targets
+
+    def close(self, slope: torch.Tensor, sampled: torch.Tensor | None) -> None:
+        """Overwrites the logits by the gradient of slopes [n, columns] and [n, 1]."""
+        pull = slope.sum(-1, keepdim=True)
+        if sampled is not None:
+            pull = pull + sampled * self._log_share.exp()
+        torch.addcmul(slope, self._common.exp_(), pull, value=-1, out=self._common)
+        if sampled is None:
+            self._padding.zero_()
+            return
+        self._padding.exp_().mul_(-sampled)
+        self._logits.scatter_add_(-1, self._targets, sampled)
+
+
+def _lse(rows: torch.Tensor) -> torch.Tensor:
+    return rows.logsumexp(-1, keepdim=True)

@@ -1,0 +1,46 @@
+"""What each token of a batch weighs, in the distillation loss and in the reward's.
+
+samples ──lengths──► reduction × weight ──┐
+   └──groups──► advantages ───────────────┴──► one Share a sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from async_opd.core.samples import Sample
+from trainer.losses.reduction import token_weights
+
+if TYPE_CHECKING:
+    from async_opd.core.loss_config import Loss, Reduction, RewardConfig
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of every token of one sample. ``advantage`` is None where there is no reward."""
+
+    weight: float = 1.0
+    reward_weight: float = 0.0
+    advantage: float | None = None
+
+
+@dataclass(frozen=True)
+class Shares:
+    """How a batch becomes shares. ``reward_weight`` None: there is no reward."""
+
+    weight: float = 1.0
+    reduction: Reduction = "token_mean"
+    max_tokens: int = 1
+
+    @classmethod
+    def of(cls, loss: Loss, reward: RewardConfig | None, max_tokens: int) -> Shares:
+        """As configured; ``max_tokens`` is ``rollout.max_tokens``."""
+        return cls(loss.weight, loss.reduction, max_tokens)
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[list[Share], dict[str, float]]:
+        """A share for each sample of a whole batch, and metrics of its rewards."""
+        lengths = [len(sample.rollout.response_ids) for sample in samples]
+        weights = token_weights(lengths, self.reduction, self.max_tokens)
+        return [Share(self.weight * weight) for weight in weights], {}
