@@ -1,11 +1,11 @@
 """A replica's feed: pulls groups as there is room, and sees to each of their rollouts.
 
-    topic prompts ──lease──► members ──a slot each──► sample ──► outbox ──► topic rollouts/<teacher>
-                                                                   └── the lease's last one: ack
+    topic prompts ──lease──► members ──a slot each──► sample ──► grade ──► outbox ──► rollouts/…
+                                                                             └── last one: ack
 
 Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
-in the queue. A rollout that waits for room in the queue holds no slot. What a replica has taken and
-not finished when it dies goes to the others: its leases are released.
+in the queue. A rollout that is graded or waits for room in the queue holds no slot. What a replica
+has taken and not finished when it dies goes to the others: its leases are released.
 """
 
 from __future__ import annotations
@@ -22,17 +22,29 @@ from async_opd.core.stages import PROMPTS, Queue, rollouts_topic
 from rollouter.slots import Slots, Turn
 
 Sample = Callable[[Prompt, str], Awaitable[Rollout]]
+Grade = Callable[[Rollout], Awaitable[Rollout]]
 
 
 class Feed:
-    """``sample(prompt, uid)`` makes one rollout; ``slots`` bounds how many at the same time."""
+    """``sample(prompt, uid)`` makes one rollout; ``slots`` bounds how many at the same time.
 
-    def __init__(self, replica: str, queue: Queue, slots: Slots, sample: Sample) -> None:
+    ``grade`` gives each its reward, where there is one.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        queue: Queue,
+        slots: Slots,
+        sample: Sample,
+        grade: Grade | None = None,
+    ) -> None:
         self.rollouts = 0
         self._replica = replica
         self._queue = queue
         self._slots = slots
         self._sample = sample
+        self._grade = grade
         self._outbox = Outbox(queue)
         self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
         self._finished: list[int] = []
@@ -59,6 +71,8 @@ class Feed:
         prompt = group.prompt
         async with turn:
             rollout = await self._sample(prompt, f"{prompt.uid}/{member}")
+        if self._grade is not None:
+            rollout = await self._grade(rollout)
         self.rollouts += 1
         await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
         self._left[lease] -= 1

@@ -33,6 +33,7 @@ from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from rollouter.feed import Feed
+from rollouter.grading import Grading
 from rollouter.load import load_watcher
 from rollouter.slots import AdaptiveLimit, Slots
 from rollouter.spec import StudentEngineSpec
@@ -58,13 +59,17 @@ class StudentReplica:
             **spec.kwargs,
             weight_transfer_config=WeightTransferConfig(backend=backend),
             logprobs_mode="processed_logprobs",
+            max_logprobs=spec.top_k + 1,
         )
         self._spec = spec
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
         fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
         slots = Slots(fixed or adaptive.limit, spec.sampling.n)
         self._slots = slots
-        self._feed = Feed(spec.name, queue, slots, self._roll)
+        grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
+        self._feed = Feed(
+            spec.name, queue, slots, self._roll, grade=grading.grade if grading else None
+        )
         watcher = load_watcher(lambda load: slots.resize(adaptive.observe(load)))
         self._engine = AsyncLLM.from_engine_args(
             args, stat_loggers=[] if fixed is not None else [watcher]
@@ -92,7 +97,7 @@ class StudentReplica:
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         begun = self._activity.clock() - self._held_s
-        rollout = await self._sample(prompt, uid, self._spec.sampling)
+        rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         self._request_s += self._activity.clock() - self._held_s - begun
         return rollout
 
@@ -108,14 +113,16 @@ class StudentReplica:
             )
         )
 
-    async def _sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
+    async def _sample(
+        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0
+    ) -> Rollout:
         self._requests += 1
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(self._spec.eos_ids),
-            logprobs=0,
+            logprobs=top_k,
             flat_logprobs=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -127,13 +134,13 @@ class StudentReplica:
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
                 if output.finished:
                     self._tokens += len(output.outputs[0].token_ids)
-                    rollout = _rollout(uid, prompt, output.outputs[0])
+                    rollout = _rollout(uid, prompt, output.outputs[0], top_k)
                     if output.num_cached_tokens and _first_version(rollout) > version:
                         break  # overtaken by a pause: its prefix may be of older weights
                     return rollout
             else:
                 raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
-        return await self._sample(prompt, uid, sampling)
+        return await self._sample(prompt, uid, sampling, top_k)
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
@@ -222,12 +229,18 @@ def _first_version(rollout: Rollout) -> int:
     return rollout.version_spans[0].version if rollout.version_spans else 0
 
 
-def _rollout(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:
+def _rollout(uid: str, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
+    """The engine's lists as arrays.
+
+    At each position the sampled token comes first, then its own ``top_k`` best, the sampled one
+    perhaps among them.
+    """
     ids = np.asarray(output.token_ids, dtype=np.int32)
-    flat = output.logprobs
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32)[
-        np.asarray(flat.start_indices, dtype=int)
-    ]
+    flat, columns = output.logprobs, 1 + top_k
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(len(ids), columns)[:, 0]
+    topk_ids = None
+    if top_k:
+        topk_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(len(ids), columns)[:, 1:]
     spans = tuple(
         VersionSpan(int(span.version), span.start, span.end)
         for span in output.weight_versions or ()
@@ -236,7 +249,8 @@ def _rollout(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:
         uid=uid,
         prompt=prompt,
         response_ids=ids,
-        rollout_logprobs=logprobs,
+        rollout_logprobs=np.ascontiguousarray(logprobs),
         version_spans=spans,
         finish_reason="stop" if output.finish_reason == "stop" else "length",
+        topk_ids=None if topk_ids is None else np.ascontiguousarray(topk_ids),
     )

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from async_opd.core.errors import StageError
+from async_opd.core.graders import GradeError
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
@@ -108,8 +109,11 @@ class RollouterStage:
             await self._lose(name, StageError(name, "its loop ended while the run was going on"))
 
     async def _lose(self, name: str, error: BaseException) -> None:
-        """The replica leaves the pool; raises its error if it was the last, or no failure."""
-        if not isinstance(error, Exception):
+        """The replica leaves the pool; raises its error if it was the last, or no failure.
+
+        A grader's error is nobody's death: it would follow its row from replica to replica.
+        """
+        if not isinstance(error, Exception) or isinstance(error, GradeError):
             raise error
         if self._alive.pop(name, None) is None:
             return

@@ -5,15 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from async_opd.core.engine_args import Device, returns_states
+from async_opd.core.loss_config import ScoreKind
+
 
 @dataclass(frozen=True)
 class TeacherEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.core.engine_args``.
 
-    ``top_k`` 0 scores the sampled token only.
+    ``kind`` is what it returns for a rollout; ``top_k`` is 0 where it needs none.
     """
 
     name: str
     kwargs: dict[str, Any]
+    kind: ScoreKind
     top_k: int
     eos_ids: tuple[int, ...]
+    device: Device = "cpu"
+
+    @property
+    def pooling(self) -> bool:
+        """Whether the engine returns hidden states; it cannot generate then."""
+        return returns_states(self.kind, self.device)

@@ -6,21 +6,27 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
+NOT_COPIED = (
+    "config.json",
+    "*.index.json",
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.ckpt",
+    "*.gguf",
+    "*.h5",
+    "*.msgpack",
+    "*.onnx",
+    ".*",
 )
+"""Weights and configuration: the model writes its own. All else is the tokenizer's, the
+generation's or the model code's."""
+TEMPLATES = "additional_chat_templates"
 
 
 def save_model(model: Any, source: str, directory: str) -> None:
-    """Writes weights, config and the source's tokenizer files; complete or not at all.
+    """Writes weights, config and everything else of the source's; complete or not at all.
 
         write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
 
@@ -34,9 +40,7 @@ def save_model(model: Any, source: str, directory: str) -> None:
     shutil.rmtree(part, ignore_errors=True)
     try:
         model.save_pretrained(part)
-        for name in TOKENIZER_FILES:
-            if (file := Path(source) / name).is_file():
-                shutil.copyfile(file, part / name)
+        _copy_rest(Path(source), part)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)
             target.rename(old)
@@ -49,3 +53,12 @@ def save_model(model: Any, source: str, directory: str) -> None:
     finally:
         shutil.rmtree(part, ignore_errors=True)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _copy_rest(source: Path, part: Path) -> None:
+    """All files of the source directory but weights and config; of its folders the templates."""
+    for file in source.iterdir():
+        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
+            shutil.copyfile(file, part / file.name)
+    if (source / TEMPLATES).is_dir():
+        shutil.copytree(source / TEMPLATES, part / TEMPLATES)

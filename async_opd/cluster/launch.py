@@ -27,6 +27,7 @@ from async_opd.cluster.session import ray_session
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
+from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.pools import pools
 from async_opd.core.stages import PROMPTS, SamplingSpec, topics
 from async_opd.core.weight_sync import BroadcastSync
@@ -178,6 +179,8 @@ class _Boxes:
             eos_ids=self.eos_ids,
             transfer_backend=transfer_backend(config, self.device),
             concurrency=rollout.concurrency,
+            top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
+            grader=config.reward.grader if config.reward else None,
         )
         return await self._start(
             name,
@@ -201,8 +204,10 @@ class _Boxes:
                 seed=config.seed,
                 trust_remote_code=teacher.trust_remote_code,
             ),
-            top_k=getattr(config.loss, "top_k", 0),
+            kind=score_kind(config.loss),
+            top_k=scored_top_k(config.loss),
             eos_ids=self.eos_ids,
+            device=self.device,
         )
         return await self._start(
             name,

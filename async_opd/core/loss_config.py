@@ -135,6 +135,12 @@ def score_kind(loss: Loss) -> ScoreKind:
     return "hidden" if loss.support == "full_vocab" else loss.support
 
 
+def scored_top_k(loss: Loss) -> int:
+    """Tokens at each position for which a teacher returns log-probabilities, beside the sampled."""
+    top_k: int = getattr(loss, "top_k", 0)
+    return top_k if score_kind(loss) in ("teacher_topk", "student_topk") else 0
+
+
 def not_yet(loss: Loss, reward: RewardConfig | None) -> list[tuple[str, str, str]]:
     """What the sections can say but the trainer cannot do yet: (key, fault, remedy)."""
     wanted = [

@@ -10,8 +10,11 @@ from dataclasses import dataclass, field
 
 from async_opd.core.config import FileSource, RunConfig
 from async_opd.core.devices import gpu_count, resolve_device
+from async_opd.core.engine_args import Device, returns_states
 from async_opd.core.errors import Problem
 from async_opd.core.graders import load_grader
+from async_opd.core.head_files import HeadFiles
+from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.pools import Pool as Pool
 from async_opd.core.pools import pools as pools
@@ -35,15 +38,22 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     """Reads the data and collects all problems. ``gpus`` overrides what the machine has."""
     inputs = Inputs()
     check = _Check(config, where, inputs.problems)
+    gpus = gpu_count() if gpus is None else gpus
     check.models()
-    check.hardware(gpu_count() if gpus is None else gpus)
-    check.grader()
+    check.support(resolve_device(config, gpus))
+    check.hardware(gpus)
+    check.grader("eval.grader", config.eval.grader)
+    if config.reward is not None:
+        check.grader("reward.grader", config.reward.grader)
     inputs.train = check.sources("train")
     evaluation = check.sources("eval")
     inputs.eval = [row for rows in evaluation for row in rows]
     if not check.unreadable:
         check.routes([row for rows in inputs.train for row in rows], inputs.eval)
-    check.answers(inputs.eval)
+    check.answers("eval", inputs.eval, config.eval.grader)
+    if config.reward is not None:
+        train = [row for rows in inputs.train for row in rows]
+        check.answers("train", train, config.reward.grader)
     check.lengths("train", inputs.train, config.rollout.max_tokens)
     check.lengths("eval", evaluation, config.eval.max_tokens or config.rollout.max_tokens)
     return inputs
@@ -107,13 +117,36 @@ class _Check:
                 f"{files.tokens} tokens",
                 "resize its embeddings, or give it the tokenizer it was trained with",
             )
-        top_k = getattr(self.config.loss, "top_k", 0)
-        if key == "student.model" and files.vocabulary is not None and top_k > files.vocabulary:
+
+    def support(self, device: Device) -> None:
+        """What the objective asks of the models: enough tokens, heads that can be loaded."""
+        config = self.config
+        kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
+        smallest = min((f.vocabulary for f in self.files.values() if f.vocabulary), default=top_k)
+        if top_k > smallest:
             self.problem(
                 "loss.top_k",
-                f"{top_k} is more than the vocabulary of {files.vocabulary} tokens",
-                f"at most {files.vocabulary}",
+                f"{top_k} is more than the vocabulary of {smallest} tokens",
+                f"at most {smallest}",
             )
+        if kind == "student_topk" and config.rollout.top_p < 1:
+            self.problem(
+                "rollout.top_p",
+                f"{config.rollout.top_p:g} leaves the student's tokens outside of the nucleus "
+                "without an order, and loss.support student_topk takes its best "
+                f"{top_k}",
+                "1, or another loss.support",
+            )
+        if returns_states(kind, device):
+            self._heads()
+
+    def _heads(self) -> None:
+        for key, files in self.files.items():
+            try:
+                if key != "student.model":
+                    HeadFiles.read(files.path)
+            except ModelError as error:
+                self.problem(key, error.message, error.remedy)
 
     def _student(self, files: ModelFiles) -> None:
         if not files.eos:
@@ -155,14 +188,14 @@ class _Check:
 
     # ── data ───────────────────────────────────────────────────────────────────────────────────
 
-    def grader(self) -> None:
+    def grader(self, key: str, name: str) -> None:
         """The grader can be imported."""
         try:
-            load_grader(self.config.eval.grader)
+            load_grader(name)
         except Exception as error:  # a user's module can raise anything while it is imported
             self.problem(
-                "eval.grader",
-                f"{self.config.eval.grader} cannot be loaded: {type(error).__name__}: {error}",
+                key,
+                f"{name} cannot be loaded: {type(error).__name__}: {error}",
                 "exact, math_verify, or module:function on PYTHONPATH",
             )
 
@@ -218,13 +251,12 @@ class _Check:
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
-    def answers(self, evaluation: Sequence[Row]) -> None:
+    def answers(self, part: str, rows: Sequence[Row], grader: str) -> None:
         """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
-        grader = self.config.eval.grader
-        without = [r for r in evaluation if r.answer is None and "reasoning_gym" not in r.fields]
+        without = [r for r in rows if r.answer is None and "reasoning_gym" not in r.fields]
         if without and ":" not in grader:
             self.problem(
-                "data.eval",
+                f"data.{part}",
                 f"{len(without)} rows have no {self.config.data.answer!r}, the first is "
                 f"{without[0].uid}: {grader} would grade every response 0",
                 "add the answers, or name their field in data.answer",

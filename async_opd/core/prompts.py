@@ -21,13 +21,19 @@ Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]
 
 
-def to_prompt(row: Row, encode: Encode, route: Route, epoch: int = 0) -> Prompt:
-    """Tokenizes and routes a row; its uid says the epoch too. KeyError without a teacher."""
+def to_prompt(
+    row: Row, encode: Encode, route: Route, epoch: int = 0, graded: bool = False
+) -> Prompt:
+    """Tokenizes and routes a row; its uid says the epoch too. KeyError without a teacher.
+
+    The row goes along if its rollouts are to be ``graded``.
+    """
     teacher = route(row.data_source)
     if teacher is None:
         raise KeyError(f"no teacher for data source {row.data_source!r} (row {row.uid})")
     ids = np.asarray(encode(row.prompt), dtype=np.int32)
-    return Prompt(f"{row.uid}#{epoch}", row.data_source, teacher, ids)
+    uid = f"{row.uid}#{epoch}"
+    return Prompt(uid, row.data_source, teacher, ids, row if graded else None)
 
 
 class PromptStream:
@@ -43,11 +49,12 @@ class PromptStream:
         seed: int,
         shuffle: bool = True,
         cursor: int = 0,
+        graded: bool = False,
     ) -> None:
         self._sources = [list(rows) for rows in sources]
         self._weights, self._total = list(weights), float(sum(weights))
         self._encode, self._route = encode, route
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self._graded = seed, shuffle, graded
         self._taken = [0] * len(sources)
         self._orders: dict[int, tuple[int, list[int]]] = {}
         self._cursor = 0
@@ -82,7 +89,7 @@ class PromptStream:
         rows = self._sources[source]
         epoch, position = divmod(taken, len(rows))
         row = rows[self._order(source, epoch)[position]]
-        return to_prompt(row, self._encode, self._route, epoch)
+        return to_prompt(row, self._encode, self._route, epoch, self._graded)
 
     def _order(self, source: int, epoch: int) -> list[int]:
         known = self._orders.get(source)

@@ -9,16 +9,20 @@ probabilities are natural logarithms (nats). Teacher payloads cover response pos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.errors import LengthError
 
+if TYPE_CHECKING:
+    from async_opd.core.sources import Row
+
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
+StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NEVER_OLD = 2**31 - 1
 """A version newer than any."""
@@ -30,12 +34,14 @@ class Prompt:
 
     ``uid`` is stable: the same entry in the same epoch has the same uid in every run.
     ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher the prompt is routed to.
+    ``row`` is what a grader needs, where there is a reward; it travels to the grader, no further.
     """
 
     uid: str
     data_source: str
     teacher: str
     token_ids: Int32
+    row: Row | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +88,11 @@ class Rollout:
             raise LengthError(
                 f"rollout {self.uid}: {length} response tokens but log-probabilities of shape "
                 f"{self.rollout_logprobs.shape}"
+            )
+        if self.topk_ids is not None and len(self.topk_ids) != length:
+            raise LengthError(
+                f"rollout {self.uid}: {length} response tokens but a top-k of shape "
+                f"{self.topk_ids.shape}"
             )
         ends = [0, *(span.end for span in self.version_spans)]
         starts = [*(span.start for span in self.version_spans), length]
@@ -146,7 +157,7 @@ class HiddenStates:
     """
 
     states: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: StateDtype
 
 
 Scores = SampledLogprobs | TopK | CandidateLogprobs | HiddenStates

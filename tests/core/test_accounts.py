@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,7 +22,15 @@ from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
 from async_opd.core.queue import TopicStats
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Group, Header, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import (
+    Group,
+    Header,
+    HiddenStates,
+    Rollout,
+    Sample,
+    SampledLogprobs,
+    VersionSpan,
+)
 from async_opd.core.stages import Interval, StageReport, StepReport
 from tests.conftest import make_prompt, make_rollout, make_sample
 
@@ -50,6 +59,26 @@ def test_joined_batches_decode_in_order() -> None:
 def test_a_sample_among_rollouts_is_refused() -> None:
     with pytest.raises(TypeError, match="expected Rollout"):
         unpack_rollouts([Batch.pack([make_sample()])])
+
+
+def test_rollouts_keep_their_top_k_and_reward_on_the_way() -> None:
+    topk = np.arange(8, dtype=np.int32).reshape(4, 2)
+    sent = replace(make_rollout("p/0", tokens=4), topk_ids=topk, reward=0.25)
+    (came,) = unpack_rollouts([Batch.pack([sent])])
+    np.testing.assert_array_equal(came.topk_ids, topk)
+    assert came.reward == 0.25
+
+
+def test_a_top_k_of_another_length_than_the_response_is_refused() -> None:
+    with pytest.raises(LengthError, match="top-k"):
+        replace(make_rollout(tokens=4), topk_ids=np.zeros((3, 2), np.int32))
+
+
+def test_hidden_states_keep_their_bits_on_the_way() -> None:
+    states = np.arange(8, dtype=np.uint16).reshape(4, 2)
+    sample = Sample(make_rollout(tokens=4), HiddenStates(states, "bfloat16"))
+    (came,) = unpack_samples([Batch.pack([sample])])
+    np.testing.assert_array_equal(came.scores.states, states)
 
 
 def test_an_empty_response_is_an_ordinary_rollout() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.config import RunConfig
+from async_opd.core.config import RewardConfig, RunConfig
 from async_opd.core.devices import gpu_count
 from async_opd.core.errors import Problem
 from async_opd.core.load import load_config
@@ -163,6 +163,72 @@ def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
 
 def test_a_top_k_above_the_vocabulary_is_refused() -> None:
     assert one("loss.top_k=129").key == "loss.top_k"
+
+
+def changed(name: str, target: Path, **settings: Any) -> Path:
+    """A copy of a model with other settings in its config.json."""
+    shutil.copytree(MODELS / name, target)
+    content = json.loads((target / "config.json").read_text()) | settings
+    (target / "config.json").write_text(json.dumps(content))
+    return target
+
+
+def test_a_top_k_above_a_teachers_vocabulary_is_refused(tmp_path: Path) -> None:
+    smaller = changed("teacher-sort", tmp_path / "teacher", vocab_size=100)
+    problems = found("loss.top_k=101", f"teachers.sort.model={smaller}")
+    assert ("loss.top_k", "at most 100") in {(p.key, p.remedy) for p in problems}
+
+
+def problems(support: str, *overrides: str) -> list[Problem]:
+    """Of a divergence over a support, without those that say it is not built yet."""
+    base = config(*overrides)
+    loss = base.loss.model_copy(update={"support": support})
+    return preflight(base.model_copy(update={"loss": loss}), "c.yaml", 0).problems
+
+
+@pytest.mark.parametrize("support", ["student_topk", "full_vocab"])
+def test_teachers_whose_head_can_be_loaded_are_taken(support: str) -> None:
+    assert problems(support) == []
+
+
+@pytest.mark.parametrize("support", ["student_topk", "full_vocab"])
+def test_every_teacher_whose_logits_take_another_path_is_named(
+    tmp_path: Path, support: str
+) -> None:
+    models = [
+        f"teachers.{name}.model={changed(f'teacher-{name}', tmp_path / name, dim_model_base=64)}"
+        for name in ("sort", "reverse")
+    ]
+    keys = [problem.key for problem in problems(support, *models)]
+    assert keys == ["teachers.sort.model", "teachers.reverse.model"]
+
+
+def test_a_teacher_that_keeps_its_head_in_the_engine_may_compute_logits_its_own_way(
+    tmp_path: Path,
+) -> None:
+    path = changed("teacher-sort", tmp_path / "teacher", dim_model_base=64)
+    assert found(f"teachers.sort.model={path}") == []
+
+
+def test_the_students_top_k_needs_the_whole_nucleus() -> None:
+    (problem,) = problems("student_topk", "rollout.top_p=0.9")
+    assert problem.key == "rollout.top_p"
+
+
+def with_reward(grader: str, *overrides: str) -> list[Problem]:
+    graded = config(*overrides).model_copy(update={"reward": RewardConfig(grader=grader)})
+    return preflight(graded, "c.yaml", 0).problems
+
+
+def test_the_rewards_grader_is_checked_as_the_evaluations() -> None:
+    (problem,) = with_reward("no_such_module:grade")
+    assert problem.key == "reward.grader"
+
+
+def test_rows_that_the_reward_cannot_grade_are_refused(tmp_path: Path) -> None:
+    (problem,) = with_reward("exact", rows(tmp_path, *GOOD))
+    assert problem.key == "data.train"
+    assert "2 rows have no 'answer'" in problem.message
 
 
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:

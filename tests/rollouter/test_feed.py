@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.errors import StageError
+from async_opd.core.errors import StageError, first_cause
+from async_opd.core.graders import GradeError
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Group, Prompt, Rollout
 from async_opd.core.stages import PROMPTS, topics
 from rollouter.feed import Feed
+from rollouter.rollouter import RollouterStage
 from rollouter.slots import Slots
 from tests.conftest import make_prompt, make_rollout
 
@@ -59,6 +62,33 @@ async def test_every_member_of_a_group_is_sampled() -> None:
     await settle()
     assert engine.asked == ["p/0", "p/1", "p/2"]
     task.cancel()
+
+
+async def test_a_rollout_is_graded_before_it_goes_on() -> None:
+    async def grade(rollout: Rollout) -> Rollout:
+        return replace(rollout, reward=0.5)
+
+    messages, engine = queue(), Engine()
+    feed = asyncio.create_task(Feed("student/0", messages, Slots(8, 2), engine.sample, grade).run())
+    await messages.put(PROMPTS, groups("p", n=1))
+    engine.answers.release()
+    lease = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
+    assert [rollout.reward for rollout in unpack_rollouts(lease.batches)] == [0.5]
+    feed.cancel()
+
+
+async def test_a_graders_error_ends_the_pool_instead_of_its_replica() -> None:
+    class Broken:
+        async def run(self) -> None:
+            raise GradeError("grader", "rollout p/0: it raised")
+
+    lost: list[str] = []
+    replicas: Any = {"student/0": Broken(), "student/1": Broken()}
+    stage = RollouterStage(replicas, queue(), lambda name, error: lost.append(name))
+    with pytest.raises(ExceptionGroup) as caught:
+        await stage.run()
+    assert isinstance(first_cause(caught.value), GradeError)
+    assert lost == []
 
 
 async def test_a_finished_rollout_does_not_wait_for_its_group() -> None:

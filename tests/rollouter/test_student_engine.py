@@ -22,6 +22,7 @@ from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
 pytestmark = pytest.mark.engine
 
+K = 16
 MODES = ("keep", "recompute", "finish")
 
 
@@ -37,6 +38,16 @@ class Seen:
     order: list[str] = field(default_factory=list)
     stopped: list[bool] = field(default_factory=list)
     after_a_pause: float = 0.0
+    topk: list[TopK] = field(default_factory=list)
+    without_topk: bool = False
+
+
+@dataclass
+class TopK:
+    """A rollout with its own top-k, and transformers' log-probabilities [R, V] at its positions."""
+
+    rollout: Any
+    table: Any
 
 
 def untied_copy(tmp: Path) -> Path:
@@ -89,7 +100,7 @@ class World:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
-        spec = StudentEngineSpec("student/0", kwargs(path), self.sampling, EOS, "gloo")
+        spec = StudentEngineSpec("student/0", kwargs(path), self.sampling, EOS, "gloo", top_k=K)
         self.replica = StudentReplica(spec, self.queue)
         publisher = Publisher(
             lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
@@ -126,6 +137,19 @@ class World:
         await self.push()
         (rollout,) = await answers[0]
         return self.difference(rollout)
+
+    async def topk(self) -> list[TopK]:
+        """A queued group of every prompt, beside the reference."""
+        from async_opd.core.batch import Batch, unpack_rollouts
+
+        await self.queue.put("prompts", Batch.pack(Group(p, (0, 1)) for p in prompts(4)))
+        lease = await self.queue.get("rollouts/sort", 8, 8)
+        await self.queue.ack("rollouts/sort", lease.id)
+        rollouts = unpack_rollouts(lease.batches)
+        return [
+            TopK(r, reference_logprobs(self.model, r.prompt.token_ids, r.response_ids))
+            for r in rollouts
+        ]
 
     async def error(self) -> float:
         """Largest difference between the engine's log-probabilities and transformers'."""
@@ -183,6 +207,9 @@ async def scenario(path: Path) -> Seen:
         seen.stopped = [r.finish_reason == "stop" and r.response_ids[-1] in EOS for r in cold]
         many = await w.replica.generate(prompts(16), tempered)
         seen.order = [rollout.uid for rollout in many]
+        seen.without_topk = all(rollout.topk_ids is None for rollout in many)
+        feed = asyncio.create_task(w.replica.run())
+        seen.topk = await w.topk()
         for name, parameter in w.model.named_parameters():
             family = name.split("layers.0.")[-1] if "layers.0." in name else name
             if "layers.1." in name:
@@ -190,7 +217,6 @@ async def scenario(path: Path) -> Seen:
             perturb(parameter)
             await w.push()
             seen.errors[family] = await w.error()
-        feed = asyncio.create_task(w.replica.run())
         for mode in MODES:
             await w.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(24)))
             await decoding(w.replica, 24)
@@ -227,6 +253,30 @@ def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:
 
 def test_rollout_logprobs_are_those_of_the_tempered_distribution(seen: Seen) -> None:
     assert seen.tempered < 1e-4
+
+
+def test_the_students_top_k_are_its_k_most_probable_tokens(seen: Seen) -> None:
+    for found in seen.topk:
+        own = np.take_along_axis(found.table, found.rollout.topk_ids.astype(np.int64), axis=-1)
+        best = np.sort(found.table, axis=-1)[:, ::-1][:, :K]
+        np.testing.assert_allclose(own, best, atol=1e-4)
+
+
+def test_the_students_top_k_nearly_always_holds_the_sampled_token(seen: Seen) -> None:
+    held = np.concatenate(
+        [(f.rollout.topk_ids == f.rollout.response_ids[:, None]).any(axis=1) for f in seen.topk]
+    )
+    assert held.mean() > 0.9
+
+
+def test_log_probabilities_beside_a_top_k_are_those_of_the_sampled_tokens(seen: Seen) -> None:
+    for found in seen.topk:
+        own = found.table[np.arange(len(found.table)), found.rollout.response_ids]
+        np.testing.assert_allclose(found.rollout.rollout_logprobs, own, atol=1e-4)
+
+
+def test_evaluation_carries_no_top_k(seen: Seen) -> None:
+    assert seen.without_topk
 
 
 def test_responses_end_with_the_end_of_sequence_token(seen: Seen) -> None:

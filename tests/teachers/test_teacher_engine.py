@@ -35,7 +35,9 @@ async def scenario() -> Any:
     from teachers.spec import TeacherEngineSpec
 
     path = QUICKSTART / "models" / "teacher-sort"
-    teacher = TeacherReplica(TeacherEngineSpec("teacher sort/0", kwargs(path), K, EOS))
+    teacher = TeacherReplica(
+        TeacherEngineSpec("teacher sort/0", kwargs(path), "teacher_topk", K, EOS)
+    )
     try:
         await teacher.ready()
         scored = unpack_samples([await teacher.score(Batch.pack(rollouts()))])

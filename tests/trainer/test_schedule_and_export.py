@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,30 @@ def test_a_saved_model_loads_with_equal_weights(tmp_path: Path, quickstart: str)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, loaded.state_dict()[name])
+
+
+def test_a_saved_model_has_all_files_of_its_source_but_weights_and_config(
+    tmp_path: Path, quickstart: str
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(f"{quickstart}/models/student", source)
+    kept = ("spiece.model", "tokenization_own.py", "vocab.txt", "preprocessor_config.json")
+    left = ("pytorch_model.bin", "model-00001-of-00002.safetensors", ".gitattributes")
+    for name in (*kept, *left, "model.safetensors.index.json"):
+        (source / name).write_text(name)
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "rag.jinja").write_text("x")
+    save_model(tiny_model(0), str(source), str(tmp_path / "model"))
+    files = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*.*")}
+    usual = {"config.json", "generation_config.json", "model.safetensors"}
+    usual |= {"tokenizer.json", "tokenizer_config.json"}
+    assert files == {*usual, *kept, "additional_chat_templates/rag.jinja"}
+
+
+def test_a_saved_model_has_a_config_of_its_own(tmp_path: Path, quickstart: str) -> None:
+    model, path = saved(tmp_path, quickstart)
+    config = json.loads((path / "config.json").read_text())
+    assert config["hidden_size"] == model.config.hidden_size
 
 
 def test_a_saved_model_has_its_tokenizer(tmp_path: Path, quickstart: str) -> None:
