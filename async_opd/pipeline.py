@@ -27,6 +27,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation
+from async_opd.core.guardrail import Guardrail
 from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Prompt
@@ -95,6 +96,7 @@ class Pipeline:
         )
         self.ledger = Ledger(config.rollout.n)
         self.metering = Metering()
+        self.guardrail = Guardrail(config.guardrail)
         self._step = 0
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
@@ -201,11 +203,26 @@ class Pipeline:
         )
         pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
         metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
+        warnings = self.guardrail.observe(metrics)
+        metrics |= self.guardrail.metrics
         metrics["sync/version"] = float(self.admission.version)
         metrics["rollout/admitted"] = float(self.admission.admitted)
         metrics |= {f"ledger/{state}": float(n) for state, n in self.ledger.counts.items()}
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
+        self._heed(report.step, warnings)
+
+    def _heed(self, step: int, warnings: list[str]) -> None:
+        """Tells of responses that run away; StageError if the config says stop."""
+        for warning in warnings:
+            self.log.message(f"step {step}: {warning}")
+        if warnings and self.config.guardrail.mode == "stop":
+            raise StageError(
+                "guardrail",
+                f"step {step}: {'; '.join(warnings)}",
+                "lower train.lr or the share of prompts without an end, raise rollout.max_tokens, "
+                "or set guardrail.mode to warn",
+            )
 
     async def _bounded(self, what: str, work: Awaitable[Result]) -> Result:
         """Awaits with the stall bound, and says what every pool waited for when it is reached."""

@@ -62,10 +62,16 @@ class Case:
     scale: int = 1
     top_k: int = 16
 
-    @property
-    def limit(self) -> float:
-        """Samples/s of the slowest stage alone: the trainer."""
-        return RATE * self.scale
+    def limits(self, tokens: float) -> dict[str, float]:
+        """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
+        decode, score, train = speeds(self.scale)
+        size, teachers, students = self.batch * self.scale, 4 * self.scale, 16 * self.scale
+        lap = decode.step(decode.slots) * (tokens - PROMPT_TOKENS)
+        return {
+            "train": size / train.seconds(size * tokens),
+            "teachers": teachers * score.batch / score.seconds(score.batch * tokens),
+            "rollout": students * decode.slots / lap,
+        }
 
     @property
     def config(self) -> RunConfig:
@@ -211,6 +217,8 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     measured = log.steps[first:last]
     trained = len(measured) * size
     rate = trained / (measured[-1]["at"] - log.steps[first - 1]["at"])
+    limits = case.limits(sum(step["train/tokens"] for step in measured) / trained)
+    limit = min(limits.values())
     used = [1000 * (b - a) / trained for a, b in zip(before, after, strict=True)]
 
     def mean(key: str) -> float:
@@ -218,8 +226,8 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
 
     return {
         "samples_per_s": round(rate, 2),
-        "limit": case.limit,
-        "efficiency": round(rate / case.limit, 3),
+        "limits": {stage: round(value, 2) for stage, value in limits.items()},
+        "efficiency": round(rate / limit, 3),
         "samples": trained,
         "cpu_ms_per_sample": round(used[0], 3),
         "cpu_ms_queue": round(used[1], 3),

@@ -115,6 +115,7 @@ class FakeTrainer:
         self.intake, self.pace = intake, pace
         self.version = self.steps = 0
         self.staleness: list[int] = []
+        self.metrics = {"loss/total": 1.0}
         self.trained: list[tuple[str, int]] = []
         self.hang = False
 
@@ -128,7 +129,7 @@ class FakeTrainer:
         self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
         await self.intake.done()
         self.steps += 1
-        return StepReport(self.steps, taken.headers, staleness, {"loss/total": 1.0}, taken.requeued)
+        return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
 
@@ -212,6 +213,7 @@ def world(
     max_lag: int | None = None,
     groups: bool = False,
     pace: Pace | None = None,
+    guardrail: dict[str, Any] | None = None,
 ) -> World:
     config = RunConfig.model_validate(
         {
@@ -223,6 +225,7 @@ def world(
             "async": {"staleness_threshold": s, "sync_steps": k},
             "eval": {"every": 1, "teachers": False},
             "timeouts": {"stall_s": stall_s},
+            "guardrail": guardrail or {},
         }
     )
     pace = pace or Pace(seed)
@@ -312,6 +315,17 @@ async def test_a_cancelled_run_leaves_no_task_behind() -> None:
         await task
     await asyncio.sleep(0)
     assert [t for t in asyncio.all_tasks() if t is not asyncio.current_task()] == []
+
+
+async def test_responses_that_run_away_end_the_run_if_the_config_says_so() -> None:
+    run = world(guardrail={"mode": "stop", "window": 1})
+    run.trainer.metrics = {
+        "train/mean_response_tokens": 4.0,
+        "train/truncated_share": 0.9,
+        "train/repetition": 0.0,
+    }
+    with pytest.raises(StageError, match=r"guardrail: step 1: 90% of the responses are cut off"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
 
 
 async def test_accuracy_is_measured_before_during_and_after() -> None:

@@ -25,6 +25,7 @@ from trainer.losses import Head, Objective, build_objective
 from trainer.losses.report import Metrics, joined, step_metrics
 from trainer.named_weights import named_weights
 from trainer.packing import Packed, pack, plan, refuse_foreign_tokens, refuse_mixed_scores
+from trainer.repetition import repetition
 from trainer.schedule import learning_rate
 from trainer.shares import Shares
 from trainer.student import check_student, load_student
@@ -145,6 +146,7 @@ class Learner:
             "train/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
             "train/empty_responses": float(lengths.count(0)),
             "train/over_budget": float(over),
+            "train/repetition": sum(map(repetition, rollouts)) / count,
         }
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -194,6 +194,23 @@ class EvalConfig(Section):
     """Also measures each teacher on its own data sources once, before training."""
 
 
+class GuardrailConfig(Section):
+    """Limits of what responses may turn into while training. See docs/staleness.md."""
+
+    mode: Literal["warn", "stop", "off"] = "warn"
+    """A limit that is passed is a message (``warn``), or ends the run with exit code 1."""
+    max_truncated_share: float = Field(default=0.5, gt=0, le=1)
+    """Most responses of a batch that are cut off at ``rollout.max_tokens``."""
+    max_length_drift: float = Field(default=3.0, gt=1)
+    """Longest mean response, as a multiple of that of the first ``baseline_steps`` steps."""
+    max_repetition: float = Field(default=0.5, gt=0, le=1)
+    """Largest share of a response's 8-grams that occurred in it before, as a mean."""
+    baseline_steps: PositiveInt = 10
+    """Steps at the start that define the usual length."""
+    window: PositiveInt = 10
+    """Steps over which the values are smoothed (exponential mean)."""
+
+
 class LogConfig(Section):
     """Where metrics go, besides ``metrics.jsonl``."""
 
@@ -254,6 +271,7 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     queue: QueueConfig = QueueConfig()
     eval: EvalConfig = EvalConfig()
+    guardrail: GuardrailConfig = GuardrailConfig()
     log: LogConfig = LogConfig()
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()

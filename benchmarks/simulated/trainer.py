@@ -24,8 +24,9 @@ class SimulatedLearner:
 
     def train_batch(self, samples: Sequence[Sample]) -> Any:
         """One step."""
-        time.sleep(self._speed.seconds(sum(sample.rollout.tokens for sample in samples)))
-        return SimpleNamespace(metrics={"loss/total": 0.0})
+        tokens = sum(sample.rollout.tokens for sample in samples)
+        time.sleep(self._speed.seconds(tokens))
+        return SimpleNamespace(metrics={"loss/total": 0.0, "train/tokens": float(tokens)})
 
 
 class SimulatedPublisher:
