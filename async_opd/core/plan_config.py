@@ -18,7 +18,7 @@ class RolloutPlan(Section):
     step_s_per_request: float = Field(default=0.0, ge=0)
     """Further seconds of it for each running request."""
     turnaround_s: float = Field(default=0.0, ge=0)
-    """Seconds from the end of a group until the next one runs in its place."""
+    """Seconds from the moment a replica has room for more requests until they are there."""
 
 
 class TeacherPlan(Section):

@@ -130,10 +130,7 @@ class _Rates:
         return THRESHOLDS[low]
 
     def _rollout_limit(self, setting: Setting) -> float:
-        """With teachers and a trainer that take no time.
-
-        ``Setting.limits`` is larger: it does not know that groups leave slots empty.
-        """
+        """With teachers and a trainer that take no time; ``Setting.limits`` knows no turnaround."""
         instant = 1e-9
         teachers = tuple(
             replace(
@@ -154,7 +151,7 @@ class _Rates:
             evaluation_every=0,
             max_version_lag=None,
             batch_size=setting.rollout.n,
-            sync_steps=max(1, 2 * setting.rollout.running // setting.rollout.n),
+            sync_steps=max(1, 2 * setting.rollout.in_flight // setting.rollout.n),
             staleness_threshold=LARGE,
         )
         steps = max(steady_steps(alone), 20 * alone.sync_steps)

@@ -15,6 +15,7 @@ class Clock:
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._order = count()
+        self._next: list[Callable[[], None]] = []
         self._stopped = False
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
@@ -25,14 +26,22 @@ class Clock:
         """Makes the call in so many seconds."""
         self.at(self.now + seconds, call, *arguments)
 
+    def then(self, call: Callable[[], None]) -> None:
+        """Makes the call when the event under way has ended."""
+        self._next.append(call)
+
     def stop(self) -> None:
         """The event under way is the last."""
         self._stopped = True
 
     def run(self) -> None:
         """Makes all calls."""
-        events = self._events
-        while events and not self._stopped:
+        events, following = self._events, self._next
+        while True:
+            while following:
+                following.pop()()
+            if self._stopped or not events:
+                return
             self.now, _, call, arguments = heapq.heappop(events)
             call(*arguments)
 

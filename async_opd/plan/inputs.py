@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from async_opd.core.config import RunConfig
+from async_opd.core.config import RolloutConfig, RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.plan_config import PlanConfig
 from async_opd.plan.setting import RolloutPool, Setting, TeacherPool, TrainerPool
 from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from rollouter.slots import AdaptiveLimit
 
 
 def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None = None) -> Setting:
@@ -58,9 +59,17 @@ def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPool:
         replicas=rollout.replicas,
         gpus=rollout.tensor_parallel,
         speed=DecodeSpeed(rollout.engine.max_num_seqs, speed.step_s, speed.step_s_per_request),
+        in_flight=_in_flight(rollout),
         n=rollout.n,
         turnaround_s=speed.turnaround_s,
     )
+
+
+def _in_flight(rollout: RolloutConfig) -> int:
+    """Requests on a replica; with ``auto`` those of an engine whose KV cache is large enough."""
+    if rollout.concurrency == "auto":
+        return AdaptiveLimit(rollout.engine.max_num_seqs).limit
+    return rollout.concurrency
 
 
 def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:

@@ -139,7 +139,7 @@ class Record:
         """Seconds of a step against the requests it serves, from each step's requests.
 
         A request of L tokens that took D seconds saw L steps, after half a step on average until
-        it joined the others. Evaluations are left out.
+        it joined the others; those beyond the engine's slots waited. Evaluations are left out.
         """
         requests, rollouts = self._requests()
         generating = self._generating()
@@ -148,8 +148,9 @@ class Record:
         if undisturbed.sum() >= FEWEST_STEPS:
             kept = undisturbed
         rollouts, requests = rollouts[kept], requests[kept]
-        running = np.minimum(requests / generating[kept], self._config.rollout.engine.max_num_seqs)
-        step_s = requests / (rollouts * (length + 0.5))
+        in_flight = requests / generating[kept]
+        running = np.minimum(in_flight, self._config.rollout.engine.max_num_seqs)
+        step_s = requests / (rollouts * (length + 0.5)) * (running / in_flight)
         fixed, slope = fixed_and_slope(running, step_s, rollouts)
         return {"step_s": _rounded(fixed), "step_s_per_request": _rounded(slope)}
 

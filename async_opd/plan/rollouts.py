@@ -1,6 +1,6 @@
 """The student's replicas, simulated: what ``rollouter`` does, without engines.
 
-    budget ──admit──► groups ──fewest outstanding tokens──► replica ──finished──► topic of a teacher
+    budget ──admit──► topic prompts ──as many as there is room for──► replica ──► topic of a teacher
 
 All requests that run on a replica advance together, one token a step of ``step_s + n ·
 step_s_per_request``, and new ones join with the next step. So a replica has a clock of steps, each
@@ -14,36 +14,40 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from async_opd.core.admission import Admission
-from async_opd.plan.balance import Balance
 from async_opd.plan.clock import Clock, Level
 from async_opd.plan.population import Population
 from async_opd.plan.setting import Setting
 from async_opd.plan.topic import Topic
 
+ADMITTED = 64
+"""Most groups that are admitted at once."""
 TOKEN = 1e-6
 """Rounding errors of the clock of steps are smaller."""
 
 
 class Group:
-    """A group and its replica; its place is free when all of it is in the queue."""
+    """Rollouts of one prompt, and the replica that has taken them."""
 
-    __slots__ = ("left", "replica", "tokens")
+    __slots__ = ("left", "replica", "samples")
 
-    def __init__(self, replica: Replica, size: int, tokens: int) -> None:
-        self.replica = replica
-        self.left = size
-        self.tokens = tokens
+    def __init__(self, samples: Sequence[int]) -> None:
+        self.samples = samples
+        self.left = len(samples)
+        self.replica: Replica | None = None
 
 
 class Replica:
     """One engine: ``served`` steps so far, and at which count each running request ends."""
 
     __slots__ = (
+        "asking",
         "closed",
+        "counted",
         "drained",
-        "groups",
+        "finished",
         "held",
         "index",
         "marks",
@@ -51,6 +55,7 @@ class Replica:
         "served",
         "since",
         "timer",
+        "turns",
         "version",
         "waiting",
     )
@@ -61,22 +66,25 @@ class Replica:
         self.served = 0.0
         self.since = 0.0
         self.marks: list[tuple[int, int]] = []
-        self.waiting: deque[int] = deque()  # for a slot
+        self.waiting: deque[int] = deque()  # in the engine, for one of its slots
         self.held: list[int] = []  # for the end of a pause
-        self.groups = 0
+        self.turns: deque[int] = deque()  # for a place among the requests in flight
+        self.finished = 0  # groups to acknowledge with the next get
+        self.asking = ""  # "soon": on its way to the queue; "now": waits there for groups
         self.closed = False  # takes no new request
         self.paused = False  # and decodes none
         self.drained: Callable[[], None] | None = None
         self.timer = 0  # number of the event that counts; earlier ones are void
+        self.counted = (0, 0, 0, 0)  # what it adds to the levels
 
     @property
-    def idle(self) -> bool:
-        """Whether it has no request."""
-        return not (self.marks or self.waiting or self.held)
+    def in_flight(self) -> int:
+        """Requests given to the engine and not finished."""
+        return len(self.marks) + len(self.waiting) + len(self.held)
 
 
 class Rollouts:
-    """Admits, balances, decodes, pauses."""
+    """Admits, hands out, decodes, pauses."""
 
     def __init__(
         self,
@@ -84,78 +92,111 @@ class Rollouts:
         clock: Clock,
         population: Population,
         admission: Admission,
-        topics: Sequence[Topic],
+        topics: Sequence[Topic[int]],
     ) -> None:
         """``topics[i]`` is that of teacher i."""
-        pool = setting.rollout
         self.running = Level(clock)
         """Requests that get tokens."""
+        self.waiting = Level(clock)
+        """Requests that wait in an engine for a slot."""
+        self.starved = Level(clock)
+        """Engine slots that are empty because topic prompts is: the budget is used up."""
         self.working = Level(clock)
         """Replicas with any request, paused or not."""
-        self.free = Level(clock)
-        """Places for groups on replicas that are not paused: the budget has none for them."""
-        self.blocked = Level(clock)
-        """Finished rollouts that wait for room in the queue."""
         self.paused = Level(clock)
         """Replicas that are paused."""
-        self._setting = setting
-        self._speed = pool.speed
-        self._turnaround_s = pool.turnaround_s
+        self.prompts: Topic[Group] = Topic(clock, setting.queue_samples)
+        self._pool = setting.rollout
         self._clock = clock
         self._population = population
         self._admission = admission
         self._topics = topics
-        self._replicas = [Replica(index) for index in range(pool.replicas)]
-        self._balance = Balance(pool.replicas, pool.groups)
+        self._replicas = [Replica(index) for index in range(self._pool.replicas)]
         self._groups: dict[int, Group] = {}
         self._touched: dict[int, Replica] = {}
-        self._again: deque[int] = deque()
         self._evaluating = False
-        self._ending = False
-        self.free.add(self._balance.free)
+        self._putting = self._filling = False
 
-    # ── admission and balance ──────────────────────────────────────────────────────────────────
+    # ── admission ──────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        """Every replica asks for groups, and the first are admitted."""
+        for replica in self._replicas:
+            self._look(replica)
+        self.fill()
 
     def fill(self) -> None:
-        """Starts groups while the budget has some and replicas have places."""
-        n = self._setting.rollout.n
-        while self._again and self._balance.free:
-            self._start((self._again.popleft(),))
-        while self._balance.free:
-            admitted = self._admission.try_admit(n, self._balance.free)
+        """Admits while the budget has groups and topic prompts has room."""
+        self._filling = True
+        while not self._putting:
+            admitted = self._admission.try_admit(self._pool.n, ADMITTED)
             if not admitted:
                 break
-            for _ in range(admitted):
-                self._start(self._population.group())
-        self._reschedule()
+            self._putting = True
+            groups = [Group(self._population.group()) for _ in range(admitted)]
+            self.prompts.put(groups, self._put)
+        self._filling = False
+
+    def _put(self) -> None:
+        self._putting = False
+        if not self._filling:
+            self.fill()
 
     def rerun(self, samples: Sequence[int]) -> None:
         """Samples came too late to be trained: each runs again, as a group of its own."""
         for sample in samples:
             self._population.again(sample)
-        self._again += samples
-        self.fill()
+        self.prompts.put([Group((sample,)) for sample in samples], _nothing)
 
-    def _start(self, samples: Sequence[int]) -> None:
-        tokens = round(len(samples) * self._setting.lengths.most + self._setting.prompt_tokens)
-        replica = self._replicas[self._balance.take(tokens)]
-        group = Group(replica, len(samples), tokens)
-        self._occupy(replica, 1)
-        if replica.idle and not self._evaluating:
-            self.working.add(1)
-        for sample in samples:
-            self._groups[sample] = group
-        if replica.closed:
-            replica.held += samples
+    # ── slots ──────────────────────────────────────────────────────────────────────────────────
+
+    def _look(self, replica: Replica) -> None:
+        """Goes to the queue if there is room for more requests in flight."""
+        room = self._pool.in_flight - replica.in_flight
+        if replica.asking or replica.turns or room <= 0:
             return
-        self._serve(replica)
-        replica.waiting += samples
-        self._take_slots(replica)
+        replica.asking = "soon"
+        groups = max(1, room // self._pool.n)
+        if self._pool.turnaround_s:
+            self._clock.after(self._pool.turnaround_s, self._ask, replica, groups)
+        else:
+            self._ask(replica, groups)
 
-    def _occupy(self, replica: Replica, places: int) -> None:
-        replica.groups += places
-        if not replica.paused:
-            self.free.add(-places)
+    def _ask(self, replica: Replica, groups: int) -> None:
+        replica.asking = "now"
+        self._touch(replica)
+        finished, replica.finished = replica.finished, 0
+        self.prompts.ack(finished)
+        self.prompts.get(1, groups, partial(self._take, replica), share=True)
+
+    def _take(self, replica: Replica, groups: list[Group]) -> None:
+        replica.asking = ""
+        self._serve(replica)
+        for group in groups:
+            group.replica = replica
+            for sample in group.samples:
+                self._groups[sample] = group
+            replica.turns += group.samples
+        self._take_turns(replica)
+
+    def _take_turns(self, replica: Replica) -> None:
+        """Requests enter the engine, and its slots."""
+        while replica.turns and replica.in_flight < self._pool.in_flight:
+            sample = replica.turns.popleft()
+            if replica.closed:
+                replica.held.append(sample)
+            else:
+                replica.waiting.append(sample)
+        self._take_slots(replica)
+        self._look(replica)
+
+    def _take_slots(self, replica: Replica) -> None:
+        step = math.ceil(replica.served - TOKEN)  # the one under way goes on without them
+        lengths, slots = self._population.lengths, self._pool.speed.slots
+        while replica.waiting and len(replica.marks) < slots and not replica.paused:
+            sample = replica.waiting.popleft()
+            self._population.oldest[sample] = replica.version
+            heapq.heappush(replica.marks, (step + lengths[sample], sample))
 
     # ── decoding ───────────────────────────────────────────────────────────────────────────────
 
@@ -163,28 +204,40 @@ class Rollouts:
         """Brings the replica's clock of steps to now."""
         now = self._clock.now
         if replica.marks and not replica.paused:
-            replica.served += (now - replica.since) / self._speed.step(len(replica.marks))
+            replica.served += (now - replica.since) / self._pool.speed.step(len(replica.marks))
         replica.since = now
+        self._touch(replica)
+
+    def _touch(self, replica: Replica) -> None:
+        if not self._touched:
+            self._clock.then(self._settle)
         self._touched[replica.index] = replica
 
-    def _take_slots(self, replica: Replica) -> None:
-        started = min(len(replica.waiting), self._speed.slots - len(replica.marks))
-        step = math.ceil(replica.served - TOKEN)  # the one under way goes on without them
-        for _ in range(started):
-            sample = replica.waiting.popleft()
-            self._population.oldest[sample] = replica.version
-            heapq.heappush(replica.marks, (step + self._population.lengths[sample], sample))
-        self.running.add(started)
-
-    def _reschedule(self) -> None:
-        """The next mark of every replica that was touched."""
+    def _settle(self) -> None:
+        """The next mark, and the levels, of every replica that was touched."""
         for replica in self._touched.values():
             replica.timer += 1
             if replica.marks and not replica.paused:
                 left = replica.marks[0][0] - replica.served
-                seconds = left * self._speed.step(len(replica.marks))
-                self._clock.after(seconds, self._reached, replica, replica.timer)
+                left_s = left * self._pool.speed.step(len(replica.marks))
+                self._clock.at(replica.since + left_s, self._reached, replica, replica.timer)
+            self._count(replica)
         self._touched.clear()
+
+    def _count(self, replica: Replica) -> None:
+        works = int(self._evaluating or replica.in_flight > 0)
+        if replica.paused:
+            counts = (0, 0, 0, works)
+        else:
+            running = len(replica.marks)
+            starved = self._pool.running - running if replica.asking == "now" else 0
+            counts = (running, len(replica.waiting), max(starved, 0), works)
+        if counts != replica.counted:
+            levels = (self.running, self.waiting, self.starved, self.working)
+            for level, new, old in zip(levels, counts, replica.counted, strict=True):
+                if new != old:
+                    level.add(new - old)
+            replica.counted = counts
 
     def _reached(self, replica: Replica, timer: int) -> None:
         """The next mark: the requests that end there leave."""
@@ -193,46 +246,21 @@ class Rollouts:
         self._serve(replica)
         replica.served = replica.marks[0][0]
         done: dict[int, list[int]] = {}
-        before = len(replica.marks)
         while replica.marks and replica.marks[0][0] <= replica.served:
             _, sample = heapq.heappop(replica.marks)
             done.setdefault(self._population.teachers[sample], []).append(sample)
-        self.running.add(len(replica.marks) - before)
-        self._take_slots(replica)
-        if replica.idle and not self._evaluating:
-            self.working.add(-1)
-        self._ending = True
+        self._take_turns(replica)
         for teacher, samples in done.items():
-            self._send(teacher, samples)
-        self._ending = False
+            self._topics[teacher].put(samples, partial(self._sent, samples))
         if replica.drained and not replica.marks:
             self._freeze(replica)
-        self.fill()
 
-    def _send(self, teacher: int, samples: list[int]) -> None:
-        self.blocked.add(len(samples))
-
-        def sent() -> None:
-            self.blocked.add(-len(samples))
-            for sample in samples:
-                group = self._groups.pop(sample)
-                group.left -= 1
-                if not group.left and self._turnaround_s:
-                    self._clock.after(self._turnaround_s, self._free, group)
-                elif not group.left:
-                    self._leave(group)
-            if not self._ending:
-                self.fill()
-
-        self._topics[teacher].put(samples, sent)
-
-    def _free(self, group: Group) -> None:
-        self._leave(group)
-        self.fill()
-
-    def _leave(self, group: Group) -> None:
-        self._balance.give_back(group.replica.index, group.tokens)
-        self._occupy(group.replica, -1)
+    def _sent(self, samples: list[int]) -> None:
+        for sample in samples:
+            group = self._groups.pop(sample)
+            group.left -= 1
+            if not group.left and group.replica is not None:
+                group.replica.finished += 1
 
     # ── pauses ─────────────────────────────────────────────────────────────────────────────────
 
@@ -243,14 +271,11 @@ class Rollouts:
         stopped.drained = then
         if not (drain and stopped.marks):
             self._freeze(stopped)
-            self._reschedule()
 
     def _freeze(self, replica: Replica) -> None:
         self._serve(replica)
         replica.paused = True
         self.paused.add(1)
-        self.running.add(-len(replica.marks))
-        self.free.add(replica.groups - self._setting.rollout.groups)
         then, replica.drained = replica.drained, None
         if then is not None:
             then()
@@ -263,25 +288,19 @@ class Rollouts:
             resumed.version = version
         resumed.closed = resumed.paused = False
         self.paused.add(-1)
-        self.running.add(len(resumed.marks))
-        self.free.add(self._setting.rollout.groups - resumed.groups)
         resumed.waiting += resumed.held
         resumed.held = []
-        self._take_slots(resumed)
-        self._reschedule()
+        self._take_turns(resumed)
 
     def evaluate(self, seconds: float, then: Callable[[], None]) -> None:
         """Every replica works on an evaluation; rollouts wait. Then calls ``then``."""
-        idle = sum(replica.idle for replica in self._replicas)
         self._evaluating = True
-        self.working.add(idle)
         for index in range(len(self._replicas)):
             self.pause(index, _nothing, drain=False)
         self._clock.after(seconds, self._evaluated, then)
 
     def _evaluated(self, then: Callable[[], None]) -> None:
         self._evaluating = False
-        self.working.add(-sum(replica.idle for replica in self._replicas))
         for index in range(len(self._replicas)):
             self.resume(index)
         then()

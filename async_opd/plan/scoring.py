@@ -27,8 +27,8 @@ class Scoring:
         prompt_tokens: float,
         clock: Clock,
         population: Population,
-        rollouts: Topic,
-        scored: Topic,
+        rollouts: Topic[int],
+        scored: Topic[int],
     ) -> None:
         self.working = Level(clock)
         """Replicas that score."""

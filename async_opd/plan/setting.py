@@ -13,26 +13,23 @@ from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
 
 @dataclass(frozen=True)
 class RolloutPool:
-    """The student's replicas, each on ``gpus`` GPUs, with groups of ``n`` rollouts.
+    """The student's replicas, each on ``gpus`` GPUs; groups have ``n`` rollouts.
 
-    A group's place stays empty for ``turnaround_s`` until the next group runs in it.
+    A replica has at most ``in_flight`` requests; those beyond the engine's slots wait in it. From
+    the moment in which there is room for more it takes ``turnaround_s`` until they are there.
     """
 
     replicas: int
     gpus: int
     speed: DecodeSpeed
+    in_flight: int
     n: int
     turnaround_s: float = 0.0
 
     @property
-    def groups(self) -> int:
-        """Groups a replica works on at a time."""
-        return max(1, self.speed.slots // self.n)
-
-    @property
     def running(self) -> int:
         """Requests that run on a replica when it is full."""
-        return min(self.groups * self.n, self.speed.slots)
+        return min(self.in_flight, self.speed.slots)
 
     @property
     def tokens_per_s(self) -> float:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from async_opd.core.admission import Admission
-from async_opd.core.stages import SCORED, rollouts_topic
+from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
 from async_opd.plan.clock import Clock
 from async_opd.plan.population import Population
 from async_opd.plan.prediction import PoolUse, Prediction
@@ -58,8 +58,10 @@ class World:
             staleness_threshold=setting.staleness_threshold,
             steps=setting.steps + endless * versions_ahead * setting.sync_steps,
         )
-        self._topics = [Topic(clock, setting.queue_samples) for _ in setting.teachers]
-        self._scored = Topic(clock, setting.queue_samples)
+        self._topics: list[Topic[int]] = [
+            Topic(clock, setting.queue_samples) for _ in setting.teachers
+        ]
+        self._scored: Topic[int] = Topic(clock, setting.queue_samples)
         self._rollouts = Rollouts(setting, clock, population, admission, self._topics)
         self._scoring = [
             Scoring(teacher, setting.prompt_tokens, clock, population, topic, self._scored)
@@ -75,7 +77,7 @@ class World:
         for scoring in self._scoring:
             scoring.start()
         self.training.start()
-        self._rollouts.fill()
+        self._rollouts.start()
         self._clock.run()
         return self._prediction(self._read())
 
@@ -89,22 +91,23 @@ class World:
         rollouts, training = self._rollouts, self.training
         levels = {
             "running": rollouts.running,
+            "waiting": rollouts.waiting,
+            "starved": rollouts.starved,
             "working": rollouts.working,
-            "free": rollouts.free,
-            "blocked": rollouts.blocked,
             "paused": rollouts.paused,
             "computing": training.computing,
             "copying": training.copying,
             "turning": training.turning,
             "held": training.held,
-            SCORED: self._scored.waiting,
+            PROMPTS: rollouts.prompts.ready,
+            SCORED: self._scored.ready,
         }
         for teacher, scoring, topic in zip(
             self._setting.teachers, self._scoring, self._topics, strict=True
         ):
             levels[f"working/{teacher.name}"] = scoring.working
             levels[f"blocked/{teacher.name}"] = scoring.blocked
-            levels[rollouts_topic(teacher.name)] = topic.waiting
+            levels[rollouts_topic(teacher.name)] = topic.ready
         areas = {name: level.area for name, level in levels.items()}
         batches = {
             teacher.name: scoring.batches
@@ -126,8 +129,9 @@ class World:
             wall_s=end.time + setting.outside_s,
             staleness={v: trained[v] / trained.total() for v in sorted(trained)},
             pools=pool_uses(setting, means, rate),
-            queues={topic: means[topic] for topic in (*topics, SCORED)},
-            concurrency=means["running"] / max(means["working"] - means["paused"], 1e-12),
+            queues={topic: means[topic] for topic in (PROMPTS, *topics, SCORED)},
+            concurrency=(means["running"] + means["waiting"])
+            / max(means["working"] - means["paused"], 1e-12),
             batches={
                 teacher.name: trained.total()
                 * teacher.share
@@ -141,14 +145,13 @@ def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tupl
     """The pools' shares of time, from the mean levels and the samples per second."""
     limits = setting.limits()
     pool, train = setting.rollout, setting.train
-    places = pool.replicas * pool.running
+    slots = pool.replicas * pool.running
+    used = means["running"] / slots
     rollout_waits = {
-        "staleness budget": means["free"] * pool.n / places,
+        "staleness budget": means["starved"] / slots,
         "sync or evaluation": means["paused"] / pool.replicas,
-        "room in the queue": means["blocked"] / places,
     }
-    used = means["running"] / places
-    rollout_waits["its group or turnaround"] = 1 - used - sum(rollout_waits.values())
+    rollout_waits["turnaround"] = 1 - used - sum(rollout_waits.values())
     uses = [
         PoolUse(
             "rollout",
@@ -165,7 +168,11 @@ def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tupl
         waits = {"rollouts": 1 - busy}
         if means[f"blocked/{teacher.name}"] > means[rollouts_topic(teacher.name)]:
             waits = {"room in the queue": 1 - busy}
-        uses.append(PoolUse(name, teacher.replicas, busy, rate / limits[name], limits[name], waits))
+        uses.append(
+            PoolUse(
+                name, teacher.replicas, busy, min(rate / limits[name], 1.0), limits[name], waits
+            )
+        )
     busy = means["computing"]
     waits = {
         "the weight sync before": means["held"],
@@ -174,7 +181,9 @@ def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tupl
     }
     waits["scored samples"] = 1 - busy - sum(waits.values())
     limit = limits["train"]
-    uses.append(PoolUse("train", train.ranks, busy, rate / limit, limit, _largest_first(waits)))
+    uses.append(
+        PoolUse("train", train.ranks, busy, min(rate / limit, 1.0), limit, _largest_first(waits))
+    )
     return tuple(uses)
 
 

@@ -1,40 +1,52 @@
-"""A topic of the message queue, over numbers of samples: ``async_opd.core.queue`` without time."""
+"""A topic of the message queue: ``async_opd.core.queue`` without time and payloads."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 from async_opd.plan.clock import Clock, Level
 
-Put = Callable[[], None]
-Got = Callable[[list[int]], None]
+Item = TypeVar("Item")
 
 
-class Topic:
-    """Bounded by samples, ready ones and leased ones together; waiters are served oldest first."""
+class _Getter(NamedTuple, Generic[Item]):
+    at_least: int
+    at_most: int
+    share: bool
+    then: Callable[[list[Item]], None]
 
-    def __init__(self, clock: Clock, max_samples: int) -> None:
-        self.waiting = Level(clock)
-        """Samples that are ready."""
-        self._max_samples = max_samples
-        self._ready: deque[int] = deque()
+
+class Topic(Generic[Item]):
+    """Bounded by items, ready ones and leased ones together; waiters are served oldest first."""
+
+    def __init__(self, clock: Clock, max_items: int) -> None:
+        self.ready = Level(clock)
+        """Items that wait for a consumer."""
+        self._max_items = max_items
+        self._ready: deque[Item] = deque()
         self._leased = 0
-        self._putters: deque[tuple[Sequence[int], Put]] = deque()
-        self._getters: deque[tuple[int, int, Got]] = deque()
+        self._putters: deque[tuple[Sequence[Item], Callable[[], None]]] = deque()
+        self._getters: deque[_Getter[Item]] = deque()
 
-    def put(self, samples: Sequence[int], then: Put) -> None:
-        """Appends samples and calls ``then``, at once or when there is room."""
-        self._putters.append((samples, then))
+    def put(self, items: Sequence[Item], then: Callable[[], None]) -> None:
+        """Appends items and calls ``then``, at once or when there is room."""
+        self._putters.append((items, then))
         self._settle()
 
-    def get(self, at_least: int, at_most: int, then: Got) -> None:
-        """Calls ``then`` with the samples of a lease, at once or when enough are ready."""
-        self._getters.append((at_least, at_most, then))
+    def get(
+        self, at_least: int, at_most: int, then: Callable[[list[Item]], None], share: bool = False
+    ) -> None:
+        """Calls ``then`` with the items of a lease, at once or when enough are ready.
+
+        ``share`` takes no more than an even share of what is ready among all who wait.
+        """
+        self._getters.append(_Getter(at_least, at_most, share, then))
         self._settle()
 
     def ack(self, count: int) -> None:
-        """So many leased samples are done with."""
+        """So many leased items are done with."""
         self._leased -= count
         self._settle()
 
@@ -43,26 +55,30 @@ class Topic:
         while True:
             if self._putters and self._has_room(len(self._putters[0][0])):
                 self._serve_putter()
-            elif self._getters and len(self._ready) >= self._getters[0][0]:
+            elif self._getters and len(self._ready) >= self._getters[0].at_least:
                 self._serve_getter()
             else:
                 return
 
     def _serve_putter(self) -> None:
-        samples, then = self._putters.popleft()
-        self._ready.extend(samples)
-        self.waiting.add(len(samples))
+        items, then = self._putters.popleft()
+        self._ready.extend(items)
+        self.ready.add(len(items))
         then()
 
     def _serve_getter(self) -> None:
-        _, at_most, then = self._getters.popleft()
-        lease = [self._ready.popleft() for _ in range(min(at_most, len(self._ready)))]
-        self.waiting.add(-len(lease))
-        self._leased += len(lease)
-        then(lease)
+        getter = self._getters.popleft()
+        count = min(getter.at_most, len(self._ready))
+        if getter.share:
+            even = -(-len(self._ready) // (1 + len(self._getters)))
+            count = min(count, max(getter.at_least, even))
+        lease = [self._ready.popleft() for _ in range(count)]
+        self.ready.add(-count)
+        self._leased += count
+        getter.then(lease)
 
     def _has_room(self, count: int) -> bool:
         held = len(self._ready) + self._leased
-        if held == 0 or held + count <= self._max_samples:
+        if held == 0 or held + count <= self._max_items:
             return True
-        return bool(self._getters) and len(self._ready) < self._getters[0][0]
+        return bool(self._getters) and len(self._ready) < self._getters[0].at_least

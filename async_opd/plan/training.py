@@ -20,7 +20,7 @@ from async_opd.plan.topic import Topic
 class Intake:
     """Turns scored samples into batches; fetches the next one while one is trained."""
 
-    def __init__(self, setting: Setting, population: Population, scored: Topic) -> None:
+    def __init__(self, setting: Setting, population: Population, scored: Topic[int]) -> None:
         self.requeued = 0
         self._size = setting.batch_size
         self._group = setting.rollout.n if setting.whole_groups else 1
@@ -96,7 +96,7 @@ class Training:
         population: Population,
         admission: Admission,
         rollouts: Rollouts,
-        scored: Topic,
+        scored: Topic[int],
         on_step: Callable[[int], None],
     ) -> None:
         """``on_step`` is called with the number of each step when it ends."""

@@ -31,7 +31,7 @@ def setting(
         staleness_threshold=2.0,
         lengths=Lengths(LENGTH, sigma, 1000),
         prompt_tokens=PROMPT,
-        rollout=RolloutPool(replicas, 1, DecodeSpeed(slots, 0.01, 0.0), n),
+        rollout=RolloutPool(replicas, 1, DecodeSpeed(slots, 0.01, 0.0), slots, n),
         teachers=(TeacherPool("a", 1, 1, ScoreSpeed(32, 0.0, teacher_tokens_per_s), 1.0),),
         train=TrainerPool(1, TrainSpeed(0.0, train_tokens_per_s, snapshot_s, sync_s), 0.9),
         queue_samples=100_000,

