@@ -36,7 +36,7 @@ def fixed_and_slope(x: Floats, y: Floats, weights: Floats) -> tuple[float, float
         return 0.0, mean_y / mean_x
     slope = float((weights * deviation * (y - mean_y)).sum() / total) / variance
     slope = min(max(slope, 0.0), mean_y / mean_x)
-    return mean_y - slope * mean_x, slope
+    return max(mean_y - slope * mean_x, 0.0), slope
 
 
 def batches_and_tokens(seconds: Floats, batches: Floats, tokens: Floats) -> tuple[float, float]:

@@ -1,0 +1,115 @@
+"""How close the planner comes to real Ray actors with simulated engines.
+
+    python -m benchmarks.plan [--samples N] [--only s1 s05 on_policy s1_64] [--measured FILE]
+
+Runs the cases of ``benchmarks.pipeline`` (or takes what it printed, from FILE), simulates the same
+settings in virtual time, and compares. Nothing is fitted: both are given the same speeds.
+
+    error          predicted over measured samples/s, minus 1       worst_error: the largest |error|
+    predict_s      seconds the prediction took
+
+Prints one JSON line last. About 12 minutes without FILE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from async_opd.core.plan_config import PlanConfig
+from async_opd.plan.inputs import setting_of
+from async_opd.plan.setting import Setting
+from async_opd.plan.simulation import simulate
+from benchmarks.pipeline import (
+    CASES,
+    LENGTHS,
+    PROMPT_TOKENS,
+    WARM_UP_VERSIONS,
+    Case,
+    measure,
+    speeds,
+)
+
+SEEDS = 5
+"""Predictions are means over so many draws of lengths; a run is one draw."""
+
+
+def setting(case: Case, samples: int) -> Setting:
+    """The case as the planner sees it, with as many steps as are measured."""
+    decode, score, train = speeds(case.scale)
+    config = case.config
+    plan = PlanConfig.model_validate(
+        {
+            "prompt_tokens": PROMPT_TOKENS,
+            "response_tokens": LENGTHS.mean,
+            "response_sigma": LENGTHS.sigma,
+            "rollout": {
+                "step_s": decode.step_s,
+                "step_s_per_request": decode.step_s_per_request,
+            },
+            "teachers": {"t": {"tokens_per_s": score.tokens_per_s, "overhead_s": score.overhead_s}},
+            "train": {
+                "tokens_per_s": train.tokens_per_s,
+                "overhead_s": train.overhead_s,
+                "snapshot_s": train.snapshot_s,
+                "sync_s": train.sync_s,
+            },
+        }
+    )
+    found = setting_of(config, plan, "benchmarks.plan")
+    warm_up = WARM_UP_VERSIONS * config.async_.sync_steps
+    steps = warm_up + samples // config.train.batch_size
+    rollout = replace(found.rollout, in_flight=decode.slots)  # simulated engines have no queue
+    return replace(found, rollout=rollout, steps=steps)
+
+
+def compare(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
+    """The case's prediction beside what was measured."""
+    started = time.perf_counter()
+    planned = setting(case, int(measured["samples"]))
+    found = [simulate(planned, seed=seed, endless=True) for seed in range(SEEDS)]
+    seconds = (time.perf_counter() - started) / SEEDS
+
+    def mean(values: list[float]) -> float:
+        return sum(values) / len(values)
+
+    rate = mean([one.samples_per_s for one in found])
+    return {
+        "predicted": round(rate, 2),
+        "measured": measured["samples_per_s"],
+        "error": round(rate / measured["samples_per_s"] - 1, 4),
+        "staleness": round(mean([one.mean_staleness for one in found]), 3),
+        "staleness_measured": measured["staleness_mean"],
+        "busy_train": round(mean([one.pools[-1].busy for one in found]), 3),
+        "busy_train_measured": measured["busy_train"],
+        "predict_s": round(seconds, 2),
+    }
+
+
+def main() -> None:
+    """Measures or reads, predicts, prints."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--samples", type=int, default=6144, help="measured, with 16 replicas")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--measured", type=Path, help="what benchmarks.pipeline printed")
+    arguments = parser.parse_args()
+    if arguments.measured is None:
+        result = uvloop.run(measure(arguments.only, arguments.samples))
+    else:
+        result = json.loads(arguments.measured.read_text(encoding="utf-8").splitlines()[-1])
+    cases = {}
+    for name, measured in result["cases"].items():
+        cases[name] = compare(CASES[name], measured)
+        print(name, cases[name], flush=True)
+    worst = max(abs(case["error"]) for case in cases.values())
+    print(json.dumps({"worst_error": worst, "cases": cases}))
+
+
+if __name__ == "__main__":
+    main()
