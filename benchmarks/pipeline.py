@@ -42,7 +42,6 @@ PROMPT_TOKENS = 100
 LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)
 RATE = 64.0  # samples/s of the trainer with 16 rollout replicas; the slowest stage
 MARGIN = 1.05  # teachers over trainer, rollout over teachers
-WARM_UP_VERSIONS = 3
 
 
 def mean_length() -> float:
@@ -53,7 +52,10 @@ def mean_length() -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``scale`` multiplies pools, batch and the trainer's speed."""
+    """One run. ``scale`` multiplies pools, batch and the trainer's speed.
+
+    ``warm_up`` weight versions pass before anything is measured.
+    """
 
     name: str
     s: float
@@ -61,6 +63,7 @@ class Case:
     batch: int = 128
     scale: int = 1
     top_k: int = 16
+    warm_up: int = 3
 
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
@@ -107,7 +110,7 @@ CASES = {
     for case in (
         Case("s1", 1.0),
         Case("s05", 0.5),
-        Case("on_policy", 0.0, sync_steps=1, batch=512),
+        Case("on_policy", 0.0, sync_steps=1, batch=512, warm_up=1),  # synchronous: no transient
         Case("s1_64", 1.0, scale=4),
     )
 }
@@ -200,7 +203,7 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
         trainer=Factory("benchmarks.simulated.trainer:build_simulated_trainer", (train,)),
     )
     size, every = config.train.batch_size, config.async_.sync_steps
-    first = WARM_UP_VERSIONS * every
+    first = case.warm_up * every
     last = first + max(every, samples // size // every * every)
     log = Log()
     async with launch(config, device="cpu", eos_ids=(), factories=factories) as stages:
@@ -252,7 +255,8 @@ async def measure(names: list[str], samples: int) -> dict[str, Any]:
     """All cases asked for, one after the other."""
     found = {}
     for name in names:
-        found[name] = await run(CASES[name], samples * CASES[name].scale)
+        wanted = 1536 if name == "on_policy" else samples * CASES[name].scale
+        found[name] = await run(CASES[name], wanted)
         print(name, found[name], flush=True)
     result: dict[str, Any] = {}
     if "s1" in found:
