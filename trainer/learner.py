@@ -21,10 +21,18 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
+from trainer.heads import load_heads
 from trainer.losses import Head, Objective, build_objective
 from trainer.losses.report import Metrics, joined, step_metrics
 from trainer.named_weights import named_weights
-from trainer.packing import Packed, pack, plan, refuse_foreign_tokens, refuse_mixed_scores
+from trainer.packing import (
+    Packed,
+    Vocabularies,
+    pack,
+    plan,
+    refuse_foreign_tokens,
+    refuse_mixed_scores,
+)
 from trainer.repetition import repetition
 from trainer.schedule import learning_rate
 from trainer.shares import Shares
@@ -72,6 +80,10 @@ class Learner:
         self._student_loss = StudentLoss(
             self.model, objective, heads or {}, torch.bfloat16 if self._autocast else None
         )
+        rows = self._student_loss.vocabulary
+        self._vocabularies = Vocabularies(
+            rows, {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}
+        )
         self._row_tokens = train.tokens_per_micro_batch
         if device.type == "cpu":
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
@@ -97,7 +109,7 @@ class Learner:
         but is a step.
         """
         refuse_mixed_scores(samples)
-        refuse_foreign_tokens(samples, self._student_loss.vocabulary)
+        refuse_foreign_tokens(samples, self._vocabularies)
         try:
             return self._train_batch(samples)
         finally:
@@ -202,6 +214,7 @@ def build_learner(config: RunConfig, device_name: str) -> Learner:
     model = load_student(config, device)
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
     shares = Shares.of(config.loss, config.reward, config.rollout.max_tokens)
-    learner = Learner(model, objective, config.train, device, shares)
+    heads = load_heads(config, len(model.get_output_embeddings().weight), device)
+    learner = Learner(model, objective, config.train, device, shares, heads)
     learner.check()
     return learner

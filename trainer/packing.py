@@ -8,8 +8,8 @@ samples from attending to each other (tested: packed logits equal each sample's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
@@ -76,22 +76,29 @@ def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
         raise TypeError(f"a batch mixes scores of several kinds: {', '.join(kinds)}")
 
 
-def refuse_foreign_tokens(samples: Sequence[Sample], vocabulary: int) -> None:
-    """StageError for a token, sampled or in a support, that the student's head does not have."""
+@dataclass(frozen=True)
+class Vocabularies:
+    """Rows of the student's head, and those it shares with the heads of teachers that have one."""
+
+    student: int
+    common: Mapping[str, int] = field(default_factory=dict)
+
+
+def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies) -> None:
+    """StageError for a token, sampled or in a support, that a head does not have."""
     for sample in samples:
-        scores = sample.scores
-        ids = [sample.rollout.response_ids]
-        if isinstance(scores, TopK | CandidateLogprobs):
-            ids.append(scores.ids)
-        for array in ids:
-            wrong = array[(array < 0) | (array >= vocabulary)]
+        scores, teacher = sample.scores, sample.rollout.prompt.teacher
+        rows = vocabularies.common.get(teacher, vocabularies.student)
+        supports = [scores.ids] if isinstance(scores, TopK | CandidateLogprobs) else []
+        for ids in (sample.rollout.response_ids, *supports):
+            wrong = ids[(ids < 0) | (ids >= rows)]
             if wrong.size:
                 raise StageError(
                     "trainer",
-                    f"sample {sample.rollout.uid} of teacher {sample.rollout.prompt.teacher} has "
-                    f"token {int(wrong[0])}; the student's head has {vocabulary} rows",
-                    "teacher and student must have the same tokenizer; a teacher whose embedding "
-                    "is padded further must not score its padding: use loss.support full_vocab",
+                    f"sample {sample.rollout.uid} of teacher {teacher} has token {int(wrong[0])}; "
+                    f"the head has {rows} rows (the student's own: {vocabularies.student})",
+                    "teacher and student must have the same tokenizer, and neither may produce "
+                    "tokens from the padding of its vocabulary",
                 )
 
 

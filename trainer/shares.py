@@ -10,7 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from async_opd.core.samples import Sample
+from trainer.advantages import Normalize, advantages, groups_of, rewards_of
 from trainer.losses.reduction import token_weights
 
 if TYPE_CHECKING:
@@ -33,14 +36,36 @@ class Shares:
     weight: float = 1.0
     reduction: Reduction = "token_mean"
     max_tokens: int = 1
+    reward_weight: float | None = None
+    normalize: Normalize = "std"
 
     @classmethod
     def of(cls, loss: Loss, reward: RewardConfig | None, max_tokens: int) -> Shares:
         """As configured; ``max_tokens`` is ``rollout.max_tokens``."""
-        return cls(loss.weight, loss.reduction, max_tokens)
+        if reward is None:
+            return cls(loss.weight, loss.reduction, max_tokens)
+        return cls(loss.weight, loss.reduction, max_tokens, reward.weight, reward.normalize)
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Share], dict[str, float]]:
-        """A share for each sample of a whole batch, and metrics of its rewards."""
+        """A share for each sample of a whole batch, and metrics of its rewards.
+
+        StageError for a sample without a reward, where there is one. Groups must be whole.
+        """
         lengths = [len(sample.rollout.response_ids) for sample in samples]
         weights = token_weights(lengths, self.reduction, self.max_tokens)
-        return [Share(self.weight * weight) for weight in weights], {}
+        if self.reward_weight is None or not samples:
+            return [Share(self.weight * weight) for weight in weights], {}
+        rewards, groups = rewards_of(samples), groups_of(samples)
+        values = advantages(rewards, groups, self.normalize)
+        shares = [
+            Share(self.weight * weight, self.reward_weight * weight, value)
+            for weight, value in zip(weights, values, strict=True)
+        ]
+        flat = sum(all(values[index] == 0 for index in group) for group in groups)
+        return shares, {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "reward/flat_groups": flat / len(groups),
+            "reward/advantage_abs": float(np.mean(np.abs(values))),
+            "reward/advantage_max": float(np.max(values)),
+        }

@@ -22,7 +22,7 @@ from async_opd.core.loss_config import Loss as Loss
 from async_opd.core.loss_config import ReverseKLConfig as ReverseKLConfig
 from async_opd.core.loss_config import RewardConfig as RewardConfig
 from async_opd.core.loss_config import SampledConfig as SampledConfig
-from async_opd.core.loss_config import not_yet
+from async_opd.core.loss_config import nucleus_faults
 from async_opd.core.plan_config import PlanConfig as PlanConfig
 from async_opd.core.section import Section as Section
 
@@ -313,7 +313,7 @@ class RunConfig(Section):
                     "for example 4",
                 )
             )
-        faults += not_yet(self.loss, self.reward)
+        faults += nucleus_faults(self.loss, self.reward, self.rollout.top_p)
         if faults:
             raise SizesError(faults)
         return self

@@ -30,7 +30,9 @@ class Objective(Section):
     importance: Literal["auto", "off", "truncated"] = "auto"
     """Weights each token by min(q/mu, ``importance_cap``), q the student now and mu the one that
     sampled it. ``auto``: truncated for sampled-token objectives, which are wrong off-policy
-    without it; off for divergences, which are exact at each position whoever sampled it."""
+    without it; off for divergences, which are exact at each position whoever sampled it. q has
+    the temperature of the rollouts, so that the weight is 1 where nothing is stale; ``top_p`` below
+    1 is refused."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Truncation of the importance weights."""
 
@@ -141,15 +143,27 @@ def scored_top_k(loss: Loss) -> int:
     return top_k if score_kind(loss) in ("teacher_topk", "student_topk") else 0
 
 
-def not_yet(loss: Loss, reward: RewardConfig | None) -> list[tuple[str, str, str]]:
-    """What the sections can say but the trainer cannot do yet: (key, fault, remedy)."""
-    wanted = [
-        ("loss.weight", loss.weight != 1),
-        ("loss.reduction", loss.reduction != "token_mean"),
-        ("loss.importance", loss.importance == "truncated"),
-        ("reward", reward is not None),
-    ]
-    if isinstance(loss, Divergence):
-        wanted.append(("loss.support", loss.support != "teacher_topk"))
-        wanted.append(("loss.clamp", loss.clamp is not None))
-    return [(key, "is not built yet", "leave it out") for key, found in wanted if found]
+def corrects(loss: Loss) -> bool:
+    """Whether tokens get importance weights."""
+    if loss.importance == "auto":
+        return not isinstance(loss, Divergence) and loss.weight > 0
+    return loss.importance == "truncated"
+
+
+def nucleus_faults(
+    loss: Loss, reward: RewardConfig | None, top_p: float
+) -> list[tuple[str, str, str]]:
+    """What needs the ratio q/mu, which is not known of a nucleus: (key, fault, remedy).
+
+    mu is normalized over the nucleus of the weights that sampled; no q of today has the same one.
+    """
+    if top_p == 1:
+        return []
+    faults = []
+    if corrects(loss):
+        message = f"weights tokens by q/mu, which rollout.top_p {top_p} makes incomparable"
+        faults.append(("loss.importance", message, "off, or rollout.top_p 1"))
+    if reward is not None:
+        message = f"its loss has the ratio q/mu, which rollout.top_p {top_p} makes incomparable"
+        faults.append(("reward", message, "rollout.top_p 1"))
+    return faults

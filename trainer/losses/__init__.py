@@ -54,11 +54,11 @@ def build_objective(
     loss: Loss, reward: RewardConfig | None = None, temperature: float = 1.0
 ) -> Objective:
     """The objective that a config names; ``temperature`` is the one rollouts are sampled at."""
-    sampled = loss.kind in ("k1", "k2", "k3", "abs")
-    truncated = loss.importance == "truncated" or (loss.importance == "auto" and sampled)
+    from async_opd.core.loss_config import corrects
+
     return Objective(
         _term(loss),
-        importance_cap=loss.importance_cap if truncated else None,
+        importance_cap=loss.importance_cap if corrects(loss) else None,
         surrogate=ClippedSurrogate(reward.clip_low, reward.clip_high) if reward else None,
         temperature=temperature,
     )

@@ -28,14 +28,17 @@ CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
 """Logits alive at the same time. On a GPU each chunk reads and writes the head's gradient once:
 below about a thousand rows, that would cost more than the products."""
 
-TILE_BYTES = 4 << 20
+TILE_BYTES = 16 << 20
 """Logits a processor works on at the same time."""
 
 
 class Head(Protocol):
     """A teacher's head: hidden states [n, H] to logits [n, V_teacher]."""
 
-    vocabulary: int
+    @property
+    def vocabulary(self) -> int:
+        """V_teacher."""
+        ...
 
     def logits(self, states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes the logits into the first n rows of ``out``, and returns these."""

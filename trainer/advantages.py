@@ -1,0 +1,59 @@
+"""Group-relative advantages (GRPO, arXiv:2402.03300): a rollout against the others of its prompt.
+
+    A_i = (r_i - mean(r)) / std(r)       ``std``; population standard deviation of the group
+    A_i = r_i - mean(r)                  ``none`` (arXiv:2503.20783: no bias towards easy prompts)
+
+A group whose rewards are all equal says nothing: its advantages are 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Sample
+
+Normalize = Literal["std", "none"]
+
+
+def rewards_of(samples: Sequence[Sample]) -> list[float]:
+    """The grader's numbers; StageError for a sample without one."""
+    rewards = []
+    for sample in samples:
+        reward = sample.rollout.reward
+        if reward is None or not math.isfinite(reward):
+            raise StageError(
+                "trainer",
+                f"sample {sample.rollout.uid} has reward {reward}; expected a finite number",
+                "look at what reward.grader returns for it",
+            )
+        rewards.append(float(reward))
+    return rewards
+
+
+def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
+    """Indices of the rollouts of each prompt, by the uid without its last part."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    for index, sample in enumerate(samples):
+        groups[sample.rollout.uid.rsplit("/", 1)[0]].append(index)
+    return list(groups.values())
+
+
+def advantages(
+    rewards: Sequence[float], groups: Sequence[Sequence[int]], normalize: Normalize
+) -> list[float]:
+    """The advantage of each rollout, in the order of ``rewards``."""
+    result = [0.0] * len(rewards)
+    for group in groups:
+        own = np.array([rewards[index] for index in group])
+        if own.min() == own.max():
+            continue
+        scale = own.std() if normalize == "std" else 1.0
+        for index, value in zip(group, (own - own.mean()) / scale, strict=True):
+            result[index] = float(value)
+    return result
