@@ -70,7 +70,7 @@ def test_a_run_with_k1_over_a_nucleus_is_refused_with_the_remedy() -> None:
         "rollout": {"top_p": 0.9},
         "loss": {"kind": "k1"},
     }
-    with pytest.raises(ValidationError, match="rollout.top_p 0.9 makes incomparable"):
+    with pytest.raises(ValidationError, match=r"rollout\.top_p 0\.9 makes incomparable"):
         RunConfig.model_validate(values)
 
 
