@@ -1,7 +1,8 @@
 """The life of one sample, top to bottom: one small coroutine per arrow.
 
      admit ──prompts──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
-       ▲   ▲              ▲                                               │  │
+       ▲   ▲              ▲                           │                   │  │
+       │   ├──────────────┼──── replace ◄──── dead ───┘                   │  │
        │   └──────────────┼──── rerun ◄────────────── stale ──────────────┘  │
        └──── version ─────┴──── push ◄────────────── snapshot ───────────────┘
 
@@ -9,6 +10,7 @@
     rollouter (replicas' own loops)      wait for a free slot, groups, the engine, room in the queue
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
     rerun     consumes stale headers,    waits for samples that came too late
+    replace   consumes dead letters,     waits for rollouts that nobody could score
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
     push      consumes a snapshot,       waits for the evaluation of the version before
 
@@ -23,15 +25,17 @@ from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from async_opd.core.admission import Admission
-from async_opd.core.batch import Batch
+from async_opd.core.batch import Batch, unpack_lost
 from async_opd.core.config import RunConfig
+from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.guardrail import Guardrail
 from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
-from async_opd.core.samples import Prompt
+from async_opd.core.samples import Group, Lost, Prompt
 from async_opd.core.stages import (
+    DEAD,
     PROMPTS,
     STALE,
     Queue,
@@ -58,6 +62,7 @@ class Log(Protocol):
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
     def waits(self, waits: Mapping[str, str]) -> None: ...
     def message(self, text: str) -> None: ...
+    def dead_letter(self, lost: Lost) -> None: ...
 
 
 class Stages(Protocol):
@@ -95,6 +100,9 @@ class Pipeline:
             steps=config.train.steps,
         )
         self.ledger = Ledger(config.rollout.n)
+        self.dead_letters = DeadLetters(
+            {name: teacher.max_dead_letter_share for name, teacher in config.teachers.items()}
+        )
         self.metering = Metering()
         self.guardrail = Guardrail(config.guardrail)
         self._step = 0
@@ -113,6 +121,7 @@ class Pipeline:
                 await self._evaluate_teachers()
                 endless.append(arrows.create_task(self._admit()))
                 endless.append(arrows.create_task(self._rerun()))
+                endless.append(arrows.create_task(self._replace()))
                 await self._train()
                 await self._evaluate("eval")
                 for task in endless:
@@ -137,6 +146,33 @@ class Pipeline:
             await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.requeued(headers)))
             done = lease.id
 
+    async def _replace(self) -> None:
+        """Scorer ──dead──► record; other rollouts take their places in the budget."""
+        done: int | None = None
+        while True:
+            lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
+            lost = unpack_lost(lease.batches)
+            groups = [group for one in lost for group in self._bury(one)]
+            await self.stages.queue.put(PROMPTS, Batch.pack(groups))
+            done = lease.id
+
+    def _bury(self, lost: Lost) -> list[Group]:
+        """Records a rollout that nobody can score. What to sample in its place.
+
+        That is one rollout of a new prompt; where groups are trained whole, the same one again.
+        """
+        if self.config.reward is not None:
+            groups = self.ledger.requeued([lost.header])
+        elif self.ledger.dead_lettered(lost.header):
+            self.admission.give_back(1)
+            count = self.admission.try_admit(1)
+            groups = self.ledger.admitted(self.prompts.next(count), members=1)
+        else:
+            return []
+        self.log.dead_letter(lost)
+        self.dead_letters.add(lost)
+        return groups
+
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
         self.metering.start()
@@ -145,6 +181,7 @@ class Pipeline:
         for self._step in range(1, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
             self.ledger.trained(report.trained)
+            self.dead_letters.trained(report.trained)
             if self._step % sync_steps == 0 or self._step == steps:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._pushed()
@@ -201,6 +238,8 @@ class Pipeline:
             self.stages.trainer.report(),
             self.stages.queue.stats(),
         )
+        for note in (note for stage in (rollout, *teachers.values()) for note in stage.notes):
+            self.log.message(note)
         pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
         metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
         warnings = self.guardrail.observe(metrics)

@@ -21,6 +21,7 @@ from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
+from teachers.agreement import Agreement
 from teachers.scoring import engine_arguments, make_scoring
 from teachers.spec import TeacherEngineSpec
 
@@ -37,6 +38,7 @@ class TeacherReplica:
         self._tokens = 0
         self._samples = 0
         self._batches = 0
+        self._agreement = Agreement()
 
     async def ready(self) -> int:
         """Waits until the engine answers. Returns its number of workers."""
@@ -51,6 +53,7 @@ class TeacherReplica:
         self._batches += 1
         self._samples += len(rollouts)
         self._tokens += sum(rollout.tokens for rollout in rollouts)
+        self._agreement.add(samples)
         return Batch.pack(samples)
 
     async def _score(self, rollout: Rollout) -> Sample:
@@ -100,6 +103,7 @@ class TeacherReplica:
             "tokens": float(self._tokens),
             "samples": float(self._samples),
             "batches": float(self._batches),
+            **self._agreement.drain(),
         }
         self._tokens, self._samples, self._batches = 0, 0, 0
         return StageReport(

@@ -1,6 +1,7 @@
 """The scoring stage: moves rollouts through their teachers.
 
-    topic rollouts/<teacher> ──lease──► balancer ──► replica.score ──► topic scored
+    topic rollouts/<teacher> ──lease──► pool ──► topic scored
+                                         └─────► topic dead: what no replica could score
 
 One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
 produces samples, waits for rollouts, for a free place on a replica and for room in the queue. A
@@ -11,28 +12,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
-from async_opd.core.balancer import Balancer
 from async_opd.core.batch import Batch
-from async_opd.core.reports import merge_reports
+from async_opd.core.config import HealthConfig
+from async_opd.core.errors import LeaseExpired
+from async_opd.core.queue import Lease
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
-
-IN_FLIGHT = 2
-"""Batches in flight per replica: one in the engine, one behind it."""
-
-
-class Replica(Protocol):
-    """What the stage needs of a teacher replica."""
-
-    async def score(self, batch: Batch) -> Batch: ...
-
-    async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingSpec
-    ) -> list[Rollout]: ...
-
-    async def report(self) -> StageReport: ...
+from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
+from teachers.pool import IN_FLIGHT, Rebuild, Replica, TeacherPool
 
 
 class ScorerStage:
@@ -43,43 +30,68 @@ class ScorerStage:
         teachers: Mapping[str, Sequence[Replica]],
         queue: Queue,
         batch_sizes: Mapping[str, int],
+        health: Mapping[str, HealthConfig] | None = None,
+        rebuild: Rebuild | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it."""
-        self._teachers = {name: list(replicas) for name, replicas in teachers.items()}
-        self._balancers = {
-            name: Balancer(replicas, IN_FLIGHT) for name, replicas in self._teachers.items()
+        health = health or {}
+        self._pools = {
+            name: TeacherPool(name, replicas, health.get(name, HealthConfig()), rebuild)
+            for name, replicas in teachers.items()
         }
         self._queue = queue
         self._batch_sizes = dict(batch_sizes)
+        self._rebuild = rebuild
+        self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Scores until cancelled; the first failure ends all loops and is raised."""
+        """Scores until cancelled; what no pool can mend ends all loops and is raised."""
+        self._work = asyncio.create_task(self._run(), name="scoring")
+        try:
+            await self._work
+        finally:
+            self._work.cancel()
+
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            for name, replicas in self._teachers.items():
-                for index in range(IN_FLIGHT * len(replicas)):
+            for name, pool in self._pools.items():
+                group.create_task(pool.run(), name=f"teacher {name}")
+                for index in range(IN_FLIGHT * len(pool.balancer.replicas)):
                     group.create_task(self._score(name), name=f"teacher {name} loop {index}")
 
     async def _score(self, teacher: str) -> None:
-        balancer, topic = self._balancers[teacher], rollouts_topic(teacher)
         done: int | None = None
         while True:
-            lease = await self._queue.get(topic, self._batch_sizes[teacher], ack=done)
-            rollouts = Batch.join(lease.batches)
-            tokens = sum(header.tokens for header in rollouts.headers)
-            async with balancer.acquire(tokens) as replica:
-                samples = await replica.score(rollouts)
-            await self._queue.put(SCORED, samples)
+            lease = await self._next(teacher, done)
+            scored = await self._pools[teacher].score(Batch.join(lease.batches))
+            if scored.samples:
+                await self._queue.put(SCORED, Batch.join(scored.samples))
+            if scored.lost:
+                await self._queue.put(DEAD, Batch.pack(scored.lost))
             done = lease.id
+
+    async def _next(self, teacher: str, done: int | None) -> Lease:
+        topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
+        try:
+            return await self._queue.get(topic, size, ack=done)
+        except LeaseExpired:  # its rollouts are scored again; the trainer knows them
+            return await self._queue.get(topic, size)
 
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
-        """The teacher's own answers, from its first replica."""
-        return await self._teachers[teacher][0].generate(prompts, sampling)
+        """The teacher's own answers, from one of its replicas."""
+        return await self._pools[teacher].generate(prompts, sampling)
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""
-        reports = {}
-        for name, replicas in self._teachers.items():
-            reports[name] = merge_reports(await asyncio.gather(*(r.report() for r in replicas)))
-        return reports
+        reports = await asyncio.gather(*(pool.report() for pool in self._pools.values()))
+        return dict(zip(self._pools, reports, strict=True))
+
+    async def shutdown(self) -> None:
+        """Stops scoring, and ends the replicas that were rebuilt."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
+        if self._rebuild is not None:
+            await self._rebuild.close()

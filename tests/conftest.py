@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import settings
 
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+
+settings.register_profile("busy machines", deadline=None)
+settings.load_profile("busy machines")
 
 
 def make_prompt(uid: str = "p", teacher: str = "t", tokens: int = 3) -> Prompt:

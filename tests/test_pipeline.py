@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.dead_letters import DeadLetters
+from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.queue import MessageQueue
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Lost, Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import (
     PROMPTS,
     SamplingSpec,
@@ -90,11 +91,14 @@ class FakeTeacher:
     def __init__(self, pace: Pace) -> None:
         self.pace = pace
         self.fail = False
+        self.poison: set[str] = set()
 
     async def score(self, batch: Batch) -> Batch:
         await self.pace.wait()
         if self.fail:
             raise StageError("teacher a/0", "its process died")
+        if bad := self.poison & {header.uid for header in batch.headers}:
+            raise StageError("teacher a/0", f"cannot score {bad}")
         return Batch.pack(
             Sample(rollout, SampledLogprobs(rollout.rollout_logprobs))
             for rollout in batch.unpack()
@@ -103,6 +107,11 @@ class FakeTeacher:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         return []
+
+    async def ready(self) -> int:
+        if self.fail:
+            raise StageError("teacher a/0", "its process died")
+        return 1
 
     async def report(self) -> StageReport:
         return StageReport()
@@ -159,6 +168,7 @@ class FakeLog:
     steps: list[int] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    dead: list[str] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append(step)
@@ -169,6 +179,9 @@ class FakeLog:
 
     def waits(self, waits: Mapping[str, str]) -> None: ...
     def message(self, text: str) -> None: ...
+
+    def dead_letter(self, lost: Lost) -> None:
+        self.dead.append(lost.header.uid)
 
 
 class FakePrompts:
@@ -258,7 +271,12 @@ async def test_a_run_trains_every_step_and_then_ends() -> None:
 async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
     run = world()
     await run.pipeline.run()
-    assert run.pipeline.ledger.counts == {"in_flight": 0, "trained": 24, "requeued": 0}
+    assert run.pipeline.ledger.counts == {
+        "in_flight": 0,
+        "trained": 24,
+        "dead_lettered": 0,
+        "requeued": 0,
+    }
 
 
 async def test_the_last_weights_reach_the_replicas() -> None:
@@ -277,7 +295,25 @@ async def test_the_last_replica_that_dies_ends_the_run_with_its_name() -> None:
 async def test_a_teacher_that_dies_ends_the_run_with_its_name() -> None:
     run = world()
     run.teachers["a"].fail = True
-    with pytest.raises(StageError, match="teacher a/0"):
+    with pytest.raises(NoReplica, match=r"teacher a: all 1 replicas are gone.* its process died"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_rollout_that_no_teacher_can_score_is_replaced_and_recorded() -> None:
+    run = world()
+    run.teachers["a"].poison = {"p0/0", "p4/1"}
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    counts = run.pipeline.ledger.counts
+    assert sorted(run.log.dead) == ["p0/0", "p4/1"]
+    assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (24, 2, 0)
+
+
+async def test_too_many_dead_letters_end_the_run_with_the_arithmetic_and_the_reason() -> None:
+    run = world()
+    run.teachers["a"].poison = {f"p{index}/0" for index in range(0, 100, 2)}
+    run.pipeline.dead_letters = DeadLetters({"a": 0.001, "b": 0.001})
+    expected = r"2 rollouts could not be scored; allowed are 1 \(0.001 of 1000\).* cannot score"
+    with pytest.raises(StageError, match=expected):
         await asyncio.wait_for(run.pipeline.run(), 5)
 
 

@@ -60,10 +60,14 @@ class Remote:
         env: dict[str, str] | None = None,
         gpus: int = 0,
     ) -> Remote:
-        """Starts the process. It reserves no CPU: actors that mostly wait would block others."""
+        """Starts the process. It reserves no CPU: actors that mostly wait would block others.
+
+        With an environment of its own it also knows its name, and so do its children:
+        ``ASYNC_OPD_BOX``.
+        """
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
         if env:
-            options["runtime_env"] = {"env_vars": env}
+            options["runtime_env"] = {"env_vars": {**env, "ASYNC_OPD_BOX": name}}
         if gpus:
             options["num_gpus"] = gpus
         return cls(name, ray.remote(Host).options(**options).remote(), timeout_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -64,6 +64,10 @@ class Factories:
     trainer: Factory = Factory("async_opd.cluster.trainer:build_trainer")
 
 
+def _nobody(name: str, error: Exception) -> None:
+    """Is told, and does nothing."""
+
+
 @asynccontextmanager
 async def launch(
     config: RunConfig,
@@ -71,7 +75,7 @@ async def launch(
     device: Device,
     eos_ids: tuple[int, ...],
     factories: Factories | None = None,
-    on_lost: Callable[[str, Exception], None] = lambda name, error: None,
+    on_lost: Callable[[str, Exception], None] = _nobody,
 ) -> AsyncIterator[Stages]:
     """Starts Ray and all actors; ends every one of their processes on the way out.
 
@@ -150,6 +154,7 @@ class _Boxes:
     on_lost: Callable[[str, Exception], None]
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
+    stages: list[Remote] = field(default_factory=list)
 
     async def queue(self) -> Remote:
         """The message queue."""
@@ -229,15 +234,21 @@ class _Boxes:
     async def scorer(self, teachers: dict[str, list[TeacherProxy]], queue: QueueProxy) -> Remote:
         """The scoring stage."""
         sizes = {name: t.engine.max_num_seqs for name, t in self.config.teachers.items()}
-        return await self._start("scorer", "teachers.scorer:ScorerStage", (teachers, queue, sizes))
+        health = {name: teacher.health for name, teacher in self.config.teachers.items()}
+        rebuild = _Rebuild(replace(self, on_lost=_nobody, started=[], engines=[], stages=[]))
+        args = (teachers, queue, sizes, health, rebuild)
+        remote = await self._start("scorer", "teachers.scorer:ScorerStage", args)
+        self.stages.append(remote)
+        return remote
 
     async def close(self) -> None:
-        """Shuts engines down, then kills every process."""
-        shutdowns = (
-            remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
-            for remote in self.engines
-        )
-        await asyncio.gather(*shutdowns, return_exceptions=True)  # a dead one needs no shutdown
+        """Stops stages that would mend engines, shuts engines down, then kills every process."""
+        for remotes in (self.stages, self.engines):
+            shutdowns = (
+                remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
+                for remote in remotes
+            )
+            await asyncio.gather(*shutdowns, return_exceptions=True)  # a dead one needs no shutdown
         for remote in self.started:
             remote.kill()
 
@@ -261,6 +272,22 @@ class _Boxes:
             self.engines.append(remote)
         await remote.build(factory, args, timeouts.engine_start_s)
         return remote
+
+
+@dataclass
+class _Rebuild:
+    """Builds teachers' replicas anew; lives in the scoring stage's process, which owns them."""
+
+    boxes: _Boxes
+
+    async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
+        """See teachers.pool.Rebuild."""
+        old.kill()
+        return TeacherProxy(await self.boxes.teacher(teacher, index))
+
+    async def close(self) -> None:
+        """See teachers.pool.Rebuild."""
+        await self.boxes.close()
 
 
 def _enough_gpus(config: RunConfig) -> None:

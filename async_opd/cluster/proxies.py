@@ -108,8 +108,8 @@ class TeacherProxy:
         self._remote = remote
 
     async def score(self, batch: Batch) -> Batch:
-        """See TeacherReplica.score."""
-        return cast(Batch, await self._remote.call("score", batch))
+        """See TeacherReplica.score; the scoring stage bounds it by its tokens."""
+        return cast(Batch, await self._remote.call("score", batch, timeout_s=ENDLESS))
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See TeacherReplica.generate."""
@@ -119,6 +119,14 @@ class TeacherProxy:
     async def report(self) -> StageReport:
         """See TeacherReplica.report."""
         return cast(StageReport, await self._remote.call("report"))
+
+    async def ready(self) -> int:
+        """See TeacherReplica.ready."""
+        return cast(int, await self._remote.call("ready"))
+
+    def kill(self) -> None:
+        """Ends the process and its children."""
+        self._remote.kill()
 
 
 class ScorerProxy:

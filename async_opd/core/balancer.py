@@ -52,6 +52,11 @@ class Place(Generic[Replica]):
     _lease: Cancellable | None = field(default=None, repr=False)
     _held: bool = field(default=True, repr=False)
 
+    @property
+    def outstanding(self) -> int:
+        """Tokens in flight on the place's replica, its own included."""
+        return self._member.tokens
+
 
 @dataclass(slots=True)
 class _Waiter(Generic[Replica]):

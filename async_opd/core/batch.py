@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import NEVER_OLD, Group, Header, Rollout, Sample
+from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Rollout, Sample
 
-Item = Group | Rollout | Sample
-T = TypeVar("T", Group, Rollout, Sample)
+Item = Group | Rollout | Sample | Lost
+T = TypeVar("T", Group, Rollout, Sample, Lost)
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
 
 
@@ -93,6 +93,9 @@ def _row(item: Item, nbytes: int) -> Row:
     if isinstance(item, Group):
         prompt = item.prompt
         return (prompt.uid, len(prompt.token_ids), nbytes, NEVER_OLD, prompt.teacher)
+    if isinstance(item, Lost):
+        header = item.header
+        return (header.uid, header.tokens, nbytes, header.oldest_version, header.teacher)
     rollout = item if isinstance(item, Rollout) else item.rollout
     teacher = rollout.prompt.teacher
     return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
@@ -101,6 +104,11 @@ def _row(item: Item, nbytes: int) -> Row:
 def unpack_groups(batches: Sequence[Batch]) -> list[Group]:
     """The groups of several batches, in order; TypeError if there is anything else."""
     return _unpack(batches, Group)
+
+
+def unpack_lost(batches: Sequence[Batch]) -> list[Lost]:
+    """The dead letters of several batches, in order; TypeError if there is anything else."""
+    return _unpack(batches, Lost)
 
 
 def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:

@@ -1,4 +1,4 @@
-"""What became of every admitted sample: in flight, then trained, exactly once."""
+"""What became of every admitted sample: in flight, then trained or dead-lettered, exactly once."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ class Ledger:
         self._in_flight: dict[str, Prompt] = {}
         self._trained = 0
         self._requeued = 0
+        self._dead_lettered = 0
 
-    def admitted(self, prompts: Iterable[Prompt]) -> list[Group]:
-        """The prompts' groups are in flight."""
-        groups = [Group(prompt, tuple(range(self._group_size))) for prompt in prompts]
+    def admitted(self, prompts: Iterable[Prompt], members: int | None = None) -> list[Group]:
+        """The prompts' groups are in flight: whole ones, or their first ``members``."""
+        size = self._group_size if members is None else members
+        groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
         for group in groups:
             for member in group.members:
                 self._in_flight[f"{group.prompt.uid}/{member}"] = group.prompt
@@ -34,6 +36,12 @@ class Ledger:
             groups.append(Group(prompt, (member,)))
         self._requeued += len(groups)
         return groups
+
+    def dead_lettered(self, header: Header) -> bool:
+        """The sample will never be trained. False if it is not in flight: it came twice."""
+        known = self._in_flight.pop(header.uid, None) is not None
+        self._dead_lettered += known
+        return known
 
     def trained(self, headers: Iterable[Header]) -> None:
         """The samples are trained. StageError for one that is not in flight."""
@@ -59,5 +67,6 @@ class Ledger:
         return {
             "in_flight": len(self._in_flight),
             "trained": self._trained,
+            "dead_lettered": self._dead_lettered,
             "requeued": self._requeued,
         }

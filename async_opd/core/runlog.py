@@ -2,6 +2,7 @@
 
     log ──┬──► metrics.jsonl           message ──┬──► run.log         finish ──► summary.json
           └──► sinks (wandb, console)            └──► sinks                  └──► sinks close
+    dead_letter ──► dead_letters.jsonl, which is there only if there is one
 
 Everything is called from the driver's event loop. A file that cannot be written ends the run with
 OSError; a sink that fails is reported once, counted (``log/sink_failures``), and never ends it.
@@ -23,6 +24,7 @@ from typing import Self, TextIO
 from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
+from async_opd.core.samples import Lost
 from async_opd.core.sink import Sink, Status, Summary
 from async_opd.core.wandb_sink import WandbSink
 
@@ -53,6 +55,7 @@ class RunLog:
         self._last: dict[str, float] = {}
         self._summarized: dict[str, float] = {}
         self._steps = 0
+        self._dead_letters = 0
         self._finished = False
 
     def __enter__(self) -> Self:
@@ -104,6 +107,18 @@ class RunLog:
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
         self._messages_file.write(f"{moment} {text}\n")
         self._each(lambda sink: sink.message(text))
+
+    def dead_letter(self, lost: Lost) -> None:
+        """A line to ``dead_letters.jsonl``; the first one is a message too."""
+        self._dead_letters += 1
+        self.summarize({"ledger/dead_lettered": float(self._dead_letters)})
+        if self._dead_letters == 1:
+            self.message(f"dead-lettered {lost.header.uid}: {lost.reason}")
+        header = lost.header
+        line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
+        line |= {"tokens": header.tokens, "reason": lost.reason}
+        with self._open("dead_letters.jsonl") as file:
+            file.write(json.dumps(line) + "\n")
 
     def finish(self, status: Status, error: str | None = None) -> None:
         """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.

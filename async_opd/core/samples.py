@@ -193,3 +193,11 @@ class Header:
     def staleness(self, version: int) -> int:
         """Weight versions between the oldest token and the trainer's ``version``."""
         return max(0, version - self.oldest_version)
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A rollout that will never be trained, and why."""
+
+    header: Header
+    reason: str

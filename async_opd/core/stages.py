@@ -21,6 +21,8 @@ from async_opd.core.samples import Header, Prompt, Rollout
 SCORED = "scored"
 PROMPTS = "prompts"
 """Groups that are admitted and wait for a free slot on any replica."""
+DEAD = "dead"
+"""Headers of rollouts that no teacher replica could score, with the reason."""
 STALE = "stale"
 """Headers of scored samples that came too late to be trained: their prompts run again."""
 
@@ -32,7 +34,7 @@ def rollouts_topic(teacher: str) -> str:
 
 def topics(teachers: Iterable[str]) -> tuple[str, ...]:
     """Every topic of a run."""
-    return (PROMPTS, *(rollouts_topic(name) for name in teachers), SCORED, STALE)
+    return (PROMPTS, *(rollouts_topic(name) for name in teachers), SCORED, STALE, DEAD)
 
 
 class Queue(Protocol):
@@ -97,21 +99,15 @@ class StageReport:
     """What a stage did since its last report.
 
     ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
-    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes).
+    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes), ``notes``
+    what people should know of since then.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     busy: tuple[Interval, ...] = ()
     waits_for: str = ""
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A sample that will never be trained, and why."""
-
-    uid: str
-    reason: str
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,362 @@
+"""A teacher's replicas as one: balanced, watched, mended.
+
+    batch ──balancer──► replica.score ──► checked samples
+                             │ fails: another replica; in the end each rollout alone
+                             ▼
+        serving ──fails──► ejected ──is dead, or fails its probes──► rebuilt ──fails──► gone
+           ▲                  │ a probe succeeds                        │
+           └──────────────────┴─────────────────────────────────────────┘
+
+A replica that has failed once gets no work until it has proved itself: one that fails fast would
+attract everything. Without any replica left, work fails with a name instead of waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+from async_opd.core.alarm import Alarm
+from async_opd.core.balancer import Balancer
+from async_opd.core.batch import Batch
+from async_opd.core.config import HealthConfig
+from async_opd.core.errors import NoReplica, StageError, StageTimeout
+from async_opd.core.queue import Timer
+from async_opd.core.reports import merge_reports
+from async_opd.core.samples import Lost, Prompt, Rollout, Sample
+from async_opd.core.stages import SamplingSpec, StageReport
+
+Result = TypeVar("Result")
+
+IN_FLIGHT = 2
+"""Batches in flight per replica: one in the engine, one behind it."""
+REPORT_S = 10.0
+"""A replica that does not report in time is left out of this report."""
+
+
+class Replica(Protocol):
+    """What the pool needs of a teacher replica."""
+
+    async def score(self, batch: Batch) -> Batch: ...
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]: ...
+
+    async def report(self) -> StageReport: ...
+
+    async def ready(self) -> int: ...
+
+
+class Rebuild(Protocol):
+    """Replaces replicas; given by who can start processes."""
+
+    async def __call__(self, teacher: str, index: int, old: Any) -> Replica:
+        """Ends the old replica for good and starts another. Raises when that fails."""
+        ...
+
+    async def close(self) -> None:
+        """Ends every replica that was started here."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What became of a batch: samples, and rollouts that no replica could score."""
+
+    samples: tuple[Batch, ...] = ()
+    lost: tuple[Lost, ...] = ()
+
+
+@dataclass(eq=False)
+class _Seat:
+    """A replica's place in the pool, whoever sits on it.
+
+    ``rebuilds`` counts since it last succeeded at work.
+    """
+
+    index: int
+    replica: Replica
+    mending: bool = False
+    rebuilds: int = 0
+
+
+class TeacherPool:
+    """Scores batches on whichever replica can. ``run`` mends replicas and never ends by itself."""
+
+    def __init__(
+        self,
+        name: str,
+        replicas: Sequence[Replica],
+        health: HealthConfig,
+        rebuild: Rebuild | None = None,
+        *,
+        timer: Timer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._teacher = name
+        self._name = f"teacher {name}"
+        self._health = health
+        self._rebuild = rebuild
+        self._alarm = Alarm(self._name, timer)
+        self._clock = clock
+        self._seats = [_Seat(index, replica) for index, replica in enumerate(replicas)]
+        self.balancer = Balancer(self._seats, IN_FLIGHT, name=self._name)
+        self._suspects: asyncio.Queue[_Seat] = asyncio.Queue()
+        self._totals = dict.fromkeys(("failures", "retries", "rebuilds", "dead_letters"), 0.0)
+        self._seconds: deque[float] = deque(maxlen=1024)
+        self._notes: list[str] = []
+        self._example: Batch | None = None  # one rollout that could be scored, for probes
+        self._last_failure = ""
+
+    async def run(self) -> None:
+        """Mends replicas as they fail."""
+        async with asyncio.TaskGroup() as group:
+            while True:
+                seat = await self._suspects.get()
+                group.create_task(self._mend(seat), name=f"mend {self._name}/{seat.index}")
+
+    # ── work ───────────────────────────────────────────────────────────────────────────────────
+
+    async def score(self, batch: Batch) -> Scored:
+        """The samples, and the rollouts that no replica could score. Raises NoReplica.
+
+        The first half of ``health.tries`` is made with the whole batch, the second with each of
+        its rollouts alone, so that one of them cannot take the others with it.
+        """
+        return await self._score(batch, self._health.tries) if len(batch) else Scored()
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """What the teacher itself answers, from one replica."""
+        tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
+        outcome = await self._tries(
+            self._health.tries, "generate", tokens, lambda r: r.generate(prompts, sampling)
+        )
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    async def _score(self, batch: Batch, tries: int) -> Scored:
+        whole = tries if len(batch) == 1 else math.ceil(tries / 2)
+        outcome = await self._tries(
+            whole, "score", _tokens(batch), lambda r: self._scored(r, batch)
+        )
+        if isinstance(outcome, Batch):
+            self._example = batch.split(1)[0]
+            return Scored((outcome,))
+        if len(batch) == 1:
+            self._totals["dead_letters"] += 1
+            reason = f"no replica could score it in {self._health.tries} tries: {_words(outcome)}"
+            return Scored(lost=(Lost(batch.headers[0], reason),))
+        self._totals["retries"] += 1
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._score(one, tries - whole)) for one in _singles(batch)]
+        parts = [task.result() for task in tasks]
+        return Scored(
+            tuple(samples for part in parts for samples in part.samples),
+            tuple(lost for part in parts for lost in part.lost),
+        )
+
+    async def _tries(
+        self,
+        tries: int,
+        what: str,
+        tokens: int,
+        work: Callable[[Replica], Coroutine[Any, Any, Result]],
+    ) -> Result | Exception:
+        """What the first replica that can makes of the work, or the last error."""
+        failure: Exception | None = None
+        for _ in range(tries):
+            self._totals["retries"] += failure is not None
+            try:
+                return await self._on_a_replica(what, tokens, work)
+            except NoReplica:
+                raise
+            except Exception as error:
+                failure = error
+        assert failure is not None
+        return failure
+
+    async def _on_a_replica(
+        self, what: str, tokens: int, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+    ) -> Result:
+        try:
+            place = await self.balancer.take(tokens)
+        except NoReplica as error:
+            raise self._all_gone() from error
+        seat, replica, started = place.replica, place.replica.replica, self._clock()
+        try:
+            bound = self._bound(place.outstanding)
+            result = await self._alarm.within(bound, f"{what} on /{seat.index}", work(replica))
+        except Exception as error:
+            self._failed(seat, replica, error)
+            raise
+        finally:
+            self.balancer.release(place)
+        self._seconds.append(self._clock() - started)
+        seat.rebuilds = 0
+        return result
+
+    async def _scored(self, replica: Replica, batch: Batch) -> Batch:
+        samples = await replica.score(batch)
+        _check(self._name, batch, samples)
+        return samples
+
+    def _bound(self, tokens: int) -> float:
+        """Seconds that a call may take on a replica with so many tokens outstanding."""
+        return self._health.timeout_s + tokens / self._health.min_tokens_per_s
+
+    # ── health ─────────────────────────────────────────────────────────────────────────────────
+
+    def _failed(self, seat: _Seat, replica: Replica, error: Exception) -> None:
+        self._totals["failures"] += 1
+        self._last_failure = _words(error)
+        if seat.mending or seat.replica is not replica:
+            return  # known already, or a late answer of one that has been replaced
+        seat.mending = True
+        self.balancer.eject(seat)
+        self._note(seat, f"ejected: {self._last_failure}")
+        self._suspects.put_nowait(seat)
+
+    async def _mend(self, seat: _Seat) -> None:
+        """Probes the replica, each time later, until it serves again; or has it rebuilt."""
+        failed = 0
+        while failed < self._health.probes and await self._lives(seat):
+            await self._alarm.pause(self._delay(failed))
+            if await self._proves_itself(seat):
+                self._serves_again(seat, "serves again")
+                return
+            failed += 1
+        await self._replace(seat)
+
+    async def _replace(self, seat: _Seat) -> None:
+        while self._rebuild is not None and seat.rebuilds < self._health.rebuilds:
+            await self._alarm.pause(self._delay(seat.rebuilds))
+            seat.rebuilds += 1
+            self._note(seat, "is being rebuilt")
+            try:
+                seat.replica = await self._rebuild(self._teacher, seat.index, seat.replica)
+            except Exception as error:
+                self._last_failure = _words(error)
+                self._note(seat, f"could not be rebuilt: {self._last_failure}")
+                continue
+            self._totals["rebuilds"] += 1
+            self._serves_again(seat, "is rebuilt")
+            return
+        self._note(seat, "is gone for good")
+        self.balancer.remove(seat)
+
+    def _serves_again(self, seat: _Seat, words: str) -> None:
+        seat.mending = False
+        self.balancer.restore(seat)
+        self._note(seat, words)
+
+    async def _lives(self, seat: _Seat) -> bool:
+        return await self._succeeds(self._health.timeout_s, "a sign of life", seat.replica.ready())
+
+    async def _proves_itself(self, seat: _Seat) -> bool:
+        if self._example is None:
+            return True
+        work = self._scored(seat.replica, self._example)
+        return await self._succeeds(self._bound(_tokens(self._example)), "a probe", work)
+
+    async def _succeeds(self, bound: float, what: str, work: Coroutine[Any, Any, Any]) -> bool:
+        try:
+            await self._alarm.within(bound, what, work)
+        except Exception as error:
+            self._last_failure = _words(error)
+            return False
+        return True
+
+    def _delay(self, before: int) -> float:
+        """0, 1, 3, 7 … times ``probe_s``: at once, then later and later."""
+        return float(self._health.probe_s * (2**before - 1))
+
+    def _note(self, seat: _Seat, words: str) -> None:
+        self._notes.append(f"{self._name}/{seat.index} {words}")
+
+    def _all_gone(self) -> NoReplica:
+        return NoReplica(
+            self._name,
+            f"all {len(self._seats)} replicas are gone; the last failure: {self._last_failure}",
+            "see run.log for what became of each, and Ray's session directory for their logs",
+        )
+
+    # ── what is going on ───────────────────────────────────────────────────────────────────────
+
+    async def report(self) -> StageReport:
+        """The replicas' reports as one, with the pool's own gauges. Totals are since the start.
+
+        ``agreement`` is the mean over response tokens of log p(teacher) - log q(rollout), in nats,
+        where the scores hold the sampled token's log-probability.
+        """
+        parts = await asyncio.gather(*(self._part(s) for s in self._seats if not s.mending))
+        merged = merge_reports(part for part in parts if part is not None)
+        counters = dict(merged.counters)
+        gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
+        gauges = {**merged.gauges, **self._totals}
+        if gap_tokens:
+            gauges["agreement"] = gap / gap_tokens
+        gauges["serving"] = float(self.balancer.serving)
+        gauges["waiting"] = float(self.balancer.waiting)
+        gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
+        seconds = sorted(self._seconds)
+        for percent in (50, 99):
+            if seconds:
+                gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
+        notes, self._notes = tuple(self._notes), []
+        waits = merged.waits_for if self.balancer.serving else "a replica that works"
+        return replace(merged, counters=counters, gauges=gauges, waits_for=waits, notes=notes)
+
+    async def _part(self, seat: _Seat) -> StageReport | None:
+        replica = seat.replica
+        try:
+            return await self._alarm.within(REPORT_S, "a report", replica.report())
+        except StageTimeout:
+            return None
+        except Exception as error:
+            self._failed(seat, replica, error)
+            return None
+
+
+def _tokens(batch: Batch) -> int:
+    return sum(header.tokens for header in batch.headers)
+
+
+def _singles(batch: Batch) -> list[Batch]:
+    """Each item as a batch of its own."""
+    singles = []
+    while len(batch):
+        one, batch = batch.split(1)
+        singles.append(one)
+    return singles
+
+
+def _words(error: Exception) -> str:
+    """An error in one line."""
+    kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:500]
+
+
+def _check(name: str, rollouts: Batch, samples: Batch) -> None:
+    """StageError or LengthError if these cannot be the rollouts' samples.
+
+    Headers are compared for all of them, arrays for the first: a replica that gets shapes wrong
+    does so for all, and decoding everything here would cost more than passing it on.
+    """
+    asked = [header.uid for header in rollouts.headers]
+    got = [header.uid for header in samples.headers]
+    if asked != got:
+        raise StageError(
+            name, f"asked to score {len(asked)} rollouts, answered with {len(got)} others"
+        )
+    if sum(header.nbytes for header in samples.headers) != samples.nbytes:
+        raise StageError(name, f"its answer of {samples.nbytes} bytes does not fit its headers")
+    (first,) = samples.split(1)[0].unpack()
+    if not isinstance(first, Sample):
+        raise StageError(name, f"answered with {type(first).__name__} in place of samples")
+    replace(first)  # checks the shapes

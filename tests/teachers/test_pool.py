@@ -1,0 +1,447 @@
+"""A teacher's pool on fakes: failover, probes, rebuilds, dead letters. Time passes when told to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.core.batch import Batch
+from async_opd.core.config import HealthConfig
+from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
+from async_opd.core.stages import SamplingSpec, StageReport
+from teachers.pool import Scored, TeacherPool
+from tests.conftest import make_prompt, make_rollout
+
+SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
+
+
+@dataclass(eq=False)
+class Entry:
+    seconds: float
+    call: Callable[[], None]
+    cancelled: bool = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Clock:
+    """Timers that ring when ``pass_`` says so."""
+
+    def __init__(self) -> None:
+        self.entries: list[Entry] = []
+
+    def __call__(self, delay: float, call: Callable[[], None]) -> Entry:
+        self.entries.append(Entry(delay, call))
+        return self.entries[-1]
+
+    @property
+    def set_for(self) -> list[float]:
+        return [entry.seconds for entry in self.entries if not entry.cancelled]
+
+    async def pass_(self, seconds: float) -> None:
+        """Rings what was set for at most so long, now."""
+        due = [entry for entry in self.entries if entry.seconds <= seconds]
+        self.entries = [entry for entry in self.entries if entry.seconds > seconds]
+        for entry in due:
+            if not entry.cancelled:
+                entry.call()
+        await settle()
+
+
+async def settle() -> None:
+    for _ in range(60):
+        await asyncio.sleep(0)
+
+
+@dataclass
+class Fake:
+    """A replica that does what it is told: ``broken`` raises, ``hangs`` never answers."""
+
+    name: str = "r"
+    broken: bool = False
+    dead: bool = False
+    hangs: bool = False
+    answer: Callable[[Batch], Batch] | None = None
+    poison: frozenset[str] = frozenset()
+    scored: list[tuple[str, ...]] = field(default_factory=list)
+
+    async def score(self, batch: Batch) -> Batch:
+        uids = tuple(header.uid for header in batch.headers)
+        self.scored.append(uids)
+        await self.ready()
+        if self.broken or self.poison & set(uids):
+            raise StageError(self.name, "cannot score")
+        return self.answer(batch) if self.answer else samples(batch)
+
+    async def ready(self) -> int:
+        if self.dead:
+            raise StageError(self.name, "its process died")
+        if self.hangs:
+            await asyncio.Event().wait()
+        return 1
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        await self.ready()
+        return [make_rollout(f"{prompt.uid}/0") for prompt in prompts]
+
+    async def report(self) -> StageReport:
+        await self.ready()
+        counters = {"tokens": 7.0, "gap": -3.0, "gap_tokens": 6.0}
+        return StageReport(counters=counters, waits_for="rollouts")
+
+    __hash__ = object.__hash__
+
+
+class FakeRebuild:
+    """Starts healthy replicas, after failing so many times."""
+
+    def __init__(self, failures: int = 0) -> None:
+        self.failures = failures
+        self.asked: list[int] = []
+
+    async def __call__(self, teacher: str, index: int, old: Any) -> Fake:
+        self.asked.append(index)
+        if len(self.asked) <= self.failures:
+            raise StageError(f"teacher {teacher}/{index}", "no memory left")
+        return Fake(f"new {index}")
+
+    async def close(self) -> None: ...
+
+
+def rollouts(*uids: str, tokens: int = 4) -> Batch:
+    return Batch.pack(make_rollout(uid, tokens=tokens) for uid in uids)
+
+
+def samples(batch: Batch) -> Batch:
+    found = [item for item in batch.unpack() if isinstance(item, Rollout)]
+    return Batch.pack(Sample(item, SampledLogprobs(item.rollout_logprobs)) for item in found)
+
+
+def uids(scored: Scored) -> list[str]:
+    return [header.uid for batch in scored.samples for header in batch.headers]
+
+
+@asynccontextmanager
+async def pool(
+    *replicas: Fake, rebuild: FakeRebuild | None = None, **health: Any
+) -> AsyncIterator[tuple[TeacherPool, Clock]]:
+    clock = Clock()
+    made = TeacherPool("t", replicas, HealthConfig(**health), rebuild, timer=clock)
+    running = asyncio.create_task(made.run())
+    try:
+        yield made, clock
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_a_batch_comes_back_as_samples_in_order() -> None:
+    async with pool(Fake()) as (teacher, _):
+        assert uids(await teacher.score(rollouts("p/0", "p/1", "q/0"))) == ["p/0", "p/1", "q/0"]
+
+
+async def test_an_empty_batch_is_nothing_to_do() -> None:
+    async with pool(Fake(dead=True)) as (teacher, _):
+        assert await teacher.score(rollouts()) == Scored()
+
+
+async def test_an_empty_response_is_scored_like_any_other() -> None:
+    async with pool(Fake()) as (teacher, _):
+        assert uids(await teacher.score(rollouts("p/0", tokens=0))) == ["p/0"]
+
+
+async def test_a_failed_batch_goes_to_another_replica() -> None:
+    bad, good = Fake(broken=True), Fake()
+    async with pool(bad, good) as (teacher, _):
+        assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
+    assert good.scored == [("p/0", "p/1")]
+
+
+async def test_a_replica_that_fails_fast_does_not_attract_all_work() -> None:
+    bad, good = Fake(broken=True), Fake()
+    async with pool(bad, good) as (teacher, _):
+        await teacher.score(rollouts("p/0"))
+        await settle()
+        tried = len(bad.scored)
+        for index in range(20):
+            await teacher.score(rollouts(f"q{index}/0"))
+        assert len(bad.scored) == tried
+
+
+async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored_before() -> None:
+    bad, good = Fake(), Fake()
+    async with pool(bad, good, probe_s=1) as (teacher, clock):
+        for index in range(2):
+            await teacher.score(rollouts(f"p{index}/0"))
+        bad.broken = True
+        await teacher.score(rollouts("q/0"))
+        await settle()
+        serving = [teacher.balancer.serving]
+        bad.broken = False
+        await clock.pass_(1)
+        assert [*serving, teacher.balancer.serving] == [1, 2]
+
+
+async def test_probes_come_later_and_later() -> None:
+    bad, good = Fake(), Fake()
+    async with pool(bad, good, probe_s=2, probes=4, timeout_s=100) as (teacher, clock):
+        await teacher.score(rollouts("p/0"))
+        bad.broken = True
+        for index in range(2):
+            await teacher.score(rollouts(f"q{index}/0"))
+        delays = []
+        for _ in range(3):
+            await settle()
+            pending = [seconds for seconds in clock.set_for if seconds < 100]
+            delays += pending
+            await clock.pass_(pending[0])
+        assert delays == [2, 6, 14]
+
+
+async def test_a_replica_that_answers_but_fails_its_probes_is_rebuilt() -> None:
+    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    async with pool(bad, good, rebuild=rebuild, probes=1) as (teacher, _):
+        await teacher.score(rollouts("p/0"))
+        await teacher.score(rollouts("q/0"))
+        bad.broken = True
+        await teacher.score(rollouts("r/0"))
+        await settle()
+        assert (rebuild.asked, teacher.balancer.serving) == ([0], 2)
+
+
+async def test_a_dead_replica_is_rebuilt_at_once_while_the_other_carries_its_load() -> None:
+    dead, good, rebuild = Fake(dead=True), Fake(), FakeRebuild()
+    async with pool(dead, good, rebuild=rebuild) as (teacher, clock):
+        assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
+        await settle()
+        assert (rebuild.asked, teacher.balancer.serving) == ([0], 2)
+        assert all(entry.seconds >= 60 for entry in clock.entries if not entry.cancelled)
+
+
+async def test_the_only_replica_is_rebuilt_and_the_work_that_waited_is_done() -> None:
+    async with pool(Fake(dead=True), rebuild=FakeRebuild()) as (teacher, _):
+        assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
+
+
+async def test_a_rebuild_that_fails_is_tried_again_later() -> None:
+    rebuild = FakeRebuild(failures=1)
+    async with pool(Fake(dead=True), rebuild=rebuild, probe_s=3) as (teacher, clock):
+        work = asyncio.create_task(teacher.score(rollouts("p/0")))
+        await settle()
+        first = list(rebuild.asked)
+        await clock.pass_(3)
+        assert (first, rebuild.asked) == ([0], [0, 0])
+        assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
+
+
+async def test_when_no_replica_can_be_rebuilt_work_fails_with_the_name_and_the_reason() -> None:
+    rebuild = FakeRebuild(failures=99)
+    async with pool(Fake(dead=True), Fake(dead=True), rebuild=rebuild, rebuilds=1) as (teacher, _):
+        with pytest.raises(NoReplica, match=r"teacher t: all 2 replicas are gone.*no memory left"):
+            await asyncio.wait_for(teacher.score(rollouts("p/0")), 5)
+
+
+async def test_a_replica_that_dies_again_and_again_without_work_done_is_given_up() -> None:
+    class Crashing(FakeRebuild):
+        async def __call__(self, teacher: str, index: int, old: Any) -> Fake:
+            await super().__call__(teacher, index, old)
+            return Fake(dead=True)
+
+    rebuild = Crashing()
+    health = {"rebuilds": 3, "probe_s": 1, "tries": 8}
+    async with pool(Fake(dead=True), rebuild=rebuild, **health) as (teacher, clock):
+        work = asyncio.create_task(teacher.score(rollouts("p/0")))
+        for _ in range(10):
+            await settle()
+            await clock.pass_(10)
+        with pytest.raises(NoReplica):
+            await asyncio.wait_for(work, 5)
+        assert rebuild.asked == [0, 0, 0]
+
+
+async def test_a_hanging_replica_times_out_by_the_tokens_it_has_and_the_work_goes_elsewhere() -> (
+    None
+):
+    hanging, good = Fake(hangs=True), Fake()
+    async with pool(hanging, good, timeout_s=5, min_tokens_per_s=10) as (teacher, clock):
+        work = asyncio.create_task(
+            teacher.score(rollouts("p/0", tokens=97))
+        )  # with its prompt, 100
+        await settle()
+        assert clock.set_for == [5 + 100 / 10]
+        await clock.pass_(15)
+        assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
+
+
+async def test_a_replica_that_hangs_on_is_rebuilt() -> None:
+    rebuild = FakeRebuild()
+    async with pool(Fake(hangs=True), rebuild=rebuild, timeout_s=5) as (teacher, clock):
+        work = asyncio.create_task(teacher.score(rollouts("p/0")))
+        for _ in range(2):  # the call, then the sign of life
+            await settle()
+            await clock.pass_(6)
+        assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
+        assert rebuild.asked == [0]
+
+
+def others(batch: Batch) -> Batch:
+    return samples(Batch.pack(make_rollout(f"x{index}/0") for index in range(len(batch))))
+
+
+def too_few(batch: Batch) -> Batch:
+    return samples(batch.split(1)[0])
+
+
+def cut_off(batch: Batch) -> Batch:
+    whole = samples(batch)
+    return Batch(whole.rows, whole.buffer[:-1])
+
+
+def short_arrays(batch: Batch) -> Batch:
+    found = [Sample(item, SampledLogprobs(item.rollout_logprobs)) for item in batch.unpack()]  # type: ignore[union-attr, arg-type]
+    for sample in found:
+        object.__setattr__(sample, "scores", SampledLogprobs(np.zeros(1, np.float32)))
+    return Batch.pack(found)
+
+
+@pytest.mark.parametrize("garbage", [others, too_few, cut_off, short_arrays, lambda batch: batch])
+async def test_garbage_counts_as_a_failure_and_the_batch_goes_elsewhere(
+    garbage: Callable[[Batch], Batch],
+) -> None:
+    bad, good = Fake(answer=garbage), Fake()
+    async with pool(bad, good) as (teacher, _):
+        assert uids(await teacher.score(rollouts("p/0", "p/1"))) == ["p/0", "p/1"]
+        report = await teacher.report()
+        assert (report.gauges["failures"], len(good.scored)) == (1, 1)
+
+
+async def test_a_rollout_that_no_replica_can_score_is_lost_alone_and_with_its_reason() -> None:
+    replicas = [Fake(poison=frozenset({"p/1"})) for _ in range(2)]
+    async with pool(*replicas) as (teacher, _):
+        scored = await asyncio.wait_for(teacher.score(rollouts("p/0", "p/1", "p/2")), 5)
+    assert uids(scored) == ["p/0", "p/2"]
+    (lost,) = scored.lost
+    assert lost.header.uid == "p/1"
+    assert lost.reason == "no replica could score it in 4 tries: r: cannot score"
+
+
+async def test_a_rollout_is_tried_as_often_as_configured() -> None:
+    replica = Fake(poison=frozenset({"p/1"}))
+    async with pool(replica, tries=6) as (teacher, _):
+        await asyncio.wait_for(teacher.score(rollouts("p/0", "p/1")), 5)
+    assert sum("p/1" in uids for uids in replica.scored) == 6
+
+
+async def test_a_batch_of_one_is_not_split() -> None:
+    replica = Fake(poison=frozenset({"p/0"}))
+    async with pool(replica) as (teacher, _):
+        scored = await asyncio.wait_for(teacher.score(rollouts("p/0")), 5)
+    assert (len(scored.lost), len(replica.scored)) == (1, 4)
+
+
+async def test_a_late_failure_of_a_replica_that_was_rebuilt_is_not_the_new_ones() -> None:
+    old = Fake(hangs=True)
+    rebuild = FakeRebuild()
+    async with pool(old, rebuild=rebuild, timeout_s=5, min_tokens_per_s=1) as (teacher, clock):
+        slow = asyncio.create_task(teacher.score(rollouts("p/0", tokens=997)))
+        quick = asyncio.create_task(teacher.score(rollouts("q/0", tokens=0)))
+        await settle()
+        await clock.pass_(5 + 1003)  # both calls, or one call and the sign of life
+        for _ in range(3):
+            await clock.pass_(5)
+            await settle()
+        assert uids(await asyncio.wait_for(slow, 5)) + uids(await asyncio.wait_for(quick, 5))
+        assert (len(rebuild.asked), teacher.balancer.serving) == (1, 1)
+
+
+async def test_the_teachers_own_answers_come_from_a_replica_that_works() -> None:
+    async with pool(Fake(dead=True), Fake()) as (teacher, _):
+        (answer,) = await teacher.generate([make_prompt("p")], SAMPLING)
+        assert answer.uid == "p/0"
+
+
+async def test_a_report_has_health_latency_and_agreement() -> None:
+    async with pool(Fake(), Fake(dead=True)) as (teacher, _):
+        for index in range(3):
+            await teacher.score(rollouts(f"p{index}/0"))
+        await settle()
+        gauges = (await teacher.report()).gauges
+        assert gauges["agreement"] == -0.5
+        assert (gauges["serving"], gauges["failures"], gauges["retries"]) == (1, 1, 1)
+        assert 0 <= gauges["latency_p50_s"] <= gauges["latency_p99_s"]
+        assert (gauges["outstanding_tokens"], gauges["waiting"]) == (0, 0)
+
+
+async def test_a_report_tells_what_became_of_replicas_once() -> None:
+    async with pool(Fake(dead=True), rebuild=FakeRebuild()) as (teacher, _):
+        await teacher.score(rollouts("p/0"))
+        assert (await teacher.report()).notes == (
+            "teacher t/0 ejected: r: its process died",
+            "teacher t/0 is being rebuilt",
+            "teacher t/0 is rebuilt",
+        )
+        assert (await teacher.report()).notes == ()
+
+
+async def test_a_report_notices_a_replica_that_died_without_work() -> None:
+    rebuild = FakeRebuild()
+    async with pool(Fake(dead=True), rebuild=rebuild) as (teacher, _):
+        await teacher.report()
+        await settle()
+        assert (rebuild.asked, teacher.balancer.serving) == ([0], 1)
+
+
+async def test_a_report_does_not_wait_for_a_replica_that_hangs() -> None:
+    async with pool(Fake(hangs=True), Fake()) as (teacher, clock):
+        report = asyncio.create_task(teacher.report())
+        await settle()
+        await clock.pass_(10)
+        assert (await asyncio.wait_for(report, 5)).counters["tokens"] == 7
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.lists(st.sampled_from(["fine", "broken", "dead"]), min_size=1, max_size=4),
+    st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    st.sets(st.integers(0, 11), max_size=4),
+)
+def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
+    states: list[str], sizes: list[int], bad: set[int]
+) -> None:
+    """Rollout ``b<i>/0`` of a bad batch i cannot be scored by anybody."""
+    poison = frozenset(f"b{index}/0" for index in bad if index < len(sizes))
+
+    async def run() -> None:
+        fakes = [
+            Fake(broken=s == "broken", dead=s == "dead", poison=poison) for s in (*states, "fine")
+        ]
+        async with pool(*fakes, rebuild=FakeRebuild(), probe_s=0.001) as (teacher, clock):
+            batches = [
+                rollouts(*(f"b{i}/{j}" for j in range(size))) for i, size in enumerate(sizes)
+            ]
+            work = asyncio.gather(*(teacher.score(batch) for batch in batches))
+            for _ in range(100):
+                if work.done():
+                    break
+                await clock.pass_(1)
+            done = await asyncio.wait_for(work, 5)
+            scored = [uid for each in done for uid in uids(each)]
+            lost = [one.header.uid for each in done for one in each.lost]
+            wanted = [header.uid for batch in batches for header in batch.headers]
+            assert sorted(scored + lost) == sorted(wanted)
+            assert set(lost) <= set(wanted)
+            if set(states) == {"fine"}:
+                assert poison == set(lost)
+            assert sum(teacher.balancer.outstanding_tokens) == 0
+
+    asyncio.run(run())
