@@ -14,6 +14,7 @@ import pytest
 
 from async_opd.core.config import RunConfig
 from async_opd.core.runlog import RunLog
+from async_opd.core.samples import Header, Lost
 from async_opd.core.sink import Summary
 from async_opd.core.wandb_sink import WandbSink, without_secrets
 
@@ -353,3 +354,25 @@ def test_importing_the_log_imports_neither_wandb_nor_rich() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_dead_letters_have_a_file_of_their_own_and_are_counted(tmp_path: Path) -> None:
+    with RunLog(config(), tmp_path, Clock(), []) as log:
+        for index in range(2):
+            log.dead_letter(Lost(Header(f"p{index}/0", 7, 100, 3, "t"), "cannot be scored"))
+        log.finish("completed")
+    lines = (tmp_path / "dead_letters.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {
+        "time": START,
+        "uid": "p1/0",
+        "teacher": "t",
+        "tokens": 7,
+        "reason": "cannot be scored",
+    }
+    assert json.loads((tmp_path / "summary.json").read_text())["ledger/dead_lettered"] == 2
+
+
+def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:
+    with RunLog(config(), tmp_path, Clock(), []) as log:
+        log.finish("completed")
+    assert not (tmp_path / "dead_letters.jsonl").exists()

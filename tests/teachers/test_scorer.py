@@ -1,0 +1,93 @@
+"""The scoring stage between the queue's topics, on fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from async_opd.core.batch import Batch, unpack_lost, unpack_samples
+from async_opd.core.errors import NoReplica
+from async_opd.core.queue import MessageQueue
+from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
+from teachers.scorer import ScorerStage
+from tests.conftest import make_rollout
+from tests.teachers.test_pool import Clock, Fake, FakeRebuild, settle
+
+TOPIC = rollouts_topic("t")
+
+
+def rollouts(*uids: str) -> Batch:
+    return Batch.pack(make_rollout(uid) for uid in uids)
+
+
+@asynccontextmanager
+async def stage(
+    *replicas: Fake, clock: Clock | None = None, rebuild: FakeRebuild | None = None
+) -> AsyncIterator[tuple[MessageQueue, asyncio.Task[None]]]:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, clock)
+    scorer = ScorerStage({"t": replicas}, queue, {"t": 8}, rebuild=rebuild)
+    running = asyncio.create_task(scorer.run())
+    try:
+        yield queue, running
+    finally:
+        await scorer.shutdown()
+        await asyncio.wait({running})
+
+
+async def test_rollouts_become_samples() -> None:
+    async with stage(Fake()) as (queue, _):
+        await queue.put(TOPIC, rollouts("p/0", "p/1"))
+        lease = await asyncio.wait_for(queue.get(SCORED, 2, 2), 5)
+        assert [s.rollout.uid for s in unpack_samples(lease.batches)] == ["p/0", "p/1"]
+
+
+async def test_what_cannot_be_scored_is_dead_lettered_and_the_rest_is_not() -> None:
+    async with stage(Fake(poison=frozenset({"p/1"}))) as (queue, _):
+        await queue.put(TOPIC, rollouts("p/0", "p/1"))
+        dead = await asyncio.wait_for(queue.get(DEAD, 9), 5)
+        scored = await asyncio.wait_for(queue.get(SCORED, 9), 5)
+        assert [lost.header.uid for lost in unpack_lost(dead.batches)] == ["p/1"]
+        assert [s.rollout.uid for s in unpack_samples(scored.batches)] == ["p/0"]
+
+
+async def test_a_lease_that_expired_meanwhile_is_scored_again_and_stops_nothing() -> None:
+    clock, gate = Clock(), asyncio.Event()
+
+    class Slow(Fake):
+        async def score(self, batch: Batch) -> Batch:
+            await gate.wait()
+            return await super().score(batch)
+
+    async with stage(Slow(), clock=clock) as (queue, running):
+        await queue.put(TOPIC, rollouts("p/0"))
+        await settle()
+        await clock.pass_(60)
+        gate.set()
+        lease = await asyncio.wait_for(queue.get(SCORED, 2, 2), 5)
+        await settle()
+        uids = [sample.rollout.uid for sample in unpack_samples(lease.batches)]
+        assert (uids, running.done()) == (["p/0", "p/0"], False)
+
+
+async def test_a_teacher_without_any_replica_left_ends_the_stage_with_its_name() -> None:
+    async with stage(Fake(dead=True)) as (queue, running):
+        await queue.put(TOPIC, rollouts("p/0"))
+        with pytest.raises(BaseExceptionGroup) as caught:
+            await asyncio.wait_for(running, 5)
+        assert caught.group_contains(NoReplica, match="teacher t: all 1 replicas are gone", depth=1)
+
+
+async def test_a_stage_that_is_shut_down_ends_what_it_rebuilt() -> None:
+    class Closed(FakeRebuild):
+        closed = False
+
+        async def close(self) -> None:
+            self.closed = True
+
+    rebuild = Closed()
+    async with stage(Fake(), rebuild=rebuild):
+        await settle()
+    assert rebuild.closed
