@@ -12,8 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from async_opd.core.config import GuardrailConfig
+if TYPE_CHECKING:
+    from async_opd.core.config import GuardrailConfig
 
 GRAM = 8
 

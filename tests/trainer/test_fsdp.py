@@ -1,0 +1,103 @@
+"""The loss under FSDP2: two gloo processes on a CPU have the gradients of one process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.core.samples import Sample
+from tests.trainer.models import random_sample, tiny_model
+from trainer.losses import ForwardKL, Objective, OnTopK
+from trainer.losses.reduction import token_weights
+from trainer.packing import pack
+from trainer.shares import Share
+from trainer.student_loss import StudentLoss
+
+RANKS = 2
+SIZES = [5, 1, 9, 3, 0, 7]
+
+
+def module(tied: bool) -> StudentLoss:
+    model = tiny_model()
+    if not tied:
+        torch.manual_seed(3)
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight) / 6)
+    return StudentLoss(model, Objective(OnTopK(ForwardKL(), "bucket", None)), {})
+
+
+def loss_of(student: StudentLoss, indices: list[int]) -> torch.Tensor:
+    """Of some samples of the batch, with the weights of the whole batch."""
+    samples: list[Sample] = [random_sample(i, size, k=6) for i, size in enumerate(SIZES)]
+    weights = token_weights(SIZES, "token_mean", 1)
+    packed = pack([samples[i] for i in indices], [Share(weights[i]) for i in indices])
+    loss, _ = student(packed)
+    return loss  # type: ignore[no-any-return]
+
+
+def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> None:
+    """One of the processes: every other sample, sharded student; writes the whole gradients."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    mesh = init_device_mesh("cpu", (RANKS,))
+    student = module(tied)
+    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = bfloat16 if mixed else MixedPrecisionPolicy()
+    for layer in student.decoder.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    if not tied:
+        fully_shard(student.head, mesh=mesh, mp_policy=policy)
+    fully_shard(student, mesh=mesh, mp_policy=policy)
+    loss = loss_of(student, list(range(rank, len(SIZES), RANKS)))
+    (RANKS * loss).backward()  # FSDP averages over ranks; the weights already divide
+    grads = {n: p.grad.full_tensor() for n, p in student.named_parameters()}  # type: ignore
+    if rank == 0:
+        torch.save(grads, Path(directory) / "gradients.pt")
+    dist.destroy_process_group()
+
+
+def sharded(tied: bool, mixed: bool, directory: Path) -> dict[str, torch.Tensor]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    args = (port, tied, mixed, str(directory))
+    ranks = [context.Process(target=rank_main, args=(rank, *args)) for rank in range(RANKS)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in ranks] == [0] * RANKS
+    found: dict[str, torch.Tensor] = torch.load(directory / "gradients.pt", weights_only=True)
+    return found
+
+
+def alone(tied: bool) -> dict[str, Any]:
+    student = module(tied)
+    loss_of(student, list(range(len(SIZES)))).backward()  # type: ignore[no-untyped-call]
+    return {name: parameter.grad for name, parameter in student.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_sharded_student_has_the_gradients_of_one_process(tied: bool, tmp_path: Path) -> None:
+    expected, found = alone(tied), sharded(tied, False, tmp_path)
+    assert sorted(found) == sorted(expected)
+    assert all(torch.allclose(expected[n], found[n], atol=1e-6) for n in expected)
+
+
+def test_a_sharded_student_in_mixed_precision_is_close(tmp_path: Path) -> None:
+    expected, found = alone(tied=False), sharded(False, True, tmp_path)
+    for name, gradient in expected.items():
+        assert found[name].dtype == torch.float32
+        assert (found[name] - gradient).abs().max() < 0.05 * gradient.abs().max() + 1e-4, name
