@@ -9,7 +9,8 @@ hidden states (its head has hidden 256 too). Every measurement is a process of i
 in turn; peak memory is the rise of the resident set's high-water mark over what the inputs take.
 
 ``python -m benchmarks.losses`` prints one JSON object last; ratios are ours over straightforward,
-of medians. ``difference`` is the largest relative one of loss and gradients between the two.
+of medians; ``cpu_ratio`` is that of processor time, which a busy machine changes less than the
+clock's. ``difference`` is the largest relative one of loss and gradients between the two.
 ``--gpu`` runs ``benchmarks/gpu/losses.py`` instead.
 """
 
@@ -31,6 +32,13 @@ from benchmarks.loss_problem import Problem, difference, ours, problem, straight
 CASES = ("topk", "full_vocab")
 WAYS = {"ours": ours, "straightforward": straightforward}
 
+FIGURES = (
+    ("memory", "mib", 1 << 20, "bytes"),
+    ("time", "s", 1, "seconds"),
+    ("cpu", "cpu_s", 1, "cpu_seconds"),
+)
+"""Name of the ratio, suffix and unit of the figures, key of the measurement."""
+
 
 def resident(field: str) -> int:
     """Bytes of VmRSS (now) or VmHWM (most since the last reset) of this process."""
@@ -47,10 +55,10 @@ def measure(case: str, way: str, tokens: int, vocabulary: int, hidden: int) -> d
     run(problem(case, 64, 4096, hidden))
     Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
     before = resident("VmRSS")
-    started = time.perf_counter()
+    started, used = time.perf_counter(), time.process_time()
     run(full)
-    seconds = time.perf_counter() - started
-    return {"seconds": seconds, "bytes": resident("VmHWM") - before}
+    seconds, used = time.perf_counter() - started, time.process_time() - used
+    return {"seconds": seconds, "cpu_seconds": used, "bytes": resident("VmHWM") - before}
 
 
 def in_a_process(case: str, way: str, sizes: argparse.Namespace) -> dict[str, float]:
@@ -71,10 +79,9 @@ def compare(case: str, sizes: argparse.Namespace) -> dict[str, float]:
             runs.append(in_a_process(case, way, sizes))
             print(case, way, {k: round(v, 2) for k, v in runs[-1].items()}, flush=True)
     result: dict[str, Any] = {}
-    for name, unit, key in (("memory", 1 << 20, "bytes"), ("time", 1, "seconds")):
+    for name, suffix, unit, key in FIGURES:
         mine, theirs = (statistics.median(one[key] for one in found[way]) for way in WAYS)
         result[f"{name}_ratio"] = round(mine / theirs, 3)
-        suffix = "mib" if key == "bytes" else "s"
         result[f"ours_{suffix}"] = round(mine / unit, 2)
         result[f"straightforward_{suffix}"] = round(theirs / unit, 2)
     small: Problem = problem(case, 256, 4096, 64)

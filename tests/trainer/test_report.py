@@ -1,0 +1,45 @@
+"""From values of tokens to the metrics of a step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.losses.report import joined, step_metrics
+
+
+def values(ratio: list[float]) -> dict[str, torch.Tensor]:
+    tensor = torch.tensor(ratio)
+    return {"total": tensor * 0 + 0.25, "clamped": tensor > 1, "importance": tensor}
+
+
+def test_the_total_is_a_sum_and_everything_else_a_mean() -> None:
+    metrics = step_metrics(values([0.5, 2.0, 0.5, 1.0]))
+    assert metrics["loss/total"] == 1.0
+    assert metrics["loss/clamped"] == 0.25
+
+
+def test_the_importance_ratio_is_told_by_mean_largest_and_effective_sample_size() -> None:
+    metrics = step_metrics(values([1.0, 3.0]))
+    assert metrics["importance/mean"] == 2
+    assert metrics["importance/max"] == 3
+    assert metrics["importance/ess"] == pytest.approx(16 / (2 * 10))
+
+
+def test_equal_ratios_have_the_full_effective_sample_size() -> None:
+    assert step_metrics(values([0.7] * 5))["importance/ess"] == pytest.approx(1.0)
+
+
+def test_the_truncated_share_is_there_only_where_weights_are() -> None:
+    assert "importance/truncated" not in step_metrics(values([1.0]))
+    weighed = values([1.0, 3.0]) | {"truncated": torch.tensor([False, True])}
+    assert step_metrics(weighed)["importance/truncated"] == 0.5
+
+
+def test_micro_batches_are_joined_and_empty_ones_left_out() -> None:
+    found = joined([values([1.0]), {}, values([2.0, 3.0])])
+    assert found["importance"].tolist() == [1.0, 2.0, 3.0]
+
+
+def test_no_tokens_have_no_loss() -> None:
+    assert step_metrics(joined([{}])) == {"loss/total": 0.0}
