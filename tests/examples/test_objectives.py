@@ -1,0 +1,65 @@
+"""The example of every objective: checked as ``check`` does, and run for a few steps."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.core.load import load_config
+from async_opd.core.preflight import preflight
+
+EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "objectives").glob("*.yaml"))
+STEPS = 3
+FAST = [
+    f"train.steps={STEPS}", "train.batch_size=16", "async.sync_steps=2", "data.eval=[]",
+    "log.wandb=off", "log.console=off",
+]  # fmt: skip
+BOUND_S = 300
+
+
+def names(path: Path) -> str:
+    return path.stem
+
+
+def test_there_is_one_of_each() -> None:
+    assert [example.stem for example in EXAMPLES] == [
+        "forward_kl_reward", "forward_kl_topk", "full_vocab", "jsd", "k1_policy_gradient",
+        "reverse_kl_student_topk",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=names)
+def test_an_example_has_no_problem(example: Path) -> None:
+    assert preflight(load_config(example), example.name, 0).problems == []
+
+
+@pytest.fixture(scope="module", params=EXAMPLES, ids=names)
+def steps(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
+    """The metrics of a few steps of each example, as a user runs it."""
+    directory = tmp_path_factory.mktemp("runs") / request.param.stem
+    command = [sys.executable, "-m", "async_opd.cli", "run", str(request.param), *FAST]
+    done = subprocess.run(
+        [*command, "--run-dir", str(directory)],
+        capture_output=True,
+        text=True,
+        timeout=BOUND_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (directory / "metrics.jsonl").read_text().splitlines()
+    return [line for line in map(json.loads, lines) if "loss/total" in line]
+
+
+@pytest.mark.engine
+def test_an_example_runs(steps: list[dict[str, Any]]) -> None:
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(math.isfinite(line["loss/total"]) for line in steps)
+    assert all(line["train/grad_norm"] > 0 for line in steps)
