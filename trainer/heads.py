@@ -8,31 +8,23 @@ share one.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.core.head_files import HeadFiles, TensorPlace
+from async_opd.core.model_files import ModelError
 from trainer.losses.chunked import project
 
 if TYPE_CHECKING:
     from async_opd.core.config import RunConfig, TeacherConfig
 
-HEADS = ("lm_head.weight", "embed_out.weight")
-EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
-
-FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Config keys by which an architecture multiplies (1) or divides (-1) its logits."""
-UNKNOWN = ("dim_model_base", "mup_width_multiplier", "output_multiplier_scale")
-"""Config keys that change logits in ways this file does not know."""
-
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """logits = cap · tanh(scale · (W h + b) / cap), where there is a cap."""
+    """logits = scale · cap · tanh((W h + b) / cap), where there is a cap."""
 
     name: str
     weight: torch.Tensor
@@ -58,10 +50,10 @@ class TeacherHead:
                 "the teacher's engine and the trainer must load the same model",
             )
         logits = project(states.to(self.weight.dtype), self.weight, self.bias, out)
-        if self.scale != 1:
-            logits.mul_(self.scale)
         if self.cap is not None:
             logits.div_(self.cap).tanh_().mul_(self.cap)
+        if self.scale != 1:
+            logits.mul_(self.scale)
         return logits
 
 
@@ -79,7 +71,7 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
     for name, teacher in config.teachers.items():
         key = (teacher.model, _dtype(teacher, device))
         if key not in of_model:
-            of_model[key] = read_head(name, *key, vocabulary, device, teacher.trust_remote_code)
+            of_model[key] = read_head(name, *key, vocabulary, device)
         heads[name] = of_model[key]
     return heads
 
@@ -93,81 +85,24 @@ def _dtype(teacher: TeacherConfig, device: torch.device) -> torch.dtype:
 
 
 def read_head(
-    name: str,
-    model: str,
-    dtype: torch.dtype,
-    vocabulary: int,
-    device: torch.device,
-    trust_remote_code: bool = False,
+    name: str, model: str, dtype: torch.dtype, vocabulary: int, device: torch.device
 ) -> TeacherHead:
     """Reads one tensor (two with a bias) from a model directory."""
-    from transformers import AutoConfig
+    try:
+        files = HeadFiles.read(model)
+    except ModelError as error:
+        raise StageError("trainer", f"teacher {name}: {error.message}", error.remedy) from error
 
-    text = AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code).get_text_config()
-    if unknown := [key for key in UNKNOWN if getattr(text, key, None) is not None]:
-        raise StageError(
-            "trainer",
-            f"teacher {name} ({model}) changes its logits by {', '.join(unknown)}",
-            "use loss.support teacher_topk or student_topk with this teacher",
-        )
-    files = tensor_files(Path(model))
-    weight = _head_name(name, model, sorted(files), tied=bool(text.tie_word_embeddings))
-    bias = weight.removesuffix("weight") + "bias"
+    def read(place: TensorPlace) -> torch.Tensor:
+        return _rows(place, vocabulary).to(device=device, dtype=dtype)
 
-    def read(tensor: str) -> torch.Tensor:
-        return _rows(files[tensor], tensor, vocabulary).to(device=device, dtype=dtype)
-
-    return TeacherHead(
-        name,
-        read(weight),
-        read(bias) if bias in files and weight.endswith(HEADS) else None,
-        _scale(text),
-        getattr(text, "final_logit_softcapping", None),
-    )
+    bias = None if files.bias is None else read(files.bias)
+    return TeacherHead(name, read(files.weight), bias, files.scale, files.soft_cap)
 
 
-def tensor_files(directory: Path) -> dict[str, Path]:
-    """The file of every tensor of a model directory, with or without an index."""
+def _rows(place: TensorPlace, count: int) -> torch.Tensor:
     from safetensors import safe_open
 
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = json.loads(index.read_text())["weight_map"]
-        return {tensor: directory / file for tensor, file in names.items()}
-    found = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as tensors:
-            found.update(dict.fromkeys(tensors.keys(), file))
-    return found
-
-
-def _head_name(teacher: str, model: str, names: list[str], tied: bool) -> str:
-    """The tensor that is the head: its own, or the embedding it is tied to."""
-    own = [name for name in names if name.endswith(HEADS)]
-    candidates = own if own and not tied else [n for n in names if n.endswith(EMBEDDINGS)]
-    if len(candidates) != 1 or (not tied and not own):
-        raise StageError(
-            "trainer",
-            f"teacher {teacher} ({model}): expected one head among its tensors, found "
-            f"{', '.join(candidates) or 'none'}",
-            "full_vocab needs safetensors with lm_head.weight or a tied embedding; else use "
-            "loss.support teacher_topk or student_topk",
-        )
-    return candidates[0]
-
-
-def _rows(file: Path, tensor: str, count: int) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(file, "pt") as tensors:
-        rows: torch.Tensor = tensors.get_slice(tensor)[:count]
+    with safe_open(place.file, "pt") as tensors:
+        rows: torch.Tensor = tensors.get_slice(place.name)[:count]
     return rows
-
-
-def _scale(text: Any) -> float:
-    scale = 1.0
-    for key, power in FACTORS.items():
-        value = getattr(text, key, None)
-        if value is not None:
-            scale *= float(value) ** power
-    return scale

@@ -21,7 +21,13 @@ from async_opd.core.text import read_json
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
-UNSUPPORTED = ("dim_model_base", "output_mult", "output_multiplier", "output_multiplier_scale")
+UNSUPPORTED = (
+    "dim_model_base",
+    "mup_width_multiplier",
+    "output_mult",
+    "output_multiplier",
+    "output_multiplier_scale",
+)
 """Keys of configurations whose logits take another path than the formula above."""
 
 
