@@ -161,14 +161,15 @@ class Pipeline:
 
         That is one rollout of a new prompt; where groups are trained whole, the same one again.
         """
+        if not self.ledger.expects(lost.header):
+            return []
         if self.config.reward is not None:
             groups = self.ledger.requeued([lost.header])
-        elif self.ledger.dead_lettered(lost.header):
+        else:
+            self.ledger.dead_lettered(lost.header)
             self.admission.give_back(1)
             count = self.admission.try_admit(1)
             groups = self.ledger.admitted(self.prompts.next(count), members=1)
-        else:
-            return []
         self.log.dead_letter(lost)
         self.dead_letters.add(lost)
         return groups

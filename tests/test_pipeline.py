@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
-from async_opd.core.config import RunConfig
+from async_opd.core.config import RewardConfig, RunConfig
 from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
@@ -306,6 +306,24 @@ async def test_a_rollout_that_no_teacher_can_score_is_replaced_and_recorded() ->
     counts = run.pipeline.ledger.counts
     assert sorted(run.log.dead) == ["p0/0", "p4/1"]
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (24, 2, 0)
+
+
+async def test_with_a_reward_what_cannot_be_scored_is_sampled_again() -> None:
+    run = world(groups=True)
+    reward = run.pipeline.config.model_copy(update={"reward": RewardConfig(grader="exact")})
+    run.pipeline.config = reward
+    score, failed = run.teachers["a"].score, []
+
+    async def fails_for_a_while(batch: Batch) -> Batch:
+        if any(header.uid == "p0/0" for header in batch.headers) and len(failed) < 4:
+            failed.append(1)
+            raise StageError("teacher a/0", "cannot score")
+        return await score(batch)
+
+    run.teachers["a"].score = fails_for_a_while  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    assert run.log.dead == ["p0/0"]
+    assert_each_trained_once(run, 6)
 
 
 async def test_too_many_dead_letters_end_the_run_with_the_arithmetic_and_the_reason() -> None:

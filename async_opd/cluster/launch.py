@@ -268,9 +268,9 @@ class _Boxes:
             gpus = engine_gpus if self.device == "cuda" else 0
         remote = Remote.create(name, timeout_s=timeouts.request_s, env=env, gpus=gpus)
         self.started.append(remote)
-        if engine_gpus:
-            self.engines.append(remote)
         await remote.build(factory, args, timeouts.engine_start_s)
+        if engine_gpus:
+            self.engines.append(remote)  # what is not built cannot be shut down, only killed
         return remote
 
 

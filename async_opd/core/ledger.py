@@ -37,11 +37,15 @@ class Ledger:
         self._requeued += len(groups)
         return groups
 
-    def dead_lettered(self, header: Header) -> bool:
-        """The sample will never be trained. False if it is not in flight: it came twice."""
-        known = self._in_flight.pop(header.uid, None) is not None
-        self._dead_lettered += known
-        return known
+    def expects(self, header: Header) -> bool:
+        """Whether the sample is in flight; if not, it came before."""
+        return header.uid in self._in_flight
+
+    def dead_lettered(self, header: Header) -> None:
+        """The sample will never be trained."""
+        self._known(header)
+        del self._in_flight[header.uid]
+        self._dead_lettered += 1
 
     def trained(self, headers: Iterable[Header]) -> None:
         """The samples are trained. StageError for one that is not in flight."""

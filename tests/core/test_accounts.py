@@ -206,3 +206,16 @@ def test_every_count_of_a_topic_is_a_metric() -> None:
 )
 def test_errors_survive_the_way_between_processes(error: Exception) -> None:
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_dead_letter_is_not_expected_any_more() -> None:
+    ledger = Ledger(2)
+    ledger.admitted([make_prompt("p")])
+    ledger.dead_lettered(header("p/0"))
+    assert (ledger.expects(header("p/0")), ledger.expects(header("p/1"))) == (False, True)
+    assert (ledger.counts["dead_lettered"], ledger.counts["in_flight"]) == (1, 1)
+
+
+def test_a_replacement_can_be_one_rollout_of_a_prompt() -> None:
+    (group,) = Ledger(4).admitted([make_prompt("p")], members=1)
+    assert group.members == (0,)
