@@ -114,7 +114,7 @@ class RolloutConfig(Section):
     """Rollouts of each prompt (its group)."""
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled distribution; 1 keeps it all."""
@@ -206,7 +206,7 @@ class EvalConfig(Section):
     """Weight versions between two evaluations; 0: only before and after."""
     max_prompts: PositiveInt | None = None
     """Evaluates on the first so many prompts of each data source; by default on all."""
-    temperature: float = Field(default=0.0, ge=0)
+    temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     max_tokens: PositiveInt | None = None
     """Longest response; by default ``rollout.max_tokens``."""

@@ -322,3 +322,49 @@ def test_no_block_of_older_weights_is_reused_by_a_request_that_arrives_during_a_
 @pytest.mark.parametrize("mode", ["keep", "recompute"])
 def test_logprobs_after_a_sync_belong_to_the_new_weights(seen: Seen, mode: str) -> None:
     assert seen.in_flight_errors[mode] < 1e-4
+
+
+@dataclass
+class Cramped:
+    """An engine whose KV cache holds far fewer requests than ``max_num_seqs``."""
+
+    limits: list[float] = field(default_factory=list)
+    finished: int = 0
+
+
+@pytest.fixture(scope="module")
+def cramped() -> Cramped:
+    from async_opd.core.batch import Batch
+    from async_opd.core.queue import MessageQueue
+    from async_opd.core.stages import SamplingSpec
+    from rollouter.replica import StudentReplica
+    from rollouter.spec import StudentEngineSpec
+
+    async def run() -> Cramped:
+        seen = Cramped()
+        queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
+        small = kwargs(QUICKSTART / "models" / "student") | {"kv_cache_memory_bytes": 3 << 19}
+        sampling = SamplingSpec(60, 2.0, 1.0, 1)
+        replica = StudentReplica(StudentEngineSpec("s", small, sampling, (), "gloo"), queue)
+        try:
+            await replica.ready()
+            feed = asyncio.create_task(replica.run())
+            await queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(160)))
+            for _ in range(4):
+                lease = await asyncio.wait_for(queue.get("rollouts/sort", 40, 40), 120)
+                seen.finished += len(lease)
+                seen.limits.append((await replica.report()).gauges["limit"])
+            feed.cancel()
+        finally:
+            await replica.shutdown()
+        return seen
+
+    return asyncio.run(run())
+
+
+def test_requests_in_flight_follow_what_the_kv_cache_holds(cramped: Cramped) -> None:
+    assert max(cramped.limits) < 40 < 64
+
+
+def test_a_small_kv_cache_loses_nothing(cramped: Cramped) -> None:
+    assert cramped.finished == 160
