@@ -63,7 +63,7 @@ def test_the_simulator_is_as_fast_as_the_pipeline(name: str) -> None:
         fmean(one.samples_per_s for one in real), rel=0.05
     )
     assert fmean(one.mean_staleness for one in found) == pytest.approx(
-        fmean(one.mean_staleness for one in real), abs=0.08
+        fmean(one.mean_staleness for one in real), abs=0.12
     )
 
 
