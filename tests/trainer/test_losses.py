@@ -456,6 +456,18 @@ def test_a_fresh_sample_has_importance_one_at_any_temperature() -> None:
     assert metrics["rollout_gap"].max() < 1e-12
 
 
+def test_a_ratio_beyond_float32_is_truncated_like_any_other() -> None:
+    x = case(n=2)
+    tokens = replace(x.tokens, rollout_logprobs=torch.tensor([-1e3, -0.5]))
+    single = x.logits.detach().float().requires_grad_()
+    loss, metrics = run(
+        Objective(Sampled(K1(None)), importance_cap=2.0), Case(single, x.teacher, tokens)
+    )
+    assert math.isfinite(loss.item())
+    assert metrics["importance"].isfinite().all()
+    assert metrics["truncated"].tolist()[0]
+
+
 def test_importance_weights_make_a_stale_sample_follow_the_current_student() -> None:
     """Σ_y mu(y) · (q/mu)(y) · ∇k1(y) is the gradient of KL(q ‖ p), whoever mu is."""
     x = case(seed=5, n=1)

@@ -21,6 +21,9 @@ from trainer.losses.base import Tokens
 from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
 
+LARGEST = 80.0
+"""Largest log-ratio: float32 ends at 88, and a metric that is infinite or NaN tells nothing."""
+
 
 class Objective:
     """Losses of a tile of rows; the rows become their gradient."""
@@ -57,7 +60,7 @@ class Objective:
         if tempered is not None:
             log_q = tempered.gather(-1, tokens.targets[:, None])[:, 0]
         log_ratio = log_q - tokens.rollout_logprobs.to(log_q.dtype)
-        ratio, factor = log_ratio.exp(), tokens.weights.to(log_q.dtype)
+        ratio, factor = log_ratio.clamp_max(LARGEST).exp(), tokens.weights.to(log_q.dtype)
         metrics = {
             "distillation": opened.value,
             "k1": opened.log_sampled - opened.teacher_sampled,
