@@ -5,7 +5,8 @@
 Runs the cases of ``benchmarks.pipeline`` (or takes what it printed, from FILE), simulates the same
 settings in virtual time, and compares. Nothing is fitted: both are given the same speeds.
 
-    error          predicted over measured samples/s, minus 1       worst_error: the largest |error|
+    efficiency     samples/s over the smallest limit of the stages, at the lengths that were drawn
+    error          predicted over measured efficiency, minus 1      worst_error: the largest |error|
     predict_s      seconds the prediction took
 
 Prints one JSON line last. About 12 minutes without FILE.
@@ -30,7 +31,6 @@ from benchmarks.pipeline import (
     CASES,
     LENGTHS,
     PROMPT_TOKENS,
-    WARM_UP_VERSIONS,
     Case,
     measure,
     speeds,
@@ -63,7 +63,7 @@ def setting(case: Case, samples: int) -> Setting:
         }
     )
     found = setting_of(config, plan, "benchmarks.plan")
-    warm_up = WARM_UP_VERSIONS * config.async_.sync_steps
+    warm_up = case.warm_up * config.async_.sync_steps
     steps = warm_up + samples // config.train.batch_size
     rollout = replace(found.rollout, in_flight=decode.slots)  # simulated engines have no queue
     return replace(found, rollout=rollout, steps=steps)
@@ -80,10 +80,15 @@ def compare(case: Case, measured: dict[str, Any]) -> dict[str, Any]:
         return sum(values) / len(values)
 
     rate = mean([one.samples_per_s for one in found])
+    efficiency = mean(
+        [one.samples_per_s / min(case.limits(one.sample_tokens).values()) for one in found]
+    )
     return {
-        "predicted": round(rate, 2),
-        "measured": measured["samples_per_s"],
-        "error": round(rate / measured["samples_per_s"] - 1, 4),
+        "samples_per_s": round(rate, 2),
+        "samples_per_s_measured": measured["samples_per_s"],
+        "efficiency": round(efficiency, 3),
+        "efficiency_measured": measured["efficiency"],
+        "error": round(efficiency / measured["efficiency"] - 1, 4),
         "staleness": round(mean([one.mean_staleness for one in found]), 3),
         "staleness_measured": measured["staleness_mean"],
         "busy_train": round(mean([one.pools[-1].busy for one in found]), 3),

@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from async_opd.plan.prediction import Prediction
-from async_opd.plan.setting import Setting
+from async_opd.plan.scale import enlarged, shrunk
+from async_opd.plan.setting import Setting, warmup_versions
 from async_opd.plan.simulation import simulate
 
 ENOUGH = 0.97
@@ -108,9 +109,10 @@ class _Rates:
         """A steady state at a threshold."""
         key = (current(setting), threshold)
         if key not in self._known:
-            simulated = replace(setting, staleness_threshold=threshold)
-            simulated = replace(simulated, steps=steady_steps(simulated))
-            self._known[key] = simulate(simulated, seed=self._seed, endless=True)
+            small, factor = shrunk(replace(setting, staleness_threshold=threshold))
+            small = replace(small, steps=steady_steps(small))
+            found = simulate(small, seed=self._seed, endless=True)
+            self._known[key] = enlarged(found, setting, factor)
         return self._known[key]
 
     def rate(self, setting: Setting, threshold: float) -> float:
@@ -159,9 +161,10 @@ class _Rates:
 
 
 def steady_steps(setting: Setting) -> int:
-    """Steps that show the steady state: enough samples, and versions after the warm-up."""
-    versions = 2 * (2 + math.ceil(setting.staleness_threshold)) + 4
-    return max(math.ceil(SAMPLES / setting.batch_size), versions * setting.sync_steps)
+    """Steps that show the steady state: as long as the warm-up, and enough samples after it."""
+    warm_up = warmup_versions(setting.staleness_threshold)
+    versions = max(warm_up, math.ceil(SAMPLES / setting.batch_size / setting.sync_steps))
+    return (warm_up + versions) * setting.sync_steps
 
 
 # ── splits ─────────────────────────────────────────────────────────────────────────────────────

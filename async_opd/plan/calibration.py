@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from async_opd.plan.setting import Setting
-from async_opd.plan.simulation import simulate
+from async_opd.plan.simulation import shortened, simulate
 
-MOST_STEPS = 400
+SAMPLES = 50_000
 """Of each simulated run."""
 ROUNDS = 8
 LONGEST = 2.0
@@ -25,7 +25,7 @@ def calibrate(setting: Setting, running: float, batches: Mapping[str, float]) ->
 
     First the rollout pool's by bisection, then the teachers', all at the same time.
     """
-    short = replace(setting, steps=min(setting.steps, MOST_STEPS))
+    short = shortened(setting, SAMPLES)
     pool = setting.rollout
 
     def full_enough(seconds: Mapping[str, float]) -> dict[str, bool]:

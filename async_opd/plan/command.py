@@ -19,7 +19,7 @@ from async_opd.plan.measured import Measured, read_run
 from async_opd.plan.picture import picture
 from async_opd.plan.prediction import Prediction
 from async_opd.plan.setting import Setting
-from async_opd.plan.simulation import simulate
+from async_opd.plan.simulation import predict
 from async_opd.plan.table import show
 
 
@@ -41,7 +41,7 @@ def plan(
     source = _run(Path(target), overrides) if Path(target).is_dir() else _config(target, overrides)
     setting = setting_of(source.config, source.plan, source.where, gpus)
     advice = advise(setting, setting.gpus if gpus is None else gpus, source.config.seed)
-    prediction = simulate(setting, seed=source.config.seed)
+    prediction = predict(setting, seed=source.config.seed)
     file = source.picture if out is None else Path(out) / "plan.svg"
     file.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(file, picture(advice))

@@ -20,7 +20,7 @@ from async_opd.core.plan_config import PlanConfig
 from async_opd.plan.calibration import calibrate
 from async_opd.plan.fit import Floats, batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.inputs import setting_of
-from async_opd.plan.setting import Setting
+from async_opd.plan.setting import Setting, warmup_versions
 
 FEWEST_STEPS = 6
 
@@ -71,8 +71,8 @@ class Record:
         self._config = config
         lines = _lines(run_dir / "metrics.jsonl")
         steps = [line for line in lines if "perf/step_s" in line]
-        versions = 2 + int(min(config.async_.staleness_threshold, 8) + 0.999)
-        warm = min(config.async_.sync_steps * versions, len(steps) // 3)
+        versions = warmup_versions(config.async_.staleness_threshold)
+        warm = min(config.async_.sync_steps * versions, len(steps) // 2)
         self._steps = steps[warm:]
         self._check(run_dir)
         self._all_s = sum(line["perf/step_s"] for line in steps)

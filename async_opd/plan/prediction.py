@@ -46,6 +46,8 @@ class Prediction:
     queues: Mapping[str, float]
     concurrency: float
     """Requests that run on a replica while it generates."""
+    sample_tokens: float
+    """Mean prompt and response tokens of a trained sample."""
     batches: Mapping[str, float]
     """Mean rollouts of a batch, by teacher."""
 

@@ -118,8 +118,8 @@ class Setting:
     @property
     def warmup_steps(self) -> int:
         """Steps that are left out of rates: until the staleness budget was used up once."""
-        versions = 2 + math.ceil(min(self.staleness_threshold, 8))
-        return min(self.sync_steps * versions, self.steps // 3)
+        versions = warmup_versions(self.staleness_threshold)
+        return min(self.sync_steps * versions, self.steps // 2)
 
     def limits(self) -> dict[str, float]:
         """Each pool's own limit in samples per second: what it does when it never waits."""
@@ -138,6 +138,14 @@ class Setting:
         )
         limits["train"] = self.sync_steps * self.batch_size / version_s
         return limits
+
+
+def warmup_versions(threshold: float) -> int:
+    """Weight versions until rates are steady: two, and those that were admitted ahead.
+
+    A threshold of more than 4 makes samples staler for longer, and rates no different.
+    """
+    return 2 + math.ceil(min(threshold, 4.0))
 
 
 def mean_length(lengths: Lengths) -> float:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from async_opd.core.admission import Admission
 from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
@@ -21,9 +21,27 @@ from async_opd.plan.population import Population
 from async_opd.plan.prediction import PoolUse, Prediction
 from async_opd.plan.rollouts import Rollouts
 from async_opd.plan.scoring import Scoring
-from async_opd.plan.setting import Setting
+from async_opd.plan.setting import Setting, warmup_versions
 from async_opd.plan.topic import Topic
 from async_opd.plan.training import Training
+
+MOST_SAMPLES = 400_000
+"""Of a simulated run; the rest of a longer one goes on as the simulated part did."""
+
+
+def predict(setting: Setting, *, seed: int = 0) -> Prediction:
+    """Predicts a run of any length: the first part is simulated, the rest extrapolated."""
+    short = shortened(setting)
+    found = simulate(short, seed=seed, endless=short.steps < setting.steps)
+    rest_s = (setting.steps - short.steps) * setting.batch_size / found.samples_per_s
+    return replace(found, seconds=found.seconds + rest_s, wall_s=found.wall_s + rest_s)
+
+
+def shortened(setting: Setting, samples: int = MOST_SAMPLES) -> Setting:
+    """With as many steps as so many samples make, and with the warm-up twice in any case."""
+    versions = 2 * warmup_versions(setting.staleness_threshold)
+    least = max(samples // setting.batch_size, versions * setting.sync_steps)
+    return replace(setting, steps=min(setting.steps, least))
 
 
 def simulate(setting: Setting, *, seed: int = 0, endless: bool = False) -> Prediction:
@@ -42,6 +60,7 @@ class _Reading:
     areas: Mapping[str, float]
     staleness: Counter[int]
     batches: Mapping[str, int]
+    tokens: float
 
 
 class World:
@@ -113,7 +132,7 @@ class World:
             teacher.name: scoring.batches
             for teacher, scoring in zip(self._setting.teachers, self._scoring, strict=True)
         }
-        return _Reading(self._clock.now, areas, training.staleness.copy(), batches)
+        return _Reading(self._clock.now, areas, training.staleness.copy(), batches, training.tokens)
 
     def _prediction(self, end: _Reading) -> Prediction:
         """What happened between the end of the warm-up and the end."""
@@ -132,6 +151,7 @@ class World:
             queues={topic: means[topic] for topic in (PROMPTS, *topics, SCORED)},
             concurrency=(means["running"] + means["waiting"])
             / max(means["working"] - means["paused"], 1e-12),
+            sample_tokens=(end.tokens - warm.tokens) / trained.total(),
             batches={
                 teacher.name: trained.total()
                 * teacher.share

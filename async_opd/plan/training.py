@@ -110,6 +110,8 @@ class Training:
         """1 while it waits for the weight sync before."""
         self.staleness: Counter[int] = Counter()
         """Samples trained so far, by staleness."""
+        self.tokens = 0.0
+        """Prompt and response tokens trained so far."""
         self.version = 0
         """The weights after the last snapshot."""
         self.intake = Intake(setting, population, scored)
@@ -139,6 +141,7 @@ class Training:
         lengths, oldest = self._population.lengths, self._population.oldest
         self.staleness.update(self.version - oldest[sample] for sample in samples)
         tokens = sum(lengths[s] for s in samples) + len(samples) * self._setting.prompt_tokens
+        self.tokens += tokens
         self.computing.add(1)
         self._clock.after(self._setting.train.seconds(tokens), self._trained)
         self.intake.fetch()

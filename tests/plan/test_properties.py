@@ -7,11 +7,13 @@ from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.plan.setting import RolloutPool, Setting, TeacherPool
-from async_opd.plan.simulation import World, simulate
+from async_opd.plan.scale import enlarged, shrunk
+from async_opd.plan.simulation import World, predict, simulate
 from async_opd.plan.speeds import DecodeSpeed, ScoreSpeed
 from tests.plan.settings import setting
 
@@ -133,6 +135,30 @@ def test_a_larger_threshold_costs_no_throughput() -> None:
         for s in (0.0, 0.25, 0.5, 1.0, 2.0)
     ]
     assert all(more > 0.98 * less for less, more in pairwise(rates))
+
+
+def test_a_smaller_scale_predicts_the_same() -> None:
+    large = setting(
+        replicas=300,
+        slots=8,
+        sigma=1.0,
+        batch_size=2400,
+        steps=24,
+        teachers=(TeacherPool("a", 40, 1, ScoreSpeed(8, 0.05, 20_000.0), 1.0),),
+        train_tokens_per_s=400_000.0,
+        sync_s=0.5,
+    )
+    small, factor = shrunk(large)
+    found = enlarged(simulate(small, endless=True), large, factor)
+    assert small.rollout.replicas == 128
+    whole = simulate(large, endless=True)
+    assert found.samples_per_s == pytest.approx(whole.samples_per_s, rel=0.03)
+    assert found.pools[1].busy == pytest.approx(whole.pools[1].busy, abs=0.05)
+
+
+def test_a_long_run_goes_on_as_its_first_part() -> None:
+    case = replace(setting(train_tokens_per_s=1000.0), steps=20_000)
+    assert predict(case).seconds == pytest.approx(20_000 * 32 * 120 / 1000, rel=0.02)
 
 
 def test_two_thousand_replicas_are_a_matter_of_seconds() -> None:
