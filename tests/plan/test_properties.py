@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.plan.setting import RolloutPool, Setting, TeacherPool
 from async_opd.plan.scale import enlarged, shrunk
+from async_opd.plan.setting import RolloutPool, Setting, TeacherPool
 from async_opd.plan.simulation import World, predict, simulate
 from async_opd.plan.speeds import DecodeSpeed, ScoreSpeed
 from tests.plan.settings import setting

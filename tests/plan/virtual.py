@@ -7,6 +7,7 @@ an hour takes seconds and does not depend on the machine.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -98,10 +99,11 @@ class Trainer:
 
 @dataclass
 class Prompts:
-    """Each teacher's in turn."""
+    """A shuffled source: teachers come as they come."""
 
     names: tuple[str, ...]
     tokens: int
+    random: random.Random
     taken: int = 0
 
     def next(self, count: int) -> list[Prompt]:
@@ -109,7 +111,7 @@ class Prompts:
         numbers = range(self.taken, self.taken + count)
         self.taken += count
         names = self.names
-        return [Prompt(f"p{i}", "", names[i % len(names)], ids) for i in numbers]
+        return [Prompt(f"p{i}", "", self.random.choice(names), ids) for i in numbers]
 
 
 @dataclass
@@ -166,7 +168,7 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     parts: Any = SimpleNamespace(
         queue=queue, rollouter=rollouter, scorer=scorer, trainer=trainer, sync=sync
     )
-    prompts = Prompts(names, round(setting.prompt_tokens))
+    prompts = Prompts(names, round(setting.prompt_tokens), random.Random(run))
     return trainer, Pipeline(_config(setting), parts, prompts, None, Log())
 
 
