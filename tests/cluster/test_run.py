@@ -23,7 +23,7 @@ pytestmark = pytest.mark.engine
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
 DONE = ["rollout.replicas=2", "async.max_version_lag=0"]
-BOUND_S = 240
+BOUND_S = 480
 
 
 @dataclass
