@@ -24,8 +24,8 @@ from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics
 
-CHUNK_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30}
-"""Logits alive at the same time. On a GPU each chunk reads and writes the head's gradient once:
+CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
+"""Logits alive at the same time, the teacher's included. On a GPU each chunk reads and writes the head's gradient once:
 below about a thousand rows, that would cost more than the products."""
 
 TILE_BYTES = 16 << 20
@@ -118,8 +118,8 @@ class _Walk:
             for t, want in zip((hidden, weight, bias), self._wanted, strict=True)
         ]
         matrix = weight.to(self._compute)
-        widest = max(weight.shape[0], self._widest) * precise.itemsize
-        self._count = min(max(CHUNK_BYTES[hidden.device.type] // widest, 1), len(hidden))
+        row = (weight.shape[0] + self._widest) * precise.itemsize
+        self._count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
         logits = hidden.new_empty((self._count, weight.shape[0]), dtype=precise)
         reports = []
         for rows, states in chunks(self._tokens, self._count):
