@@ -25,8 +25,8 @@ from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""Logits alive at the same time, the teacher's included. On a GPU each chunk reads and writes the head's gradient once:
-below about a thousand rows, that would cost more than the products."""
+"""Logits alive at the same time, the teacher's included. Each chunk reads and writes the head's
+gradient once: on a GPU, below about a thousand rows, that would cost more than the products."""
 
 TILE_BYTES = 16 << 20
 """Logits a processor works on at the same time."""
