@@ -100,7 +100,8 @@ class World:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
-        spec = StudentEngineSpec("student/0", kwargs(path), self.sampling, EOS, "gloo", top_k=K)
+        long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
+        spec = StudentEngineSpec("student/0", kwargs(path), long, EOS, "gloo", top_k=K)
         self.replica = StudentReplica(spec, self.queue)
         publisher = Publisher(
             lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
@@ -185,13 +186,14 @@ def perturb(parameter: Any) -> None:
         parameter.add_(torch.randn_like(parameter) * 0.1)
 
 
-async def decoding(replica: Any, requests: int) -> None:
-    """Waits until all requests are in flight and some have tokens already."""
+async def decoding(replica: Any) -> None:
+    """Waits until some requests are in flight and have tokens already."""
     states = replica._engine.output_processor.request_states
-    decoded = 0
-    while len(states) < requests or not decoded:
-        await asyncio.sleep(0)
-        decoded = sum(state.detokenizer.num_output_tokens() for state in states.values())
+    async with asyncio.timeout(60):
+        while True:
+            if any(state.detokenizer.num_output_tokens() for state in states.values()):
+                return
+            await asyncio.sleep(0)
 
 
 async def scenario(path: Path) -> Seen:
@@ -219,7 +221,7 @@ async def scenario(path: Path) -> Seen:
             seen.errors[family] = await w.error()
         for mode in MODES:
             await w.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(24)))
-            await decoding(w.replica, 24)
+            await decoding(w.replica)
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
             await w.push(mode)
