@@ -29,7 +29,7 @@ from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.pools import pools
-from async_opd.core.stages import PROMPTS, SamplingSpec, topics
+from async_opd.core.stages import DEAD, PROMPTS, STALE, SamplingSpec, topics
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
@@ -160,7 +160,7 @@ class _Boxes:
         """The message queue."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        args = (topics(config.teachers), *limits, None, (PROMPTS,))
+        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
         return await self._start("queue", "async_opd.core.queue:MessageQueue", args)
 
     async def student(self, index: int, queue: QueueProxy) -> Remote:

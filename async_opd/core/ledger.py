@@ -16,7 +16,7 @@ class Ledger:
         self._in_flight: dict[str, Prompt] = {}
         self._trained = 0
         self._requeued = 0
-        self._dead_lettered = 0
+        self._buried: set[str] = set()
 
     def admitted(self, prompts: Iterable[Prompt], members: int | None = None) -> list[Group]:
         """The prompts' groups are in flight: whole ones, or their first ``members``."""
@@ -31,6 +31,8 @@ class Ledger:
         """The samples came too late: what to run again. They stay in flight, and admitted."""
         groups = []
         for header in headers:
+            if not self.expects(header):
+                continue  # another copy of it was trained or buried meanwhile
             prompt = self._known(header)
             member = int(header.uid.removeprefix(f"{prompt.uid}/"))
             groups.append(Group(prompt, (member,)))
@@ -45,11 +47,13 @@ class Ledger:
         """The sample will never be trained."""
         self._known(header)
         del self._in_flight[header.uid]
-        self._dead_lettered += 1
+        self._buried.add(header.uid)
 
     def trained(self, headers: Iterable[Header]) -> None:
         """The samples are trained. StageError for one that is not in flight."""
         for header in headers:
+            if header.uid in self._buried:
+                continue  # another copy of it could not be scored, and was replaced
             self._known(header)
             del self._in_flight[header.uid]
             self._trained += 1
@@ -71,6 +75,6 @@ class Ledger:
         return {
             "in_flight": len(self._in_flight),
             "trained": self._trained,
-            "dead_lettered": self._dead_lettered,
+            "dead_lettered": len(self._buried),
             "requeued": self._requeued,
         }

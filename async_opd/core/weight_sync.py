@@ -132,6 +132,8 @@ class BroadcastSync:
             await self.connect()
         pause_s = transfer_s = 0.0
         for number, wave in enumerate(self._connected):
+            if self._rolling and wave[0] not in self._alive:
+                continue  # it died while the others were updated; the next push meets without it
             paused, sent = await self._update(number, wave, version, meta)
             pause_s += paused
             transfer_s += sent

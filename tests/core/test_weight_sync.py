@@ -117,6 +117,22 @@ async def test_a_replica_that_died_is_left_out_of_a_new_group() -> None:
     assert (sender.worlds, receivers[2].offset) == ([5, 3], 2)
 
 
+async def test_a_rolling_sync_passes_over_a_replica_that_died_meanwhile() -> None:
+    events: list[str] = []
+    dead = Receiver(events, fail="pause keep")
+    weights = sync(events, [Receiver(events), dead], rolling=True)
+    await weights.connect()
+    await weights.snapshot(1)
+    first, resume = weights._receivers[0], weights._receivers[0].resume
+
+    async def resume_while_the_other_dies() -> None:
+        weights.lose(1)
+        await resume()
+
+    first.resume = resume_while_the_other_dies  # type: ignore[method-assign]
+    assert (await weights.push()).version == 1
+
+
 async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
     ticks = iter(range(100))
     receivers = [Receiver([]), Receiver([])]
