@@ -15,6 +15,7 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from async_opd.core.data_config import DataConfig as DataConfig
 from async_opd.core.data_config import FileSource as FileSource
 from async_opd.core.data_config import ReasoningGymSource as ReasoningGymSource
+from async_opd.core.engine_config import EngineConfig as EngineConfig
 from async_opd.core.loss_config import ForwardKLConfig as ForwardKLConfig
 from async_opd.core.loss_config import JSDConfig as JSDConfig
 from async_opd.core.loss_config import K1Config as K1Config
@@ -25,6 +26,8 @@ from async_opd.core.loss_config import SampledConfig as SampledConfig
 from async_opd.core.loss_config import nucleus_faults
 from async_opd.core.plan_config import PlanConfig as PlanConfig
 from async_opd.core.section import Section as Section
+from async_opd.core.teacher_config import HealthConfig as HealthConfig
+from async_opd.core.teacher_config import TeacherConfig as TeacherConfig
 
 
 class SizesError(ValueError):
@@ -35,70 +38,11 @@ class SizesError(ValueError):
         self.faults = faults
 
 
-class EngineConfig(Section):
-    """One vLLM engine. Every replica of a pool gets the same."""
-
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Weights and activations; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
-    max_model_len: PositiveInt | None = None
-    """Longest prompt plus response in tokens; by default the model's own limit."""
-    max_num_seqs: PositiveInt = 64
-    """Requests an engine works on at the same time; more wait outside of it."""
-    max_num_batched_tokens: PositiveInt | None = None
-    """Tokens per engine step; bounds the memory of prompt log-probabilities too."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory the engine may take."""
-    cpu_kv_cache_mib: PositiveInt = 64
-    """KV cache of an engine on CPU, in MiB."""
-    extra: dict[str, Any] = Field(default={})
-    """Further arguments of ``vllm.AsyncEngineArgs``, passed on as they are."""
-
-
 class StudentConfig(Section):
     """The model that is trained."""
 
     model: str = Field(min_length=1)
     """Directory of a Hugging Face model, or a hub id."""
-    trust_remote_code: bool = False
-    """Runs code that comes with the model. Only for models you trust."""
-
-
-class HealthConfig(Section):
-    """When a teacher's replica counts as broken, and what is done about it."""
-
-    timeout_s: float = Field(default=60, gt=0)
-    """A call may take so long, plus the time of the tokens outstanding on its replica."""
-    min_tokens_per_s: float = Field(default=200, gt=0)
-    """The slowest speed at which a replica's outstanding tokens are waited for."""
-    tries: int = Field(default=4, ge=2)
-    """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
-    others alone."""
-    probes: PositiveInt = 5
-    """A replica that failed has to score a rollout that was scored before. If it still answers
-    but fails so many of these probes, it is rebuilt; a dead one is at once."""
-    probe_s: float = Field(default=1, gt=0)
-    """The first probe comes at once, the others after 1, 3, 7 … times this long."""
-    rebuilds: int = Field(default=3, ge=0)
-    """Rebuilds in a row without a scored batch in between; then the replica is given up."""
-
-
-class TeacherConfig(Section):
-    """One named teacher and its pool of replicas."""
-
-    model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id."""
-    sources: list[str] | None = None
-    """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
-    replicas: int = Field(default=1, ge=1)
-    """Independent engines of this teacher."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs of each engine."""
-    engine: EngineConfig = EngineConfig()
-    """Settings of each engine."""
-    health: HealthConfig = HealthConfig()
-    max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
-    code 1. Counted of at least 1000: by default the first ten are always allowed."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
 
