@@ -11,7 +11,8 @@ rollout in this order.
     speedup_over_on_policy  over the same pools at s = 0, K = 1, batch 512
     cpu_ms_per_sample     CPU time of the control plane: the driver, with admission, ledger,
                         versions and metrics; queue and scorer (the data plane) are beside it
-    efficiency_64         64 rollout and 16 teacher replicas, batch 512, a trainer 4 times as fast
+    efficiency_64         64 rollout and 16 teacher replicas, batch 512, at twice the samples/s:
+                        what two cores carry beside the 80 processes of the simulated engines
 
 Prints one JSON line last. About 12 minutes.
 """
@@ -40,7 +41,7 @@ from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
 
 PROMPT_TOKENS = 100
 LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)
-RATE = 64.0  # samples/s of the trainer with 16 rollout replicas; the slowest stage
+RATE = 64.0  # samples/s of the trainer, the slowest stage
 MARGIN = 1.05  # teachers over trainer, rollout over teachers
 
 
@@ -52,7 +53,7 @@ def mean_length() -> float:
 
 @dataclass(frozen=True)
 class Case:
-    """One run. ``scale`` multiplies pools, batch and the trainer's speed.
+    """One run. ``scale`` multiplies pools and batch; ``rate`` is the trainer's, in samples/s.
 
     ``warm_up`` weight versions pass before anything is measured.
     """
@@ -62,12 +63,13 @@ class Case:
     sync_steps: int = 4
     batch: int = 128
     scale: int = 1
+    rate: float = RATE
     top_k: int = 16
     warm_up: int = 3
 
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
-        decode, score, train = speeds(self.scale)
+        decode, score, train = speeds(self)
         size, teachers, students = self.batch * self.scale, 4 * self.scale, 16 * self.scale
         lap = decode.step(decode.slots) * (tokens - PROMPT_TOKENS)
         return {
@@ -111,29 +113,30 @@ CASES = {
         Case("s1", 1.0),
         Case("s05", 0.5),
         Case("on_policy", 0.0, sync_steps=1, batch=512, warm_up=1),  # synchronous: no transient
-        Case("s1_64", 1.0, scale=4),
+        Case("s1_64", 1.0, scale=4, rate=2 * RATE),
     )
 }
 
 
-def speeds(scale: int) -> tuple[DecodeSpeed, ScoreSpeed, TrainSpeed]:
-    """The stages' speeds: at full occupancy RATE, and 5 % more from trainer to teacher to rollout.
+def speeds(case: Case) -> tuple[DecodeSpeed, ScoreSpeed, TrainSpeed]:
+    """The stages' speeds at full occupancy: the case's rate, teachers 5 %, rollout 10 % above it.
 
     A decoding step costs 1/64 more for each request: memory-bound, as decoding is.
     """
     mean = mean_length()
     tokens = mean + PROMPT_TOKENS
     slots = 32
-    step = 16 * slots / (RATE * MARGIN**2 * mean)
+    step = 16 * case.scale * slots / (case.rate * MARGIN**2 * mean)
     step_s = step / (1 + slots / 64)
     decode = DecodeSpeed(slots, step_s, step_s / 64)
     score = ScoreSpeed(32, 0.005, 0.0)
-    per_replica = RATE * MARGIN * tokens / 4  # tokens/s, the overhead of full batches included
+    per_replica = case.rate * MARGIN * tokens / (4 * case.scale)  # tokens/s, overhead included
     seconds = 32 * tokens / per_replica - score.overhead_s
     score = replace(score, tokens_per_s=32 * tokens / seconds)
     overhead_s = 0.02
-    step_seconds = 128 / RATE - overhead_s
-    train = TrainSpeed(overhead_s, 128 * tokens / step_seconds * scale, 0.05, 0.1)
+    size = 128 * case.scale
+    step_seconds = size / case.rate - overhead_s
+    train = TrainSpeed(overhead_s, size * tokens / step_seconds, 0.05, 0.1)
     return decode, score, train
 
 
@@ -194,7 +197,7 @@ def cpu_s(processes: list[psutil.Process]) -> list[float]:
 async def run(case: Case, samples: int) -> dict[str, Any]:
     """Runs until ``samples`` more are trained after the warm-up; rates are of those."""
     config = case.config
-    decode, score, train = speeds(case.scale)
+    decode, score, train = speeds(case)
     factories = Factories(
         student=Factory(
             "benchmarks.simulated.replicas:SimulatedStudent", (decode, LENGTHS, train.sync_s)

@@ -36,7 +36,8 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
         raise StageError(
             "cluster",
             f"no Ray cluster at {address!r}: {type(error).__name__}: {error}",
-            "check cluster.address, or leave it out for a local cluster",
+            "check cluster.address, or leave it out for a local cluster; a cluster with token "
+            "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)",
         ) from error
     try:
         yield

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -48,6 +49,7 @@ class RunLog:
         self.failures = 0
         self._run_dir = run_dir
         self._clock = clock
+        self._quiet = config.log.console == "off"
         self._wanted = _configured(config, run_dir, clock) if sinks is None else sinks
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
@@ -129,6 +131,8 @@ class RunLog:
             return
         self._finished = True
         self.message(f"{status}: {error}" if error else status)
+        if self._quiet and status == "failed":
+            print(f"failed: {error}", file=sys.stderr)
         summary = self._write_summary(status, error)
         for sink in self._sinks:
             self._guard(sink, lambda sink: sink.close(summary))

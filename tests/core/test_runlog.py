@@ -334,7 +334,7 @@ def test_secrets_do_not_reach_wandb() -> None:
     assert shown["rollout"]["max_tokens"] == 1024
 
 
-def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing(
+def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with RunLog(config(wandb="offline"), tmp_path, clock=Clock()) as log:
@@ -344,7 +344,7 @@ def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing(
     assert (tmp_path / "run.log").read_text().count("wandb") == 0
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert log.failures == 0
-    assert capfd.readouterr() == ("", "")
+    assert capfd.readouterr() == ("", "failed: out of memory\n")
 
 
 def test_importing_the_log_imports_neither_wandb_nor_rich() -> None:
@@ -376,3 +376,11 @@ def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:
     with RunLog(config(), tmp_path, Clock(), []) as log:
         log.finish("completed")
     assert not (tmp_path / "dead_letters.jsonl").exists()
+
+
+def test_a_failure_is_told_even_if_the_console_is_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(config(console="off"), tmp_path, sinks=[]) as log:
+        log.finish("failed", "no more samples")
+    assert "no more samples" in capsys.readouterr().err

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,11 @@ FAST = [
     "log.wandb=off", "log.console=off",
 ]  # fmt: skip
 BOUND_S = 300
+CLUSTER = """
+import ray
+print(ray.init(include_dashboard=False, log_to_driver=False).address_info["address"], flush=True)
+input()
+"""
 
 
 def names(path: Path) -> str:
@@ -39,19 +46,34 @@ def test_an_example_has_no_problem(example: Path) -> None:
     assert preflight(load_config(example), example.name, 0).problems == []
 
 
+@pytest.fixture(scope="module")
+def address() -> Iterator[str]:
+    """A Ray cluster that somebody else started: all examples join it, one after the other."""
+    with subprocess.Popen(
+        [sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        yield process.stdout.readline().split()[-1]
+        process.communicate("", timeout=60)
+
+
 @pytest.fixture(scope="module", params=EXAMPLES, ids=names)
 def steps(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, address: str
 ) -> list[dict[str, Any]]:
     """The metrics of a few steps of each example, as a user runs it."""
     directory = tmp_path_factory.mktemp("runs") / request.param.stem
     command = [sys.executable, "-m", "async_opd.cli", "run", str(request.param), *FAST]
     done = subprocess.run(
-        [*command, "--run-dir", str(directory)],
+        [
+            *command,
+            *(f"cluster.address={address}", "cluster.device=cpu", "--run-dir", str(directory)),
+        ],
         capture_output=True,
         text=True,
         timeout=BOUND_S,
         check=False,
+        env={**os.environ, "RAY_AUTH_MODE": "token"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (directory / "metrics.jsonl").read_text().splitlines()
