@@ -12,7 +12,7 @@ quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadscope
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
