@@ -10,7 +10,7 @@
     rollouter (replicas' own loops)      wait for a free slot, groups, the engine, room in the queue
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
     rerun     consumes stale headers,    waits for samples that came too late
-    replace   consumes dead letters,     waits for rollouts that nobody could score
+    replace   consumes dead letters,     waits for rollouts that cannot be had or scored
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
     push      consumes a snapshot,       waits for the evaluation of the version before
 
@@ -29,11 +29,11 @@ from async_opd.core.batch import Batch, unpack_lost
 from async_opd.core.config import RunConfig
 from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import StageError, StageTimeout, first_cause
-from async_opd.core.evaluation import Evaluation
+from async_opd.core.evaluation import Evaluation, Measured
 from async_opd.core.guardrail import Guardrail
 from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
-from async_opd.core.samples import Group, Lost, Prompt
+from async_opd.core.samples import Lost
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
@@ -45,14 +45,9 @@ from async_opd.core.stages import (
     Trainer,
     WeightSync,
 )
+from async_opd.core.supply import Prompts, Supply
 
 Result = TypeVar("Result")
-
-
-class Prompts(Protocol):
-    """A stream of prompts without end."""
-
-    def next(self, count: int) -> list[Prompt]: ...
 
 
 class Log(Protocol):
@@ -103,6 +98,14 @@ class Pipeline:
         self.dead_letters = DeadLetters(
             {name: teacher.max_dead_letter_share for name, teacher in config.teachers.items()}
         )
+        self.supply = Supply(
+            self.prompts,
+            self.ledger,
+            self.admission,
+            self.dead_letters,
+            self.log,
+            whole_groups=config.rollout.n if config.reward is not None else None,
+        )
         self.metering = Metering()
         self.guardrail = Guardrail(config.guardrail)
         self._step = 0
@@ -134,8 +137,7 @@ class Pipeline:
         group = self.config.rollout.n
         while True:
             groups = await self.admission.admit(group, at_most_groups=64)
-            prompts = self.prompts.next(groups)
-            await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.admitted(prompts)))
+            await self.stages.queue.put(PROMPTS, Batch.pack(self.supply.groups(groups)))
 
     async def _rerun(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""
@@ -147,32 +149,17 @@ class Pipeline:
             done = lease.id
 
     async def _replace(self) -> None:
-        """Scorer ──dead──► record; other rollouts take their places in the budget."""
+        """Rollouter, scorer ──dead──► record; others take their places in the budget."""
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
-            lost = unpack_lost(lease.batches)
-            groups = [group for one in lost for group in self._bury(one)]
+            found = [self.supply.replace(lost) for lost in unpack_lost(lease.batches)]
+            dropped = [uid for replaced in found for uid in replaced.dropped]
+            if dropped:
+                await self.stages.trainer.drop(dropped)
+            groups = [group for replaced in found for group in replaced.groups]
             await self.stages.queue.put(PROMPTS, Batch.pack(groups))
             done = lease.id
-
-    def _bury(self, lost: Lost) -> list[Group]:
-        """Records a rollout that nobody can score. What to sample in its place.
-
-        That is one rollout of a new prompt; where groups are trained whole, the same one again.
-        """
-        if not self.ledger.expects(lost.header):
-            return []
-        if self.config.reward is not None:
-            groups = self.ledger.requeued([lost.header])
-        else:
-            self.ledger.dead_lettered(lost.header)
-            self.admission.give_back(1)
-            count = self.admission.try_admit(1)
-            groups = self.ledger.admitted(self.prompts.next(count), members=1)
-        self.log.dead_letter(lost)
-        self.dead_letters.add(lost)
-        return groups
 
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
@@ -181,8 +168,7 @@ class Pipeline:
         steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
         for self._step in range(1, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
-            self.ledger.trained(report.trained)
-            self.dead_letters.trained(report.trained)
+            self._settle(report)
             if self._step % sync_steps == 0 or self._step == steps:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._pushed()
@@ -195,6 +181,14 @@ class Pipeline:
         await self._pushed()
         if metering is not None:
             await metering
+
+    def _settle(self, report: StepReport) -> None:
+        """What became of a step's samples."""
+        if report.skipped:
+            self.supply.skipped(report)
+        else:
+            self.ledger.trained(report.trained)
+            self.dead_letters.trained(report.trained)
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then the budget of the new version is open."""
@@ -222,7 +216,9 @@ class Pipeline:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
             self._publish(await self._bounded("the evaluation of the teachers", work))
 
-    def _publish(self, metrics: Mapping[str, float]) -> None:
+    def _publish(self, measured: Measured) -> None:
+        metrics = measured.metrics
+        self.supply.ungraded(measured.lost)
         self.log.summarize(metrics)
         self.log.log(self._step, metrics)
         found = ", ".join(
@@ -248,6 +244,7 @@ class Pipeline:
         metrics["sync/version"] = float(self.admission.version)
         metrics["rollout/admitted"] = float(self.admission.admitted)
         metrics |= {f"ledger/{state}": float(n) for state, n in self.ledger.counts.items()}
+        metrics |= self.dead_letters.metrics
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
         self._heed(report.step, warnings)

@@ -65,8 +65,7 @@ async def _run(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) ->
         cause = first_cause(error)
         log.finish("failed", f"{type(cause).__name__}: {cause}")
         return FAILED
-    log.finish("completed")
-    return COMPLETED
+    return COMPLETED if log.finish("completed") == "completed" else FAILED
 
 
 async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) -> None:
@@ -80,6 +79,7 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
         seed=config.seed,
         shuffle=config.data.shuffle,
         graded=config.reward is not None,
+        limit=inputs.max_prompt_tokens,
     )
     started = time.time()
     log.message("starting Ray and the engines")

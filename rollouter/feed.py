@@ -1,6 +1,7 @@
 """A replica's feed: pulls groups as there is room, and sees to each of their rollouts.
 
     topic prompts ──lease──► members ──a slot each──► sample ──► grade ──► outbox ──► rollouts/…
+                                                         └─────────┴──fault──► topic dead
                                                                              └── last one: ack
 
 Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
@@ -14,11 +15,13 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from async_opd.core.batch import unpack_groups
-from async_opd.core.errors import first_cause
+import numpy as np
+
+from async_opd.core.batch import Batch, unpack_groups
+from async_opd.core.errors import RolloutFault, first_cause
 from async_opd.core.outbox import Outbox
-from async_opd.core.samples import Group, Prompt, Rollout
-from async_opd.core.stages import PROMPTS, Queue, rollouts_topic
+from async_opd.core.samples import Group, Lost, Prompt, Rollout
+from async_opd.core.stages import DEAD, PROMPTS, Queue, rollouts_topic
 from rollouter.slots import Slots, Turn
 
 Sample = Callable[[Prompt, str], Awaitable[Rollout]]
@@ -68,14 +71,25 @@ class Feed:
             raise first_cause(errors) from errors
 
     async def _roll(self, group: Group, member: int, lease: int, turn: Turn) -> None:
-        prompt = group.prompt
-        async with turn:
-            rollout = await self._sample(prompt, f"{prompt.uid}/{member}")
-        if self._grade is not None:
-            rollout = await self._grade(rollout)
-        self.rollouts += 1
-        await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
+        prompt, uid = group.prompt, f"{group.prompt.uid}/{member}"
+        try:
+            rollout = await self._rollout(prompt, uid, turn)
+        except RolloutFault as fault:
+            lost = Lost.of_prompt(prompt, uid, fault.stage, fault.cause)
+            await self._queue.put(DEAD, Batch.pack([lost]))
+        else:
+            self.rollouts += 1
+            await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
         self._left[lease] -= 1
         if not self._left[lease]:
             del self._left[lease]
             self._finished.append(lease)
+
+    async def _rollout(self, prompt: Prompt, uid: str, turn: Turn) -> Rollout:
+        """RolloutFault if this one cannot be had."""
+        async with turn:
+            rollout = await self._sample(prompt, uid)
+        if not np.isfinite(rollout.rollout_logprobs).all():
+            cause = f"rollout {uid}: the student's own log-probabilities are not finite"
+            raise RolloutFault("student", cause, "its weights may have diverged: lower train.lr")
+        return rollout if self._grade is None else await self._grade(rollout)

@@ -22,13 +22,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitRequest,
     WeightTransferUpdateRequest,
 )
+from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
-from async_opd.core.errors import StageError, WeightSyncError
+from async_opd.core.errors import RolloutFault, StageError, WeightSyncError
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -96,8 +97,12 @@ class StudentReplica:
         await self._feed.run()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
+        """RolloutFault for a prompt that the engine refuses."""
         begun = self._activity.clock() - self._held_s
-        rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
+        try:
+            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
+        except (VLLMClientError, ValueError) as error:
+            raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._request_s += self._activity.clock() - self._held_s - begun
         return rollout
 

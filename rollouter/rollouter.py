@@ -13,8 +13,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from async_opd.core.errors import StageError
-from async_opd.core.graders import GradeError
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
@@ -111,9 +110,9 @@ class RollouterStage:
     async def _lose(self, name: str, error: BaseException) -> None:
         """The replica leaves the pool; raises its error if it was the last, or no failure.
 
-        A grader's error is nobody's death: it would follow its row from replica to replica.
+        A rollout's fault is nobody's death: it would follow its prompt from replica to replica.
         """
-        if not isinstance(error, Exception) or isinstance(error, GradeError):
+        if not isinstance(error, Exception) or isinstance(error, RolloutFault):
             raise error
         if self._alive.pop(name, None) is None:
             return

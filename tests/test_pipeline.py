@@ -6,7 +6,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
-from async_opd.core.config import RewardConfig, RunConfig
-from async_opd.core.dead_letters import DeadLetters
+from async_opd.core.config import RunConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
+from async_opd.core.graders import GradeError
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Lost, Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import (
@@ -142,6 +142,9 @@ class FakeTrainer:
 
     async def save(self, directory: str) -> None: ...
 
+    async def drop(self, uids: Sequence[str]) -> None:
+        await self.intake.drop(uids)
+
     async def report(self) -> StageReport:
         return StageReport()
 
@@ -227,11 +230,14 @@ def world(
     groups: bool = False,
     pace: Pace | None = None,
     guardrail: dict[str, Any] | None = None,
+    share: float = 0.01,
 ) -> World:
     config = RunConfig.model_validate(
         {
             "student": {"model": "student"},
-            "teachers": {name: {"model": name} for name in TEACHERS},
+            "teachers": {
+                name: {"model": name, "max_dead_letter_share": share} for name in TEACHERS
+            },
             "data": {"train": "prompts.jsonl"},
             "rollout": {"n": n},
             "train": {"steps": steps, "batch_size": batch_size},
@@ -239,6 +245,7 @@ def world(
             "eval": {"every": 1, "teachers": False},
             "timeouts": {"stall_s": stall_s},
             "guardrail": guardrail or {},
+            "reward": {} if groups else None,
         }
     )
     pace = pace or Pace(seed)
@@ -310,8 +317,6 @@ async def test_a_rollout_that_no_teacher_can_score_is_replaced_and_recorded() ->
 
 async def test_with_a_reward_what_cannot_be_scored_is_sampled_again() -> None:
     run = world(groups=True)
-    reward = run.pipeline.config.model_copy(update={"reward": RewardConfig(grader="exact")})
-    run.pipeline.config = reward
     score, failed = run.teachers["a"].score, []
 
     async def fails_for_a_while(batch: Batch) -> Batch:
@@ -322,15 +327,67 @@ async def test_with_a_reward_what_cannot_be_scored_is_sampled_again() -> None:
 
     run.teachers["a"].score = fails_for_a_while  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 5)
-    assert run.log.dead == ["p0/0"]
+    assert (run.log.dead, run.pipeline.ledger.counts["requeued"]) == ([], 1)
     assert_each_trained_once(run, 6)
 
 
-async def test_too_many_dead_letters_end_the_run_with_the_arithmetic_and_the_reason() -> None:
+async def test_with_a_reward_a_group_that_cannot_be_completed_is_replaced_by_another() -> None:
+    run = world(groups=True)
+    run.teachers["a"].poison = {"p0/0"}
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    assert sorted(run.log.dead) == ["p0/0", "p0/1"]
+    assert not {"p0/0", "p0/1"} & {uid for uid, _ in run.trainer.trained}
+    assert_each_trained_once(run, 6)
+    assert run.trainer.intake._held == {}
+
+
+async def test_rollouts_that_cannot_be_graded_are_replaced_and_recorded() -> None:
     run = world()
+
+    async def grade(rollout: Rollout) -> Rollout:
+        if rollout.uid in ("p0/0", "p3/1"):
+            raise GradeError("grader", f"rollout {rollout.uid}: it raised")
+        return rollout
+
+    for student in run.students:
+        student.feed._grade = grade
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    assert sorted(run.log.dead) == ["p0/0", "p3/1"]
+    assert run.log.last["dead_letters/grader"] == 2
+    assert_each_trained_once(run, 6)
+
+
+async def test_a_grader_that_always_fails_ends_the_run_with_its_reason() -> None:
+    run = world(groups=True)
+
+    async def grade(rollout: Rollout) -> Rollout:
+        raise GradeError("grader", f"rollout {rollout.uid}: it raised")
+
+    for student in run.students:
+        student.feed._grade = grade
+    with pytest.raises(StageError, match=r"11 rollouts of teacher . are dead letters.* it raised"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_step_that_was_left_out_is_counted_and_its_samples_are_dead_letters() -> None:
+    run = world(share=0.0)
+    step = run.trainer.step
+
+    async def third_is_left_out() -> StepReport:
+        report = await step()
+        return replace(report, skipped="loss nan") if report.step == 3 else report
+
+    run.trainer.step = third_is_left_out  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    counts = run.pipeline.ledger.counts
+    assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (20, 4, 0)
+    assert len(run.log.dead) == 4
+
+
+async def test_too_many_dead_letters_end_the_run_with_the_arithmetic_and_the_reason() -> None:
+    run = world(share=0.001)
     run.teachers["a"].poison = {f"p{index}/0" for index in range(0, 100, 2)}
-    run.pipeline.dead_letters = DeadLetters({"a": 0.001, "b": 0.001})
-    expected = r"2 rollouts could not be scored; allowed are 1 \(0.001 of 1000\).* cannot score"
+    expected = r"2 rollouts of teacher a are .* allowed are 1 \(0.001 of 1000\).* cannot score"
     with pytest.raises(StageError, match=expected):
         await asyncio.wait_for(run.pipeline.run(), 5)
 
@@ -521,9 +578,31 @@ def test_replicas_that_die_lose_nothing_while_one_is_left(fail_at: int, **shape:
 
 
 @settings(deadline=None, max_examples=40)
-@given(**shapes)
+@given(**{**shapes, "n": st.sampled_from([2, 4])})
 def test_a_reward_trains_whole_groups(**shape: Any) -> None:
     made = finished(**shape, groups=True, pace=Straggling(shape["seed"]))
     uids = [uid.split("/")[0] for uid, _ in made.trainer.trained]
     batches = [Counter(uids[start : start + 4]) for start in range(0, len(uids), 4)]
     assert all(set(batch.values()) == {shape["n"]} for batch in batches)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    poison=st.sets(st.tuples(st.integers(0, 12), st.integers(0, 1)), max_size=6),
+    groups=st.booleans(),
+    **{**shapes, "n": st.just(2)},
+)
+def test_whatever_cannot_be_scored_every_other_sample_is_trained_once(
+    poison: set[tuple[int, int]], groups: bool, **shape: Any
+) -> None:
+    async def run() -> World:
+        made = world(**shape, groups=groups, share=1.0, pace=Pace(shape["seed"]))
+        for teacher in made.teachers.values():
+            teacher.poison = {f"p{prompt}/{member}" for prompt, member in poison}
+        await asyncio.wait_for(made.pipeline.run(), 20)
+        return made
+
+    made = asyncio.run(run())
+    assert_each_trained_once(made, shape["steps"])
+    assert not {uid for uid, _ in made.trainer.trained} & set(made.log.dead)
+    assert made.pipeline.ledger.counts["in_flight"] == 0

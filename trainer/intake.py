@@ -69,6 +69,7 @@ class Intake:
         self._taken: list[_Held] = []
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
         self._settled: set[str] = set()  # uids that are trained
+        self._dropped: set[str] = set()  # uids that will never be
         self._next: asyncio.Task[_Fetched] | None = None
 
     async def take(self, version: int) -> Taken:
@@ -94,6 +95,12 @@ class Intake:
         await self._settle(self._taken)
         self._taken = []
 
+    async def drop(self, uids: Iterable[str]) -> None:
+        """These will never be trained: those held are let go, those still to come are not held."""
+        self._dropped.update(uids)
+        held = [self._held.pop(uid) for uid in self._dropped & self._held.keys()]
+        await self._settle(held)
+
     def close(self) -> None:
         """Stops fetching ahead."""
         if self._next is not None:
@@ -105,9 +112,9 @@ class Intake:
             return 0
         old = [h for h in self._held.values() if h.header.staleness(version) > self._max_lag]
         if old:
-            await self._queue.put(STALE, Batch.of_headers(held.header for held in old))
             for held in old:
                 del self._held[held.header.uid]
+            await self._queue.put(STALE, Batch.of_headers(held.header for held in old))
             await self._settle(old)
         return len(old)
 
@@ -132,17 +139,19 @@ class Intake:
             fetched = await self._next
         finally:
             self._next = None
-        again = []
+        again, dropped = [], []
         headers = (header for batch in fetched.lease.batches for header in batch.headers)
         for header, sample in zip(headers, fetched.samples, strict=True):
             held = _Held(header, sample, fetched.lease.id)
             self._open[held.lease] += 1
-            if header.uid in self._settled or header.uid in self._held:
+            if header.uid in self._dropped:
+                dropped.append(held)
+            elif header.uid in self._settled or header.uid in self._held:
                 again.append(held)
             else:
                 self._held[header.uid] = held
         self.duplicates += len(again)
-        await self._settle(again)
+        await self._settle(again + dropped)
 
     def _fetch_ahead(self) -> None:
         if self._next is None:

@@ -49,9 +49,10 @@ the mask hides, and holds nothing that a wider row would keep busy."""
 
 @dataclass(frozen=True)
 class LearnerReport:
-    """Metrics of one step."""
+    """Metrics of one step, and why nothing was learned in it, if that is so."""
 
     metrics: dict[str, float]
+    skipped: str = ""
 
 
 class Learner:
@@ -88,6 +89,7 @@ class Learner:
         if device.type == "cpu":
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
         self._step = 0
+        self._skipped = self._skipped_in_a_row = 0
         decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
         others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
         self._optimizer = torch.optim.AdamW(
@@ -103,10 +105,11 @@ class Learner:
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 
-        StageError if loss or gradient is not finite, a metric of the loss is not a number, or a
-        token is not in the student's vocabulary. TypeError for scores of several kinds, however
-        they would be split. A batch without any response token has loss 0 and changes no weight,
-        but is a step.
+        If loss or gradient is not finite or a metric of the loss is not a number: StageError, or a
+        report that says so (``train.on_nonfinite``), and the step is made without learning.
+        StageError for a token that is not in the student's vocabulary. TypeError for scores of
+        several kinds, however they would be split. A batch without any response token has loss 0
+        and changes no weight, but is a step.
         """
         refuse_mixed_scores(samples)
         refuse_foreign_tokens(samples, self._vocabularies)
@@ -129,20 +132,41 @@ class Learner:
         norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         )
-        self._refuse_if_not_finite(means, norm, samples)
         rate = learning_rate(self._step, self._train)
-        for parameters in self._optimizer.param_groups:
-            parameters["lr"] = rate
-        self._optimizer.step()
+        fault = _not_finite(means, norm)
+        if fault:
+            self._skip(fault, samples)
+        else:
+            self._skipped_in_a_row = 0
+            for parameters in self._optimizer.param_groups:
+                parameters["lr"] = rate
+            self._optimizer.step()
         self._step += 1
         metrics = {
             **means,
             "train/grad_norm": norm,
             "train/lr": rate,
+            "train/skipped_steps": float(self._skipped),
             "train/micro_batches": float(len(groups)),
             "train/compute_s": time.perf_counter() - started,
         }
-        return LearnerReport(metrics | self._shape(samples))
+        return LearnerReport(metrics | self._shape(samples), fault)
+
+    def _skip(self, fault: str, samples: Sequence[Sample]) -> None:
+        """Counts a step that is left out. StageError if it may not be."""
+        train = self._train
+        self._skipped_in_a_row += 1
+        if train.on_nonfinite == "skip" and self._skipped_in_a_row <= train.max_skipped:
+            self._skipped += 1
+            return
+        before = f", after {train.max_skipped} steps left out" if self._skipped_in_a_row > 1 else ""
+        uids = ", ".join(sample.rollout.uid for sample in samples)
+        raise StageError(
+            "trainer",
+            f"step {self._step}{before}: {fault}; batch of {len(samples)}: {uids}",
+            "lower train.lr, or look at what is in these samples; train.on_nonfinite: skip leaves "
+            "out single steps",
+        )
 
     def _shape(self, samples: Sequence[Sample]) -> dict[str, float]:
         """What the batch consists of: tokens, and samples cut off, empty or over the budget."""
@@ -189,22 +213,15 @@ class Learner:
             return torch.autocast(self._device.type, dtype=torch.bfloat16)
         return nullcontext()
 
-    def _refuse_if_not_finite(
-        self, means: dict[str, float], norm: float, samples: Sequence[Sample]
-    ) -> None:
-        loss = means["loss/total"]
-        broken = [key for key, value in means.items() if math.isnan(value)]
-        if math.isfinite(loss) and math.isfinite(norm) and not broken:
-            return
-        seen = f"loss {loss}, gradient norm {norm}"
-        if broken:
-            seen += f", not a number: {', '.join(broken)}"
-        uids = ", ".join(sample.rollout.uid for sample in samples)
-        raise StageError(
-            "trainer",
-            f"step {self._step}: {seen}; batch of {len(samples)}: {uids}",
-            "lower train.lr, or look for teacher scores of these samples that are not finite",
-        )
+
+def _not_finite(means: Mapping[str, float], norm: float) -> str:
+    """What of a step is not finite; empty if all that must be is."""
+    loss = means["loss/total"]
+    broken = [key for key, value in means.items() if math.isnan(value)]
+    if math.isfinite(loss) and math.isfinite(norm) and not broken:
+        return ""
+    seen = f"loss {loss}, gradient norm {norm}"
+    return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
 def build_learner(config: RunConfig, device_name: str) -> Learner:

@@ -11,6 +11,7 @@ in a thread, so that the event loop answers while it trains.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from async_opd.core.activity import Activity
@@ -72,7 +73,13 @@ class TrainerStage:
         }
         if self._max_lag is not None:
             metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
-        return StepReport(self._step, taken.headers, staleness, metrics, taken.requeued)
+        return StepReport(
+            self._step, taken.headers, staleness, metrics, taken.requeued, report.skipped
+        )
+
+    async def drop(self, uids: Sequence[str]) -> None:
+        """These samples will never be trained: none of them is waited for."""
+        await self._intake.drop(uids)
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

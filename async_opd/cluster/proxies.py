@@ -163,6 +163,10 @@ class TrainerProxy:
         """See TrainerStage.step."""
         return cast(StepReport, await self._remote.call("step", timeout_s=ENDLESS))
 
+    async def drop(self, uids: Sequence[str]) -> None:
+        """See TrainerStage.drop."""
+        await self._remote.call("drop", uids)
+
     async def save(self, directory: str) -> None:
         """See TrainerStage.save."""
         await self._remote.call("save", directory)

@@ -90,6 +90,11 @@ class TrainConfig(Section):
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A step whose loss or gradient is not finite: ends the run with exit code 1, or is left out.
+    Then no weight changes, and its samples are dead letters."""
+    max_skipped: PositiveInt = 3
+    """Steps left out in a row; one more ends the run."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Most prompt plus response tokens in one forward pass; samples are packed without padding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"

@@ -7,9 +7,11 @@
     │   ├── WeightSyncError
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
+    │   ├── RolloutFault   a prompt or its grader is to blame, nobody died: a dead letter
     │   └── StageTimeout   (also a TimeoutError)
     ├── QueueClosed        the topic was closed: no sample will come any more
-    └── LengthError        a message whose arrays do not agree with each other (also a ValueError)
+    ├── LengthError        a message whose arrays do not agree with each other (also a ValueError)
+    └── ScoreError         scores or log-probabilities that are no numbers (also a ValueError)
 
 All of them are picklable: they cross process boundaries through Ray.
 """
@@ -91,6 +93,10 @@ class NoReplica(StageError):
     """Work for a pool without any replica: waiting would never end."""
 
 
+class RolloutFault(StageError):
+    """One rollout cannot be had; who tried is well. ``stage``: prompt, student or grader."""
+
+
 class StageTimeout(StageError, TimeoutError):
     """A wait reached its bound."""
 
@@ -101,6 +107,10 @@ class QueueClosed(AsyncOPDError):
 
 class LengthError(AsyncOPDError, ValueError):
     """A message whose arrays do not agree with each other."""
+
+
+class ScoreError(AsyncOPDError, ValueError):
+    """Scores that hold NaN or an infinity that no distribution has."""
 
 
 def first_cause(error: BaseException) -> BaseException:

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.samples import Lost, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
@@ -15,50 +16,65 @@ Grade = Callable[[Rollout], float]
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Metrics, and what could not be graded: it is left out of the means."""
+
+    metrics: dict[str, float]
+    lost: tuple[Lost, ...] = ()
+
+
+@dataclass(frozen=True)
 class Evaluation:
     """The evaluation prompts, how to sample and how to grade them.
 
-    ``grade`` returns 0 to 1 for a rollout of one of the prompts; it may take long (it runs in a
-    thread).
+    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it may
+    take long (it runs in a thread).
     """
 
     prompts: tuple[Prompt, ...]
     sampling: SamplingSpec
     grade: Grade
 
-    async def run(self, answers: Answers, prefix: str) -> dict[str, float]:
+    async def run(self, answers: Answers, prefix: str) -> Measured:
         """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
 
-        Each is a mean over the rollouts of the data source. ``<prefix>/seconds``: how long it took.
+        Each is a mean over the graded rollouts of the data source; ``…/ungraded`` counts the
+        others, if there are any. ``<prefix>/seconds``: how long it took. StageError if nothing of a
+        data source can be graded.
         """
         return await self._measure(self.prompts, answers, prefix)
 
     async def run_teachers(
         self, answers: Callable[[str, Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
-    ) -> dict[str, float]:
+    ) -> Measured:
         """``eval_teacher/<source>/…``: each teacher on the data sources it is responsible for."""
         by_teacher: dict[str, list[Prompt]] = defaultdict(list)
         for prompt in self.prompts:
             by_teacher[prompt.teacher].append(prompt)
 
-        async def one(teacher: str, prompts: Sequence[Prompt]) -> dict[str, float]:
+        async def one(teacher: str, prompts: Sequence[Prompt]) -> Measured:
             async def answer(asked: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
                 return await answers(teacher, asked, sampling)
 
             return await self._measure(prompts, answer, "eval_teacher")
 
         parts = await asyncio.gather(*(one(name, own) for name, own in by_teacher.items()))
-        return {key: value for part in parts for key, value in part.items()}
+        return Measured(
+            {key: value for part in parts for key, value in part.metrics.items()},
+            tuple(lost for part in parts for lost in part.lost),
+        )
 
-    async def _measure(
-        self, prompts: Sequence[Prompt], answers: Answers, prefix: str
-    ) -> dict[str, float]:
+    async def _measure(self, prompts: Sequence[Prompt], answers: Answers, prefix: str) -> Measured:
         clock = asyncio.get_running_loop().time
         started = clock()
         rollouts = await answers(prompts, self.sampling)
-        grades = await asyncio.to_thread(lambda: [self.grade(rollout) for rollout in rollouts])
+        grades = await asyncio.to_thread(lambda: [self._grade(rollout) for rollout in rollouts])
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+        lost: dict[str, list[Lost]] = defaultdict(list)
         for rollout, grade in zip(rollouts, grades, strict=True):
+            if isinstance(grade, Lost):
+                lost[rollout.prompt.data_source].append(grade)
+                continue
             rows[rollout.prompt.data_source].append(
                 {
                     "accuracy": grade,
@@ -71,4 +87,17 @@ class Evaluation:
             for source, own in rows.items()
             for key in own[0]
         }
-        return means | {f"{prefix}/seconds": clock() - started}
+        for source, failed in lost.items():
+            if source not in rows:
+                cause = f"no answer of data source {source} can be graded: {failed[0].reason}"
+                raise StageError("grader", cause, "see eval.grader")
+            means[f"{prefix}/{source}/ungraded"] = float(len(failed))
+        means[f"{prefix}/seconds"] = clock() - started
+        return Measured(means, tuple(one for failed in lost.values() for one in failed))
+
+    def _grade(self, rollout: Rollout) -> float | Lost:
+        try:
+            return self.grade(rollout)
+        except RolloutFault as fault:
+            uid = f"eval {rollout.uid}"
+            return Lost.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)

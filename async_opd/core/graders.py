@@ -8,13 +8,13 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from async_opd.core.errors import StageError
+from async_opd.core.errors import RolloutFault
 from async_opd.core.sources import Row
 
 Grader = Callable[[str, Row], float]
 
 
-class GradeError(StageError):
+class GradeError(RolloutFault):
     """A grader failed on a row, or returned something else than a number from 0 to 1."""
 
 
@@ -30,7 +30,7 @@ def load_grader(name: str) -> Grader:
         grader, label = (reasoning_gym, "reasoning_gym") if verifier else (chosen, name)
         try:
             value = float(grader(response, row))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise GradeError(
                 "grader",
                 f"{label} failed on row {row.uid}: {type(error).__name__}: {error}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Group, Header, Prompt
+from async_opd.core.samples import NEVER_OLD, Group, Header, Prompt
 
 
 class Ledger:
@@ -42,6 +42,17 @@ class Ledger:
     def expects(self, header: Header) -> bool:
         """Whether the sample is in flight; if not, it came before."""
         return header.uid in self._in_flight
+
+    def group_of(self, header: Header) -> list[Header]:
+        """All samples in flight of the same prompt, the given one among them."""
+        prompt = self._known(header)
+        tokens = len(prompt.token_ids)
+        mine = (f"{prompt.uid}/{member}" for member in range(self._group_size))
+        return [
+            Header(uid, tokens, 0, NEVER_OLD, prompt.teacher)
+            for uid in mine
+            if uid in self._in_flight
+        ]
 
     def dead_lettered(self, header: Header) -> None:
         """The sample will never be trained."""

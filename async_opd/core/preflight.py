@@ -32,6 +32,8 @@ class Inputs:
     train: list[list[Row]] = field(default_factory=list)
     eval: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    max_prompt_tokens: int | None = None
+    """What a training prompt may have so that it and its response fit every model."""
 
 
 def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
@@ -54,7 +56,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     if config.reward is not None:
         train = [row for rows in inputs.train for row in rows]
         check.answers("train", train, config.reward.grader)
-    check.lengths("train", inputs.train, config.rollout.max_tokens)
+    inputs.max_prompt_tokens = check.lengths("train", inputs.train, config.rollout.max_tokens)
     check.lengths("eval", evaluation, config.eval.max_tokens or config.rollout.max_tokens)
     return inputs
 
@@ -262,15 +264,15 @@ class _Check:
                 "add the answers, or name their field in data.answer",
             )
 
-    def lengths(self, part: str, sources: Sequence[Sequence[Row]], response: int) -> None:
-        """Prompts and responses of so many tokens fit the models."""
+    def lengths(self, part: str, sources: Sequence[Sequence[Row]], response: int) -> int | None:
+        """Prompts and responses of so many tokens fit the models. Returns the prompts' limit."""
         if "student.model" not in self.files or not any(sources):
-            return
+            return None
         own = part == "eval" and self.config.eval.max_tokens is not None
         key = "eval.max_tokens" if own else "rollout.max_tokens"
         limit = self._prompt_limit(key, response)
         if limit is None:
-            return
+            return None
         text = Text(self.config.student.model, self.config.data.chat_template)
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
             name = source.path if isinstance(source, FileSource) else source.task
@@ -299,6 +301,7 @@ class _Check:
                         "token must fit the shortest model",
                     )
                 )
+        return limit
 
     def _prompt_limit(self, key: str, response: int) -> int | None:
         """Tokens a prompt may have: the shortest model must hold prompt, response and one more."""

@@ -1,9 +1,10 @@
 """An endless, deterministic stream of prompts from several sources, mixed by weight.
 
     rows of each source ──shuffled per epoch──┐
-    rows of each source ──shuffled per epoch──┴─ by weight ──► Prompt, Prompt, …
+    rows of each source ──shuffled per epoch──┴─ by weight ──► Prompt, Prompt, Lost, Prompt, …
 
-The cursor is one integer: the same seed, sources and cursor give the same prompts.
+The cursor is one integer: the same seed, sources and cursor give the same prompts. A row that
+cannot be tokenized, or not within the limit, comes as what was lost, with the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from async_opd.core.samples import Prompt
+from async_opd.core.errors import RolloutFault
+from async_opd.core.samples import NEVER_OLD, Header, Lost, Prompt
 from async_opd.core.sources import Row
 from async_opd.core.text import PromptText
 
@@ -22,18 +24,40 @@ Route = Callable[[str], str | None]
 
 
 def to_prompt(
-    row: Row, encode: Encode, route: Route, epoch: int = 0, graded: bool = False
+    row: Row,
+    encode: Encode,
+    route: Route,
+    epoch: int = 0,
+    graded: bool = False,
+    limit: int | None = None,
 ) -> Prompt:
-    """Tokenizes and routes a row; its uid says the epoch too. KeyError without a teacher.
+    """Tokenizes and routes a row; its uid says the epoch too.
 
-    The row goes along if its rollouts are to be ``graded``.
+    The row goes along if its rollouts are to be ``graded``. KeyError without a teacher;
+    RolloutFault if it cannot be tokenized, or not into 1 to ``limit`` tokens.
     """
+    teacher = _teacher(row, route)
+    try:
+        ids = np.asarray(encode(row.prompt), dtype=np.int32)
+    except Exception as error:  # a chat template can raise anything
+        cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
+        raise RolloutFault("prompt", cause, "mend the prompt or the chat template") from error
+    if not 1 <= len(ids) <= (limit or len(ids)):
+        most = "" if limit is None else f", at most {limit} fit"
+        cause = f"row {row.uid} has {len(ids)} tokens{most}"
+        raise RolloutFault("prompt", cause, "shorten or remove it")
+    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, row if graded else None)
+
+
+def _uid(row: Row, epoch: int) -> str:
+    return f"{row.uid}#{epoch}"
+
+
+def _teacher(row: Row, route: Route) -> str:
     teacher = route(row.data_source)
     if teacher is None:
         raise KeyError(f"no teacher for data source {row.data_source!r} (row {row.uid})")
-    ids = np.asarray(encode(row.prompt), dtype=np.int32)
-    uid = f"{row.uid}#{epoch}"
-    return Prompt(uid, row.data_source, teacher, ids, row if graded else None)
+    return teacher
 
 
 class PromptStream:
@@ -50,7 +74,10 @@ class PromptStream:
         shuffle: bool = True,
         cursor: int = 0,
         graded: bool = False,
+        limit: int | None = None,
     ) -> None:
+        """``limit``: most tokens of a prompt."""
+        self._limit = limit
         self._sources = [list(rows) for rows in sources]
         self._weights, self._total = list(weights), float(sum(weights))
         self._encode, self._route = encode, route
@@ -66,8 +93,8 @@ class PromptStream:
         """Prompts taken so far."""
         return self._cursor
 
-    def next(self, count: int) -> list[Prompt]:
-        """The next prompts."""
+    def next(self, count: int) -> list[Prompt | Lost]:
+        """The next prompts, and those that cannot be sampled."""
         return [self._prompt(*self._advance()) for _ in range(count)]
 
     def _advance(self) -> tuple[int, int]:
@@ -85,11 +112,15 @@ class PromptStream:
         self._cursor += 1
         return source, taken
 
-    def _prompt(self, source: int, taken: int) -> Prompt:
+    def _prompt(self, source: int, taken: int) -> Prompt | Lost:
         rows = self._sources[source]
         epoch, position = divmod(taken, len(rows))
         row = rows[self._order(source, epoch)[position]]
-        return to_prompt(row, self._encode, self._route, epoch, self._graded)
+        try:
+            return to_prompt(row, self._encode, self._route, epoch, self._graded, self._limit)
+        except RolloutFault as fault:
+            header = Header(_uid(row, epoch), 0, 0, NEVER_OLD, _teacher(row, self._route))
+            return Lost(header, fault.cause, fault.stage)
 
     def _order(self, source: int, epoch: int) -> list[int]:
         known = self._orders.get(source)

@@ -5,7 +5,8 @@
     dead_letter ──► dead_letters.jsonl, which is there only if there is one
 
 Everything is called from the driver's event loop. A file that cannot be written ends the run with
-OSError; a sink that fails is reported once, counted (``log/sink_failures``), and never ends it.
+StageError, and a run whose record is not complete never ends as completed; a sink that fails is
+reported once, counted (``log/sink_failures``), and never ends it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
@@ -25,6 +27,7 @@ from typing import Self, TextIO
 from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
+from async_opd.core.errors import StageError
 from async_opd.core.samples import Lost
 from async_opd.core.sink import Sink, Status, Summary
 from async_opd.core.wandb_sink import WandbSink
@@ -58,7 +61,8 @@ class RunLog:
         self._summarized: dict[str, float] = {}
         self._steps = 0
         self._dead_letters = 0
-        self._finished = False
+        self._lost_by: set[str] = set()
+        self._status: Status | None = None
 
     def __enter__(self) -> Self:
         """Opens the files (appending) and starts the sinks, which may take a while."""
@@ -67,9 +71,15 @@ class RunLog:
         self._metrics_file = self._open("metrics.jsonl")
         self._messages_file = self._open("run.log")
         for sink in reversed(self._wanted):
-            if self._guard(sink, lambda sink: sink.start()):
-                self._sinks.insert(0, sink)
+            self._start(sink)
         return self
+
+    def _start(self, sink: Sink) -> None:
+        notes: list[str | None] = []
+        if self._guard(sink, lambda sink: notes.append(sink.start())):
+            self._sinks.insert(0, sink)
+        for note in filter(None, notes):
+            self.message(note)
 
     def __exit__(
         self,
@@ -93,7 +103,8 @@ class RunLog:
             metrics = {**metrics, SINK_FAILURES: float(self.failures)}
         self._last |= metrics
         line = {"step": step, "time": self._clock(), **_finite(metrics)}
-        self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
+        with _written(self._metrics_file.name):
+            self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
         self._each(lambda sink: sink.log(step, metrics))
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
@@ -107,46 +118,75 @@ class RunLog:
     def message(self, text: str) -> None:
         """A line to ``run.log``, with the time, and to the sinks."""
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
-        self._messages_file.write(f"{moment} {text}\n")
         self._each(lambda sink: sink.message(text))
+        with _written(self._messages_file.name):
+            self._messages_file.write(f"{moment} {text}\n")
 
     def dead_letter(self, lost: Lost) -> None:
-        """A line to ``dead_letters.jsonl``; the first one is a message too."""
+        """A line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
         self._dead_letters += 1
         self.summarize({"ledger/dead_lettered": float(self._dead_letters)})
-        if self._dead_letters == 1:
-            self.message(f"dead-lettered {lost.header.uid}: {lost.reason}")
+        if lost.stage not in self._lost_by:
+            self._lost_by.add(lost.stage)
+            self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")
         header = lost.header
         line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
-        line |= {"tokens": header.tokens, "reason": lost.reason}
-        with self._open("dead_letters.jsonl") as file:
+        line |= {"tokens": header.tokens, "stage": lost.stage, "reason": lost.reason}
+        name = "dead_letters.jsonl"
+        with _written(str(self._run_dir / name)), self._open(name) as file:
             file.write(json.dumps(line) + "\n")
 
-    def finish(self, status: Status, error: str | None = None) -> None:
+    def finish(self, status: Status, error: str | None = None) -> Status:
         """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.
 
-        The summary is on the disk before a sink is closed, and again if closing one failed.
+        The summary is on the disk before a sink is closed, and again if closing one failed. Never
+        raises: a run whose record cannot be written has failed, on standard error if nowhere else.
+        Returns how the run has really ended.
         """
-        if self._finished:
-            return
-        self._finished = True
-        self.message(f"{status}: {error}" if error else status)
+        if self._status is not None:
+            return self._status
+        self._status = status
+        with self._kept():
+            self.message(f"{status}: {error}" if error else status)
         if self._quiet and status == "failed":
             print(f"failed: {error}", file=sys.stderr)
-        summary = self._write_summary(status, error)
+        with self._kept():
+            self._write_summary(status, error)
+        summary = self._summary(status, error)
         for sink in self._sinks:
             self._guard(sink, lambda sink: sink.close(summary))
-        if self.failures != summary.metrics[SINK_FAILURES]:
-            self._write_summary(status, error)
-        self._metrics_file.close()
-        self._messages_file.close()
+        for file in (self._metrics_file, self._messages_file):
+            with self._kept(), _written(file.name):
+                file.close()
+        if self.failures != summary.metrics[SINK_FAILURES] or self._status != status:
+            with self._kept():
+                self._write_summary(self._status, error)
+        return self._status
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """What cannot be written at the end makes a failed run of it."""
+        try:
+            yield
+        except (OSError, StageError) as error:
+            self._status = "failed"
+            print(f"failed: {error}", file=sys.stderr)
 
     def _open(self, name: str) -> TextIO:
         """Line-buffered: what was logged is in the file, whatever becomes of the process."""
         return (self._run_dir / name).open("a", encoding="utf-8", buffering=1)
 
-    def _write_summary(self, status: Status, error: str | None) -> Summary:
-        summary = Summary(
+    def _write_summary(self, status: Status, error: str | None) -> None:
+        summary = self._summary(status, error)
+        content = asdict(summary) | {"run_dir": str(self._run_dir)}
+        del content["metrics"]
+        content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
+        text = json.dumps(content, indent=2, allow_nan=False)
+        with _written(str(self._run_dir / "summary.json")):
+            write_atomically(self._run_dir / "summary.json", text + "\n")
+
+    def _summary(self, status: Status, error: str | None) -> Summary:
+        return Summary(
             status=status,
             error=error,
             steps=self._steps,
@@ -154,12 +194,6 @@ class RunLog:
             run_dir=self._run_dir,
             metrics=self._last | self._summarized | {SINK_FAILURES: float(self.failures)},
         )
-        content = asdict(summary) | {"run_dir": str(self._run_dir)}
-        del content["metrics"]
-        content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
-        text = json.dumps(content, indent=2, allow_nan=False)
-        write_atomically(self._run_dir / "summary.json", text + "\n")
-        return summary
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
         """Names each metric that is not a finite number, once."""
@@ -186,6 +220,18 @@ class RunLog:
                 )
             return False
         return True
+
+
+@contextmanager
+def _written(file: str) -> Iterator[None]:
+    """StageError that names the file if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        cause = f"{file} cannot be written: {error.strerror or error}"
+        raise StageError(
+            "log", cause, "make room on its disk, or choose another run_dir"
+        ) from error
 
 
 def _configured(config: RunConfig, run_dir: Path, clock: Callable[[], float]) -> list[Sink]:

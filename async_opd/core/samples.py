@@ -9,12 +9,12 @@ probabilities are natural logarithms (nats). Teacher payloads cover response pos
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.errors import LengthError
+from async_opd.core.errors import LengthError, ScoreError
 
 if TYPE_CHECKING:
     from async_opd.core.sources import Row
@@ -26,6 +26,8 @@ StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NEVER_OLD = 2**31 - 1
 """A version newer than any."""
+BFLOAT16_INFINITY = 0x7F80
+"""Bits of a bfloat16 without its sign: infinity; above it are the NaNs."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +167,12 @@ Scores = SampledLogprobs | TopK | CandidateLogprobs | HiddenStates
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its teacher's scores: what the trainer eats."""
+    """A rollout with its teacher's scores: what the trainer eats.
+
+    LengthError for scores of another length than the response, ScoreError for NaN, for +inf, and
+    for hidden states that are not finite. A log-probability of -inf is one: the teacher excludes
+    the token, and what that means is the objective's affair.
+    """
 
     rollout: Rollout
     scores: Scores
@@ -178,6 +185,23 @@ class Sample:
             raise LengthError(
                 f"sample {self.rollout.uid}: {length} response tokens but scores of shapes {shapes}"
             )
+        wrong = sorted(name for name, array in arrays.items() if not _sound(name, array))
+        if wrong:
+            raise ScoreError(
+                f"sample {self.rollout.uid} of teacher {self.rollout.prompt.teacher}: NaN or "
+                f"infinity in its {', '.join(wrong)}"
+            )
+
+
+def _sound(name: str, array: NDArray[Any]) -> bool:
+    """No NaN and no infinity that the array may not have. Large ones are not copied but once."""
+    if not array.size or array.dtype == np.int32:
+        return True
+    if array.dtype == np.uint16:
+        return int((array & 0x7FFF).max()) < BFLOAT16_INFINITY
+    if name == "states":
+        return bool(np.isfinite(array).all())
+    return bool(array.max() < np.inf)  # a maximum carries NaN along
 
 
 @dataclass(frozen=True)
@@ -197,7 +221,17 @@ class Header:
 
 @dataclass(frozen=True)
 class Lost:
-    """A rollout that will never be trained, and why."""
+    """A rollout that will never be trained, why, and which ``stage`` gave it up.
+
+    Of a prompt that could not be sampled at all it is the prompt's uid.
+    """
 
     header: Header
     reason: str
+    stage: str = "teacher"
+
+    @classmethod
+    def of_prompt(cls, prompt: Prompt, uid: str, stage: str, reason: str) -> Lost:
+        """A rollout that was never had, of this prompt."""
+        header = Header(uid, len(prompt.token_ids), 0, NEVER_OLD, prompt.teacher)
+        return cls(header, reason, stage)

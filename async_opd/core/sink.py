@@ -37,8 +37,8 @@ class Sink(Protocol):
         """What messages call it."""
         ...
 
-    def start(self) -> None:
-        """Opens the sink."""
+    def start(self) -> str | None:
+        """Opens the sink. What people should know of it, if it is not as they asked."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of a step; a step may come several times, with other metrics."""

@@ -22,7 +22,7 @@ SCORED = "scored"
 PROMPTS = "prompts"
 """Groups that are admitted and wait for a free slot on any replica."""
 DEAD = "dead"
-"""Headers of rollouts that no teacher replica could score, with the reason."""
+"""Headers of rollouts that nobody could sample, grade or score, with the reason."""
 STALE = "stale"
 """Headers of scored samples that came too late to be trained: their prompts run again."""
 
@@ -115,7 +115,8 @@ class StepReport:
     """One optimizer step.
 
     ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
-    ``requeued`` is the number of samples that were too old for it and went back.
+    ``requeued`` is the number of samples that were too old for it and went back; ``skipped`` says
+    why nothing was learned from the batch, if that is so.
     """
 
     step: int
@@ -123,6 +124,7 @@ class StepReport:
     staleness: tuple[int, ...]
     metrics: Mapping[str, float]
     requeued: int = 0
+    skipped: str = ""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,9 @@ class Trainer(Protocol):
     async def step(self) -> StepReport:
         """Waits for one batch, trains on it, acknowledges it."""
         ...
+
+    async def drop(self, uids: Sequence[str]) -> None:
+        """These samples will never be trained: those on their way are let go as they come."""
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

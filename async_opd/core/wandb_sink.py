@@ -32,16 +32,33 @@ class WandbSink:
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
 
-    def start(self) -> None:
-        """Opens the wandb run; raises what ``wandb.init`` raises, after its time limit at most."""
+    def start(self) -> str | None:
+        """Opens the wandb run, offline if its server cannot be reached; then says so.
+
+        Raises what ``wandb.init`` raises, after its time limit at most.
+        """
+        wanted = self._config.log.wandb
+        mode = _auto_mode() if wanted == "auto" else _MODES[wanted]
+        try:
+            self._open(mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            self._open("offline")
+            return (
+                f"wandb cannot be reached ({type(error).__name__}: {error}): it is offline for "
+                "this run; wandb sync uploads its directory later"
+            )
+        return None
+
+    def _open(self, mode: Mode) -> None:
         import wandb
 
-        wanted = self._config.log.wandb
         self._run = wandb.init(
             project=self._config.log.project,
             name=self._config.name,
             dir=str(self._run_dir),
-            mode=_auto_mode() if wanted == "auto" else _MODES[wanted],
+            mode=mode,
             config=without_secrets(self._config.model_dump(mode="json", by_alias=True)),
             settings=wandb.Settings(
                 silent=True,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.prompts import PromptStream
+from async_opd.core.samples import Lost, Prompt
 from async_opd.core.sources import Row
 
 WEIGHTS = (0.82, 0.06, 0.06, 0.06)
@@ -15,7 +16,9 @@ def test_no_source_is_ever_a_whole_prompt_ahead_of_its_share() -> None:
     stream = PromptStream(sources, WEIGHTS, lambda _: [1], lambda source: source, seed=0)
     taken = dict.fromkeys(map(str, range(len(WEIGHTS))), 0)
     for step in range(1, 300):
-        taken[stream.next(1)[0].data_source] += 1
+        (prompt,) = stream.next(1)
+        assert isinstance(prompt, Prompt)
+        taken[prompt.data_source] += 1
         for i, weight in enumerate(WEIGHTS):
             assert abs(taken[str(i)] - weight * step) < 1 + 1e-9
 
@@ -24,4 +27,42 @@ def test_no_source_is_ever_a_whole_prompt_ahead_of_its_share() -> None:
 def test_a_row_goes_with_its_prompt_only_where_it_is_graded(graded: bool) -> None:
     row = Row("0:0", "a", "x", "answer", {})
     stream = PromptStream([[row]], [1.0], lambda _: [1], lambda s: s, seed=0, graded=graded)
-    assert stream.next(1)[0].row == (row if graded else None)
+    (prompt,) = stream.next(1)
+    assert isinstance(prompt, Prompt)
+    assert prompt.row == (row if graded else None)
+
+
+def refuses(text: object) -> list[int]:
+    """A tokenizer that some prompts break."""
+    if text == "bad":
+        raise UnicodeError("no such character")
+    return [1] * len(str(text))
+
+
+def stream(*prompts: str, limit: int | None = None) -> PromptStream:
+    rows = [Row(f"0:{i}", "a", prompt, None, {}) for i, prompt in enumerate(prompts)]
+    return PromptStream([rows], [1.0], refuses, lambda s: s, seed=0, shuffle=False, limit=limit)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("bad", "row 0:1 cannot be tokenized: UnicodeError: no such character"),
+        ("", "row 0:1 has 0 tokens, at most 3 fit"),
+        ("long", "row 0:1 has 4 tokens, at most 3 fit"),
+    ],
+)
+def test_a_row_that_cannot_be_a_prompt_comes_as_lost_with_its_uid_and_the_reason(
+    prompt: str, reason: str
+) -> None:
+    _, lost, after = stream("abc", prompt, "x", limit=3).next(3)
+    assert isinstance(lost, Lost)
+    assert (lost.header.uid, lost.header.teacher, lost.stage) == ("0:1#0", "a", "prompt")
+    assert lost.reason == reason
+    assert isinstance(after, Prompt)
+
+
+def test_the_cursor_counts_rows_that_could_not_be_prompts_too() -> None:
+    made = stream("bad", "x")
+    made.next(2)
+    assert made.cursor == 2

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.config import RunConfig
+from async_opd.core.errors import StageError
 from async_opd.core.runlog import RunLog
 from async_opd.core.samples import Header, Lost
 from async_opd.core.sink import Summary
@@ -367,9 +368,81 @@ def test_dead_letters_have_a_file_of_their_own_and_are_counted(tmp_path: Path) -
         "uid": "p1/0",
         "teacher": "t",
         "tokens": 7,
+        "stage": "teacher",
         "reason": "cannot be scored",
     }
     assert json.loads((tmp_path / "summary.json").read_text())["ledger/dead_lettered"] == 2
+
+
+def test_the_first_dead_letter_of_each_stage_is_a_message_with_its_uid(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        for uid, stage in (("a", "grader"), ("b", "grader"), ("c", "prompt")):
+            log.dead_letter(Lost(Header(uid, 7, 100, 3, "t"), "bad", stage))
+        log.finish("completed")
+    assert [text for text in sink.messages() if "dead" in text] == [
+        "dead-lettered a (grader): bad",
+        "dead-lettered c (prompt): bad",
+    ]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Path:
+    """A run directory whose metrics go to a device that is always full."""
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    return tmp_path
+
+
+def test_a_full_disk_ends_the_run_with_the_files_name(full: Path) -> None:
+    with opened(full) as log:
+        with pytest.raises(StageError, match=r"metrics\.jsonl cannot be written: No space left"):
+            log.log(1, {"train/lr": 1.0})
+        log.finish("failed", "no space")
+    assert summary(full)["status"] == "failed"
+
+
+def test_a_run_whose_summary_cannot_be_written_is_not_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").mkdir()
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        assert log.finish("completed") == "failed"
+    assert sink.calls[-1][0] == "close"
+    assert "summary.json cannot be written: Is a directory" in capsys.readouterr().err
+
+
+def test_a_run_log_that_cannot_be_written_at_the_end_is_a_failed_run_with_a_summary(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as log:
+        log._messages_file.close()
+        with open("/dev/full", "w", buffering=1) as log._messages_file:
+            assert log.finish("completed") == "failed"
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_a_wandb_that_cannot_be_reached_is_offline_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    opened_as, init = [], wandb.init
+
+    def no_server(**arguments: Any) -> Any:
+        opened_as.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise wandb.errors.CommError("timed out")
+        return init(**arguments)
+
+    monkeypatch.setattr(wandb, "init", no_server)
+    with RunLog(config(wandb="online"), tmp_path, clock=Clock()) as log:
+        log.log(1, {"train/lr": 1.0})
+        assert log.finish("completed") == "completed"
+    assert opened_as == ["online", "offline"]
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert (tmp_path / "run.log").read_text().count("wandb cannot be reached (CommError") == 1
+    assert log.failures == 0
 
 
 def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:

@@ -6,14 +6,15 @@ import asyncio
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.errors import StageError, first_cause
+from async_opd.core.batch import Batch, unpack_lost, unpack_rollouts
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.graders import GradeError
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Group, Prompt, Rollout
-from async_opd.core.stages import PROMPTS, topics
+from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec, topics
 from rollouter.feed import Feed
 from rollouter.rollouter import RollouterStage
 from rollouter.slots import Slots
@@ -77,17 +78,60 @@ async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     feed.cancel()
 
 
-async def test_a_graders_error_ends_the_pool_instead_of_its_replica() -> None:
-    class Broken:
-        async def run(self) -> None:
+async def test_what_a_grader_fails_on_is_a_dead_letter_and_the_others_go_on() -> None:
+    async def grade(rollout: Rollout) -> Rollout:
+        if rollout.uid == "p/0":
             raise GradeError("grader", "rollout p/0: it raised")
+        return rollout
+
+    messages, engine = queue(), Engine()
+    feed = asyncio.create_task(Feed("student/0", messages, Slots(8, 2), engine.sample, grade).run())
+    await messages.put(PROMPTS, groups("p"))
+    for _ in range(2):
+        engine.answers.release()
+    dead = await asyncio.wait_for(messages.get(DEAD, 8), 5)
+    alive = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
+    (lost,) = unpack_lost(dead.batches)
+    assert (lost.header.uid, lost.header.teacher, lost.stage) == ("p/0", "math", "grader")
+    assert [rollout.uid for rollout in unpack_rollouts(alive.batches)] == ["p/1"]
+    feed.cancel()
+
+
+async def test_a_lease_is_finished_although_one_of_its_rollouts_was_lost() -> None:
+    async def refuses(prompt: Prompt, uid: str) -> Rollout:
+        raise RolloutFault("student", f"the engine refuses {uid}")
+
+    messages = queue()
+    feed = asyncio.create_task(Feed("student/0", messages, Slots(2, 2), refuses).run())
+    await messages.put(PROMPTS, groups("p", "q"))
+    await settle()
+    assert (await messages.stats())[PROMPTS].acked == 2
+    feed.cancel()
+
+
+async def test_a_rollout_whose_own_log_probabilities_are_not_finite_is_a_dead_letter() -> None:
+    async def diverged(prompt: Prompt, uid: str) -> Rollout:
+        logprobs = np.array([0.0, np.nan, 0.0, 0.0], np.float32)
+        return replace(make_rollout(uid, prompt.teacher), rollout_logprobs=logprobs)
+
+    messages = queue()
+    feed = asyncio.create_task(Feed("student/0", messages, Slots(2, 2), diverged).run())
+    await messages.put(PROMPTS, groups("p", n=1))
+    (lost,) = unpack_lost((await asyncio.wait_for(messages.get(DEAD, 8), 5)).batches)
+    assert (lost.stage, "not finite" in lost.reason) == ("student", True)
+    feed.cancel()
+
+
+async def test_an_evaluation_that_a_prompt_ends_kills_no_replica() -> None:
+    class Refusing:
+        async def generate(self, prompts: object, sampling: object) -> list[Rollout]:
+            raise RolloutFault("student", "the engine refuses p/0")
 
     lost: list[str] = []
-    replicas: Any = {"student/0": Broken(), "student/1": Broken()}
+    replicas: Any = {"student/0": Refusing(), "student/1": Refusing()}
     stage = RollouterStage(replicas, queue(), lambda name, error: lost.append(name))
-    with pytest.raises(ExceptionGroup) as caught:
-        await stage.run()
-    assert isinstance(first_cause(caught.value), GradeError)
+    with pytest.raises(RolloutFault, match="refuses p/0"):
+        await stage.generate([make_prompt("p")], SamplingSpec(4, 0.0, 1.0, 1))
     assert lost == []
 
 

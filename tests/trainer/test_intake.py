@@ -125,3 +125,32 @@ async def test_a_lease_that_expired_during_the_step_trains_nothing_twice() -> No
     await intake.done()
     await put(scored, make_sample("b/0"))
     assert await taken(intake) == ["b/0"]
+
+
+async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
+    assert await taken(intake) == ["b/0", "b/1"]
+    await intake.drop(["a/0", "a/1"])
+    assert (await scored.stats())[SCORED].acked == 3
+
+
+async def test_what_comes_after_it_was_dropped_is_not_held(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await intake.drop(["a/0", "a/1"])
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    await put(scored, make_sample("a/1"), make_sample("b/1"))
+    assert await taken(intake) == ["b/0", "b/1"]
+    assert (intake.duplicates, (await scored.stats())[SCORED].leased) == (0, 0)
+
+
+async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
+    scored: MessageQueue,
+) -> None:
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    waiting = asyncio.create_task(taken(intake))
+    await asyncio.sleep(0.01)
+    await intake.drop(["a/0", "a/1"])
+    await put(scored, make_sample("c/0"), make_sample("b/1"))
+    assert await waiting == ["b/0", "b/1"]

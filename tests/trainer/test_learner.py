@@ -118,6 +118,34 @@ def test_a_loss_that_is_not_finite_stops_with_the_uids() -> None:
         learner().train_batch(poisoned())
 
 
+def test_a_step_that_is_not_finite_is_left_out_if_the_config_says_so() -> None:
+    made = learner(on_nonfinite="skip")
+    before = [parameter.clone() for parameter in made.model.parameters()]
+    report = made.train_batch(poisoned())
+    assert "loss nan" in report.skipped
+    assert report.metrics["train/skipped_steps"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(before, made.model.parameters(), strict=True))
+    assert made._optimizer.state_dict()["state"] == {}
+
+
+def test_steps_that_are_left_out_leave_no_trace_in_later_ones() -> None:
+    skipping = learner(on_nonfinite="skip", schedule="constant")
+    plain = learner(schedule="constant")
+    skipping.train_batch(poisoned())
+    skipping.train_batch(samples())
+    plain.train_batch(samples())
+    for a, b in zip(skipping.model.parameters(), plain.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_finite_step_in_between_resets_the_count_of_those_left_out() -> None:
+    made = learner(on_nonfinite="skip", max_skipped=1)
+    for batch in (poisoned(), samples(), poisoned()):
+        made.train_batch(batch)
+    with pytest.raises(StageError, match=r"after 1 steps left out: loss nan.*p0/0"):
+        made.train_batch(poisoned())
+
+
 def weights(made: Learner) -> list[torch.Tensor]:
     return [parameter.detach().clone() for parameter in made.model.parameters()]
 

@@ -1,0 +1,145 @@
+"""What is sampled: prompts as they come, and what takes the place of rollouts that are lost.
+
+    prompts ──► Prompt ──ledger──► groups to sample
+       └──► Lost: a dead letter, and the next prompt
+    lost rollout ──groups of one──► dead letter, one rollout of another prompt
+       └──whole groups──► sampled again, up to AGAIN times; then the group's rollouts are dead
+                          letters, none of them is waited for, another prompt's group is sampled
+
+A stream that has only bad prompts, or a grader that always fails, ends the run: by the teachers'
+``max_dead_letter_share``, or here by ``IN_A_ROW``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from async_opd.core.admission import Admission
+from async_opd.core.dead_letters import DeadLetters
+from async_opd.core.errors import StageError
+from async_opd.core.ledger import Ledger
+from async_opd.core.samples import Group, Lost, Prompt
+from async_opd.core.stages import StepReport
+
+AGAIN = 2
+"""How often a rollout that is lost is sampled again before its group is given up."""
+IN_A_ROW = 1000
+"""Prompts without one that can be sampled."""
+
+
+class Prompts(Protocol):
+    """A stream of prompts without end."""
+
+    def next(self, count: int) -> list[Prompt | Lost]: ...
+
+
+class Log(Protocol):
+    """Where what is lost is told of."""
+
+    def message(self, text: str) -> None: ...
+    def dead_letter(self, lost: Lost) -> None: ...
+
+
+@dataclass(frozen=True)
+class Replaced:
+    """What to sample in place of a lost rollout, and uids that nobody should wait for."""
+
+    groups: tuple[Group, ...] = ()
+    dropped: tuple[str, ...] = ()
+
+
+class Supply:
+    """Takes prompts from a stream; ``group_size`` of a ledger's groups that are trained whole."""
+
+    def __init__(
+        self,
+        prompts: Prompts,
+        ledger: Ledger,
+        admission: Admission,
+        dead_letters: DeadLetters,
+        log: Log,
+        *,
+        whole_groups: int | None,
+    ) -> None:
+        self._prompts = prompts
+        self._ledger, self._admission = ledger, admission
+        self._dead_letters, self._log = dead_letters, log
+        self._group_size = whole_groups
+        self._again: Counter[str] = Counter()
+        self._told = False  # of the first that is sampled again
+        self._ungraded: set[str] = set()
+
+    def groups(self, count: int, members: int | None = None) -> list[Group]:
+        """The groups of the next prompts that can be sampled; they are in flight now.
+
+        StageError if too many cannot.
+        """
+        prompts: list[Prompt] = []
+        refused = 0
+        while len(prompts) < count:
+            for one in self._prompts.next(count - len(prompts)):
+                if isinstance(one, Prompt):
+                    prompts.append(one)
+                    continue
+                refused += 1
+                self._bury(one)
+                if refused >= IN_A_ROW:
+                    cause = f"{refused} prompts and none of them can be sampled: {one.reason}"
+                    raise StageError("prompts", cause, "see dead_letters.jsonl, mend the data")
+        return self._ledger.admitted(prompts, members)
+
+    def replace(self, lost: Lost) -> Replaced:
+        """What takes the place of a rollout that was lost; nothing if a copy of it was not."""
+        if not self._ledger.expects(lost.header):
+            return Replaced()
+        if self._group_size is None:
+            self._ledger.dead_lettered(lost.header)
+            self._bury(lost)
+            return Replaced(self._next(1, members=1))
+        uid = lost.header.uid
+        self._again[uid] += 1
+        if self._again[uid] <= AGAIN:
+            if not self._told:
+                self._log.message(f"sampled again: {uid} ({lost.stage}): {lost.reason}")
+            self._told = True
+            return Replaced(tuple(self._ledger.requeued([lost.header])))
+        return self._replace_group(lost, self._group_size)
+
+    def skipped(self, report: StepReport) -> None:
+        """Nothing was learned from a step: its samples are dead letters, whose place is used."""
+        uids = ", ".join(header.uid for header in report.trained)
+        self._log.message(f"step {report.step} left out: {report.skipped}; samples: {uids}")
+        reason = f"step {report.step} was left out: {report.skipped}"
+        expected = [header for header in report.trained if self._ledger.expects(header)]
+        for header in expected:
+            self._ledger.dead_lettered(header)
+            self._log.dead_letter(Lost(header, reason, "trainer"))
+        self._dead_letters.skipped(len(expected))
+
+    def ungraded(self, lost: Iterable[Lost]) -> None:
+        """Answers of an evaluation that could not be graded. A prompt counts once."""
+        for one in lost:
+            if one.header.uid not in self._ungraded:
+                self._ungraded.add(one.header.uid)
+                self._bury(one)
+
+    def _replace_group(self, lost: Lost, size: int) -> Replaced:
+        reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
+        others = [one for one in self._ledger.group_of(lost.header) if one.uid != lost.header.uid]
+        for one in (lost, *(Lost(header, reason, "group") for header in others)):
+            del self._again[one.header.uid]
+            self._ledger.dead_lettered(one.header)
+            self._bury(one)
+        dropped = (lost.header.uid, *(header.uid for header in others))
+        return Replaced(self._next(size), dropped)
+
+    def _next(self, samples: int, members: int | None = None) -> tuple[Group, ...]:
+        self._admission.give_back(samples)
+        return tuple(self.groups(self._admission.try_admit(samples), members))
+
+    def _bury(self, lost: Lost) -> None:
+        self._log.dead_letter(lost)
+        self._dead_letters.add(lost)
