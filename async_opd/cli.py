@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from async_opd import __version__
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError
+from async_opd.core.secrets import Redactor
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -33,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
-        print(error, file=sys.stderr)
+        print(Redactor()(str(error)), file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         return INTERRUPTED

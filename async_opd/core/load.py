@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.schema import default_of, key_of, keys_below, keys_called
+from async_opd.core.secrets import names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
 
@@ -27,6 +28,9 @@ _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
 _shown = _short.repr
 
+LARGEST = 1 << 20
+"""Bytes of a config file; its data and models are other files."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads, overrides, validates. Raises ConfigError with every problem found.
@@ -36,8 +40,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     file = Path(path)
     source = _Source(str(file), _read(file))
+    source.check_secrets()
     for override in overrides:
         source.override(override)
+    source.check_secrets()
     source.check_names()
     _resolve_paths(source.tree, file.resolve().parent)
     config: RunConfig | None = None
@@ -80,7 +86,9 @@ class _Source:
         try:
             value = load_yaml(raw)
         except YamlError as error:
-            message, remedy = f"{raw!r} is no valid YAML: {error}", "quote it: key='\"value\"'"
+            said = f"{raw!r} is no valid YAML: {error}"
+            message = "is no valid YAML" if names_secret(parts[-1]) else said
+            remedy = "quote it: key='\"value\"'"
             self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
             return
         node: Any = self.tree
@@ -96,6 +104,16 @@ class _Source:
                 return
         node[parts[-1]] = value
         self._overridden.add(".".join(parts))
+
+    def check_secrets(self) -> None:
+        """Secrets that stand in the config: it is written to the run directory and to wandb."""
+        for key in take_out(self.tree):
+            message = "holds a secret, or what looks like one"
+            remedy = (
+                "put it into an environment variable; a key of an endpoint is named by "
+                "api_key_env, the hub and wandb read HF_TOKEN and WANDB_API_KEY themselves"
+            )
+            self.problems.append(Problem(self.where(key), key, message, remedy))
 
     def check_names(self) -> None:
         """What pydantic would accept or refuse for another reason than the true one."""
@@ -122,7 +140,11 @@ def _lies_in(key: str, outer: str) -> bool:
 
 def _read(file: Path) -> dict[Any, Any]:
     try:
-        text = file.read_text(encoding="utf-8-sig")
+        with file.open("rb") as opened:
+            content = opened.read(LARGEST + 1)
+        if len(content) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST >> 20} MiB")
+        text = content.decode("utf-8-sig")
     except (OSError, ValueError) as error:
         problem = Problem(str(file), "", f"cannot be read: {error}", "check the path")
         raise ConfigError([problem]) from None

@@ -29,6 +29,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Lost
+from async_opd.core.secrets import Redactor
 from async_opd.core.sink import Sink, Status, Summary
 from async_opd.core.wandb_sink import WandbSink
 
@@ -52,6 +53,7 @@ class RunLog:
         self.failures = 0
         self._run_dir = run_dir
         self._clock = clock
+        self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
         self._quiet = config.log.console == "off"
         self._wanted = _configured(config, run_dir, clock) if sinks is None else sinks
         self._sinks: list[Sink] = []
@@ -116,7 +118,8 @@ class RunLog:
         self._each(lambda sink: sink.waits(waits))
 
     def message(self, text: str) -> None:
-        """A line to ``run.log``, with the time, and to the sinks."""
+        """A line to ``run.log``, with the time, and to the sinks; secrets in it are hidden."""
+        text = self._redacted(text)
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
         self._each(lambda sink: sink.message(text))
         with _written(self._messages_file.name):
@@ -131,7 +134,11 @@ class RunLog:
             self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")
         header = lost.header
         line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
-        line |= {"tokens": header.tokens, "stage": lost.stage, "reason": lost.reason}
+        line |= {
+            "tokens": header.tokens,
+            "stage": lost.stage,
+            "reason": self._redacted(lost.reason),
+        }
         name = "dead_letters.jsonl"
         with _written(str(self._run_dir / name)), self._open(name) as file:
             file.write(json.dumps(line) + "\n")
@@ -146,6 +153,7 @@ class RunLog:
         if self._status is not None:
             return self._status
         self._status = status
+        error = None if error is None else self._redacted(error)
         with self._kept():
             self.message(f"{status}: {error}" if error else status)
         if self._quiet and status == "failed":

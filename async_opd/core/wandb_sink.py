@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import netrc
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from async_opd.core.config import RunConfig
+from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 Mode = Literal["online", "offline", "disabled"]
 
 INIT_TIMEOUT_S = 30.0
-_SECRET = re.compile(r"(^|_|-)(api_?key|key|token|secret|passw(or)?d|credentials?)$", re.IGNORECASE)
 
 
 class WandbSink:
@@ -114,12 +113,3 @@ def _in_netrc(host: str) -> bool:
     """Whether the netrc file that ``wandb login`` writes has an entry for the server."""
     path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
     return path.exists() and host in netrc.netrc(path).hosts
-
-
-def without_secrets(value: Any, key: str = "") -> Any:
-    """A copy in which the values of keys such as ``hf_token`` or ``api_key`` are hidden."""
-    if isinstance(value, Mapping):
-        return {name: without_secrets(entry, str(name)) for name, entry in value.items()}
-    if isinstance(value, list):
-        return [without_secrets(entry) for entry in value]
-    return "<hidden>" if isinstance(value, str) and _SECRET.search(key) else value

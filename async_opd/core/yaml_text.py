@@ -10,6 +10,11 @@ import yaml
 
 FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 MERGE = "tag:yaml.org,2002:merge"
+MOST_VALUES = 100_000
+"""Values of a document with every alias written out: a few lines of aliases of aliases are
+billions of them."""
+DEEPEST = 64
+"""Values inside of values."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 """What PyYAML's own constructors raise for values that do not fit an explicit tag."""
 
@@ -54,6 +59,8 @@ def load_yaml(text: str) -> Any:
         if node is None:
             return None
         faults = list(_faults(node, "", (), set()))
+        if not faults:
+            faults = list(_excess(node))
         if faults:
             raise YamlError(faults)
         return loader.construct_document(node)
@@ -79,6 +86,28 @@ def dump_yaml(value: Any) -> str:
     """
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     return text
+
+
+def _excess(root: yaml.Node) -> Iterator[tuple[int, str, str]]:
+    """A document that is too large or too deep with its aliases written out; it has no cycles."""
+    known: dict[int, tuple[int, int]] = {}
+
+    def measure(node: yaml.Node) -> tuple[int, int]:
+        """Values in the node, itself included, and how deep they go."""
+        if isinstance(node, yaml.ScalarNode):
+            return 1, 1
+        if id(node) not in known:
+            pairs = isinstance(node, yaml.MappingNode)
+            inner = [one for pair in node.value for one in pair] if pairs else node.value
+            sizes = [measure(one) for one in inner] or [(0, 0)]
+            known[id(node)] = 1 + sum(size for size, _ in sizes), 1 + max(d for _, d in sizes)
+        return known[id(node)]
+
+    values, depth = measure(root)
+    if depth > DEEPEST:
+        yield 1, "", f"nested too deeply: {depth} values inside of each other"
+    if values > MOST_VALUES:
+        yield 1, "", f"too large: more than {MOST_VALUES:,} values with its aliases written out"
 
 
 def _faults(

@@ -16,8 +16,9 @@ from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.runlog import RunLog
 from async_opd.core.samples import Header, Lost
+from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
-from async_opd.core.wandb_sink import WandbSink, without_secrets
+from async_opd.core.wandb_sink import WandbSink
 
 START = 1_000_000.0
 

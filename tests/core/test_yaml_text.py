@@ -63,3 +63,22 @@ def test_what_is_written_reads_back_equal(tree: Any) -> None:
 def test_no_text_ends_in_another_error(text: str) -> None:
     with contextlib.suppress(YamlError):
         load_yaml(text)
+
+
+def test_aliases_of_aliases_are_refused_by_what_they_would_be_written_out() -> None:
+    bomb = "a0: &a0 [x]\n" + "".join(
+        f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 40)
+    )
+    assert "too large: more than 100,000 values" in faults(bomb)[0][2]
+
+
+def test_merges_of_merges_are_refused_by_what_they_would_be_written_out() -> None:
+    bomb = "a0: &a0 {x: 1}\n" + "".join(
+        f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 30)
+    )
+    assert "too large" in faults(bomb)[0][2]
+
+
+@pytest.mark.parametrize("depth", [65, 300, 20_000])
+def test_a_document_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    assert "nested too deeply" in faults("[" * depth + "]" * depth)[0][2]
