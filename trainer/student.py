@@ -31,6 +31,7 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
         dtype=torch.float32,
         attn_implementation=_attention(device, config.train.dtype),
         trust_remote_code=config.student.trust_remote_code,
+        use_safetensors=True,  # never a pickle
     )
     disable_dropout(model)
     if config.train.gradient_checkpointing:

@@ -35,6 +35,7 @@ def engine_kwargs(
         "max_num_seqs": engine.max_num_seqs,
         "seed": seed,
         "trust_remote_code": trust_remote_code,
+        "load_format": "safetensors",  # never a pickle
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "enable_prefix_caching": True,

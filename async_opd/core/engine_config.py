@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from async_opd.core.section import Section
 
@@ -26,3 +26,12 @@ class EngineConfig(Section):
     """KV cache of an engine on CPU, in MiB."""
     extra: dict[str, Any] = Field(default={})
     """Further arguments of ``vllm.AsyncEngineArgs``, passed on as they are."""
+
+    @field_validator("extra")
+    @classmethod
+    def _asked_for_where_it_is_seen(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "trust_remote_code" in value:
+            raise ValueError(
+                "no trust_remote_code here: it is a key of the student's or the teacher's section"
+            )
+        return value

@@ -84,3 +84,9 @@ class TestRemote:
         remote = Remote.create("victim", timeout_s=30)
         with pytest.raises(EngineStartError, match="no such model"):
             await remote.build(VICTIM, (True,), 60)
+
+
+def test_rays_token_authentication_is_on(cluster: None) -> None:
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    assert is_token_auth_enabled()

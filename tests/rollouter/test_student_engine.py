@@ -40,6 +40,7 @@ class Seen:
     after_a_pause: float = 0.0
     topk: list[TopK] = field(default_factory=list)
     without_topk: bool = False
+    refused: dict[str, str] = field(default_factory=dict)  # uid -> reason
 
 
 @dataclass
@@ -98,7 +99,7 @@ class World:
         from trainer.publish import GlooTransport, Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
+        self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
         long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
         spec = StudentEngineSpec("student/0", kwargs(path), long, EOS, "gloo", top_k=K)
@@ -151,6 +152,16 @@ class World:
             TopK(r, reference_logprobs(self.model, r.prompt.token_ids, r.response_ids))
             for r in rollouts
         ]
+
+    async def refused(self) -> dict[str, str]:
+        """What becomes of prompts that are longer than the model, or have no such token."""
+        from async_opd.core.batch import Batch, unpack_lost
+
+        wrong = {"long": np.full(5000, 5, np.int32), "foreign": np.array([10**6], np.int32)}
+        groups = (Group(Prompt(uid, "sort", "sort", ids), (0,)) for uid, ids in wrong.items())
+        await self.queue.put("prompts", Batch.pack(groups))
+        lease = await self.queue.get("dead", 8, 2)
+        return {lost.header.uid: lost.reason for lost in unpack_lost(lease.batches)}
 
     async def error(self) -> float:
         """Largest difference between the engine's log-probabilities and transformers'."""
@@ -212,6 +223,7 @@ async def scenario(path: Path) -> Seen:
         seen.without_topk = all(rollout.topk_ids is None for rollout in many)
         feed = asyncio.create_task(w.replica.run())
         seen.topk = await w.topk()
+        seen.refused = await asyncio.wait_for(w.refused(), 60)
         for name, parameter in w.model.named_parameters():
             family = name.split("layers.0.")[-1] if "layers.0." in name else name
             if "layers.1." in name:
@@ -344,7 +356,7 @@ def cramped() -> Cramped:
 
     async def run() -> Cramped:
         seen = Cramped()
-        queue = MessageQueue(("prompts", "rollouts/sort"), 1000, 1 << 30, 60.0)
+        queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
         small = kwargs(QUICKSTART / "models" / "student") | {"kv_cache_memory_bytes": 3 << 19}
         sampling = SamplingSpec(60, 2.0, 1.0, 1)
         replica = StudentReplica(StudentEngineSpec("s", small, sampling, (), "gloo"), queue)
@@ -370,3 +382,8 @@ def test_requests_in_flight_follow_what_the_kv_cache_holds(cramped: Cramped) -> 
 
 def test_a_small_kv_cache_loses_nothing(cramped: Cramped) -> None:
     assert cramped.finished == 160
+
+
+def test_prompts_that_the_engine_refuses_are_dead_letters_and_it_goes_on(seen: Seen) -> None:
+    assert sorted(seen.refused) == ["foreign/0", "long/0"]
+    assert all("the engine refuses" in reason for reason in seen.refused.values())

@@ -1,0 +1,165 @@
+"""What docs/security.md promises: no pickle of strangers, no code of models, Ray's token stays."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.session import ray_session
+from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import engine_kwargs
+from async_opd.core.engine_config import EngineConfig
+from async_opd.core.errors import ConfigError
+from async_opd.core.load import load_config
+from async_opd.core.preflight import preflight
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
+EXAMPLE = ROOT / "examples" / "quickstart.yaml"
+STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
+
+UNPICKLERS = {"async_opd/core/batch.py"}
+"""The only place that unpickles: the queue's messages, from our own processes."""
+
+
+def sources() -> Iterator[tuple[str, ast.Module]]:
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            yield str(file.relative_to(ROOT)), ast.parse(file.read_text(encoding="utf-8"))
+
+
+def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_only_the_queue_unpickles() -> None:
+    readers = ("pickle.load", "pickle.loads", "pickle.Unpickler", "dill.load", "joblib.load")
+    found = {file for file, tree in sources() for name, _ in calls(tree) if name in readers}
+    assert found <= UNPICKLERS
+
+
+def test_torch_loads_weights_only() -> None:
+    for file, tree in sources():
+        for name, call in calls(tree):
+            if name == "torch.load":
+                given = {word.arg: ast.unparse(word.value) for word in call.keywords}
+                assert given.get("weights_only") == "True", file
+
+
+def test_no_text_is_executed() -> None:
+    found = [
+        file for file, tree in sources() for name, _ in calls(tree) if name in ("eval", "exec")
+    ]
+    assert found == []
+
+
+class Bomb:
+    """Unpickling it makes a directory."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.target),)
+
+
+@pytest.fixture
+def bombed(tmp_path: Path) -> Path:
+    """A model whose weights are a pickle that does something."""
+    model = tmp_path / "model"
+    shutil.copytree(STUDENT, model)
+    (model / "model.safetensors").unlink()
+    (model / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+    return model
+
+
+def with_student(model: Path) -> RunConfig:
+    return load_config(EXAMPLE, [f"student.model={model}"])
+
+
+def test_a_model_whose_weights_are_a_pickle_is_refused(bombed: Path, tmp_path: Path) -> None:
+    found = preflight(with_student(bombed), "c.yaml", 0).problems
+    assert any("has no *.safetensors" in problem.message for problem in found)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_path: Path) -> None:
+    import torch
+
+    from trainer.student import load_student
+
+    shutil.copyfile(STUDENT / "model.safetensors", bombed / "adapter.safetensors")
+    with pytest.raises(OSError, match="safetensors"):
+        load_student(with_student(bombed), torch.device("cpu"))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_the_trainer_runs_no_code_of_a_model(bombed: Path, tmp_path: Path) -> None:
+    import torch
+
+    from trainer.student import load_student
+
+    classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
+    config = {"model_type": "mine", "auto_map": classes}
+    (bombed / "config.json").write_text(json.dumps(config))
+    (bombed / "code.py").write_text(f"import os; os.mkdir({str(tmp_path / 'exploded')!r})")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        load_student(with_student(bombed), torch.device("cpu"))
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_code_of_models_is_off_unless_asked_for() -> None:
+    config = load_config(EXAMPLE)
+    assert not config.student.trust_remote_code
+    assert not any(teacher.trust_remote_code for teacher in config.teachers.values())
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_engines_are_told_what_was_asked_for(trusted: bool) -> None:
+    arguments = engine_kwargs(
+        EngineConfig(),
+        model="m",
+        device="cpu",
+        tensor_parallel=1,
+        seed=0,
+        trust_remote_code=trusted,
+    )
+    assert (arguments["trust_remote_code"], arguments["load_format"]) == (trusted, "safetensors")
+
+
+def test_code_of_models_cannot_be_asked_for_in_passing() -> None:
+    with pytest.raises(ConfigError, match="it is a key of the student's or the teacher's section"):
+        load_config(EXAMPLE, ["rollout.engine.extra={trust_remote_code: true}"])
+
+
+def test_rays_token_authentication_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setattr(ray, "init", lambda **arguments: seen.append(arguments))
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+
+    async def session() -> str | None:
+        async with ray_session(load_config(EXAMPLE)):
+            return os.environ.get("RAY_AUTH_MODE")
+
+    assert asyncio.run(session()) is None
+    assert "_system_config" not in seen[0]
+
+
+def test_nothing_of_ours_sets_rays_authentication() -> None:
+    for file, tree in sources():
+        names = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTH_MODE"} & set(map(str, names)), file
