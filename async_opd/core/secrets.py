@@ -59,7 +59,7 @@ def take_out(tree: Any, key: str = "") -> Iterator[str]:
         if _is_secret(within, value):
             tree[name] = HIDDEN
             yield inner
-        elif isinstance(name, str) and looks_secret(name):
+        elif isinstance(tree, dict) and isinstance(name, str) and looks_secret(name):
             tree[HIDDEN] = tree.pop(name)
             yield f"{key}.{HIDDEN}".lstrip(".")
         else:
