@@ -15,12 +15,10 @@ import uvloop
 from async_opd.cluster.launch import Stages, launch
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
-from async_opd.core.engine_args import Device, returns_states
 from async_opd.core.errors import AsyncOPDError, ConfigError, first_cause
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import load_grader
 from async_opd.core.load import dump_config
-from async_opd.core.loss_config import score_kind
 from async_opd.core.preflight import Inputs
 from async_opd.core.prompts import PromptStream, to_prompt
 from async_opd.core.runlog import RunLog
@@ -89,7 +87,6 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
         log.message(f"{name} left the rollout pool, the others go on with its prompts: {error}")
 
     device = resolve_device(config)
-    config = _teachers_that_answer(config, device, log)
     async with launch(config, device=device, eos_ids=ends, on_lost=lost) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
@@ -104,18 +101,6 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
             log.summarize({"perf/run_s": time.time() - training})
             _write_trace(pipeline, run_dir, training)
         await _save(stages, run_dir, log)
-
-
-def _teachers_that_answer(config: RunConfig, device: Device, log: RunLog) -> RunConfig:
-    """Engines that return hidden states cannot answer: then teachers are not evaluated."""
-    kind = score_kind(config.loss)
-    if not (config.eval.teachers and config.data.eval and returns_states(kind, device)):
-        return config
-    log.message(
-        "the teachers are not evaluated: for this objective their engines return hidden states and "
-        "cannot generate"
-    )
-    return config.model_copy(update={"eval": config.eval.model_copy(update={"teachers": False})})
 
 
 async def _save(stages: Stages, run_dir: Path, log: RunLog) -> None:

@@ -28,8 +28,9 @@ from async_opd.core.config import HealthConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.queue import Timer
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Lost, Prompt, Rollout, Sample
+from async_opd.core.samples import Lost, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
+from teachers.checks import check
 
 Result = TypeVar("Result")
 
@@ -203,7 +204,7 @@ class TeacherPool:
 
     async def _scored(self, replica: Replica, batch: Batch) -> Batch:
         samples = await replica.score(batch)
-        _check(self._name, batch, samples)
+        check(self._name, batch, samples)
         return samples
 
     def _bound(self, tokens: int) -> float:
@@ -340,23 +341,3 @@ def _words(error: Exception) -> str:
     """An error in one line."""
     kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{error}".split())[:500]
-
-
-def _check(name: str, rollouts: Batch, samples: Batch) -> None:
-    """StageError or LengthError if these cannot be the rollouts' samples.
-
-    Headers are compared for all of them, arrays for the first: a replica that gets shapes wrong
-    does so for all, and decoding everything here would cost more than passing it on.
-    """
-    asked = [header.uid for header in rollouts.headers]
-    got = [header.uid for header in samples.headers]
-    if asked != got:
-        raise StageError(
-            name, f"asked to score {len(asked)} rollouts, answered with {len(got)} others"
-        )
-    if sum(header.nbytes for header in samples.headers) != samples.nbytes:
-        raise StageError(name, f"its answer of {samples.nbytes} bytes does not fit its headers")
-    (first,) = samples.split(1)[0].unpack()
-    if not isinstance(first, Sample):
-        raise StageError(name, f"answered with {type(first).__name__} in place of samples")
-    replace(first)  # checks the shapes

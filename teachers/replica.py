@@ -1,6 +1,6 @@
 """One replica of a teacher: a vLLM engine that scores the student's tokens.
 
-rollouts ──scoring.py: by kind of score──► engine ──► arrays of the response positions
+rollouts ──scoring.py──► engine, worker.py in it ──► arrays of the response positions
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.agreement import Agreement
-from teachers.scoring import engine_arguments, make_scoring
+from teachers.scoring import Scoring, engine_arguments
 from teachers.spec import TeacherEngineSpec
 
 
@@ -32,7 +32,7 @@ class TeacherReplica:
     def __init__(self, spec: TeacherEngineSpec) -> None:
         self._spec = spec
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
-        self._scoring = make_scoring(spec, self._engine)
+        self._scoring = Scoring(spec, self._engine)
         self._activity = Activity("score")
         self._requests = 0
         self._tokens = 0
@@ -63,12 +63,7 @@ class TeacherReplica:
         return Sample(replace(rollout, topk_ids=None), scores)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """What the teacher itself answers, ``sampling.n`` times each, in order.
-
-        StageError from an engine that returns hidden states: it cannot generate.
-        """
-        if self._spec.pooling:
-            raise StageError(self._spec.name, "an engine that returns hidden states cannot answer")
+        """What the teacher itself answers, ``sampling.n`` times each, in order."""
         return list(
             await asyncio.gather(
                 *(

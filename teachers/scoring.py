@@ -1,47 +1,160 @@
-"""How a kind of score is got out of an engine: one class per way, chosen by the spec.
+"""How rollouts become scores: every objective's, out of one kind of engine.
 
-    kind           device   engine     class               scores
-    sampled        any      generate   PromptLogprobs      SampledLogprobs
-    teacher_topk   any      generate   PromptLogprobs      TopK
-    student_topk   cuda     generate   GivenTokens         CandidateLogprobs
-    student_topk   cpu      pooling    GivenTokensByHead   CandidateLogprobs
-    hidden         any      pooling    States              HiddenStates
+    prompt + response[:-1] ──engine, whose worker scores the response's rows──► one array ──► Scores
 
-All return arrays of the response positions only. An engine of the pooling kind cannot generate.
+    kind           asked of each response row                    scores
+    sampled        the sampled token                             SampledLogprobs
+    teacher_topk   the sampled token and the k best              TopK
+    student_topk   the sampled token and the student's k best    CandidateLogprobs
+    hidden         the hidden state                              HiddenStates
+
+The response's last token predicts nothing that was sampled, and is not sent. The engine can answer
+prompts as well. Given tokens are on a GPU scored by vLLM's own ``prompt_logprob_token_ids``.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm import SamplingParams
+from vllm.inputs import TokensPrompt
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.samples import Rollout, Scores
-from teachers.hidden import GivenTokensByHead, States
-from teachers.prompt_logprobs import GivenTokens, PromptLogprobs
+from async_opd.core.errors import StageError
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    Float32,
+    HiddenStates,
+    Int32,
+    Rollout,
+    SampledLogprobs,
+    Scores,
+    StateDtype,
+    TopK,
+)
+from teachers.rows import Wanted, logprobs_of
 from teachers.spec import TeacherEngineSpec
 
-
-class Scoring(Protocol):
-    """One way to score a rollout with a response."""
-
-    async def score(self, rollout: Rollout, request_id: str) -> Scores:
-        """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
-        ...
+UNKNOWN = -100.0
+"""Log-probability of a token that the teacher has no row for, where the student's vocabulary is
+padded further. As good as never (4e-44), and finite: sums and gradients stay so."""
+NAMES: dict[torch.dtype, StateDtype] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
-    """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and what its kind of score needs."""
-    if spec.pooling:
-        overrides = {**spec.kwargs.get("hf_overrides", {}), "head_dtype": "model"}
-        return spec.kwargs | {"runner": "pooling", "convert": "embed", "hf_overrides": overrides}
-    return spec.kwargs | {"max_logprobs": spec.top_k + 1}
+    """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and the worker that scores."""
+    return spec.kwargs | {"worker_cls": "teachers.worker.ScoringWorker"}
 
 
-def make_scoring(spec: TeacherEngineSpec, engine: AsyncLLM) -> Scoring:
-    """The spec's way over its engine."""
-    if spec.kind == "hidden":
-        return States(spec, engine)
-    if spec.kind == "student_topk":
-        return GivenTokensByHead(spec, engine) if spec.pooling else GivenTokens(spec, engine)
-    return PromptLogprobs(spec, engine)
+class Scoring:
+    """Scores rollouts on one engine."""
+
+    def __init__(self, spec: TeacherEngineSpec, engine: AsyncLLM) -> None:
+        self._spec = spec
+        self._engine = engine
+        model = engine.vllm_config.model_config
+        self._hidden = int(model.get_hidden_size())
+        self._dtype = NAMES[model.dtype]
+        self._vocabulary = int(model.get_vocab_size())
+        self._by_vllm = spec.device == "cuda" and spec.kind in ("sampled", "student_topk")
+
+    async def score(self, rollout: Rollout, request_id: str) -> Scores:
+        """Its scores; ``request_id`` is new to the engine. An empty response has empty scores.
+
+        The prompt's prefill is shared by the rollouts of a group through the prefix cache. Where
+        that held a row of the response as well, the request goes again without it.
+        """
+        ids = self._ids(rollout)
+        wanted = Wanted(
+            start=len(rollout.prompt.token_ids) - 1,
+            rows=len(rollout.response_ids),
+            ids=b"" if self._spec.kind == "hidden" else ids.tobytes(),
+            columns=0 if self._spec.kind == "hidden" else ids.shape[1],
+            top_k=self._spec.top_k if self._spec.kind == "teacher_topk" else 0,
+        )
+        if wanted.rows == 0:
+            return self._scores(ids, self._empty(wanted), wanted, rollout)
+        asked = self._by_ids(ids, wanted.start) if self._by_vllm else _by_rows(wanted)
+        found = await self._ask(rollout, asked, request_id, cached=True)
+        if found is None or len(found) == 0:
+            found = await self._ask(rollout, asked, f"{request_id}~", cached=False)
+        return self._scores(ids, found, wanted, rollout)
+
+    def _ids(self, rollout: Rollout) -> Int32:
+        """Tokens to score, [R, 1 + k]: column 0 the sampled one, which may come again."""
+        sampled = rollout.response_ids[:, None]
+        if self._spec.kind != "student_topk":
+            return np.ascontiguousarray(sampled, np.int32)
+        if rollout.topk_ids is None:
+            message = f"rollout {rollout.uid} came without the student's top-k"
+            raise StageError(self._spec.name, message)
+        return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
+
+    async def _ask(
+        self, rollout: Rollout, asked: dict[str, Any], request_id: str, *, cached: bool
+    ) -> NDArray[Any] | None:
+        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids[:-1].tolist()]
+        params = SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            skip_reading_prefix_cache=not cached,
+            **asked,
+        )
+        request = TokensPrompt(prompt_token_ids=tokens)
+        async for output in self._engine.generate(request, params, request_id):
+            if output.finished:
+                found: NDArray[Any] | None = output.prompt_token_id_logprobs
+                return found
+        raise StageError(self._spec.name, f"the engine ended {rollout.uid} without a final output")
+
+    def _by_ids(self, ids: Int32, start: int) -> dict[str, Any]:
+        """What vLLM scores by itself; not yet run on a GPU. -1 pads, and comes back as -inf."""
+        known = np.where(ids < self._vocabulary, ids, -1)
+        return {"prompt_logprob_token_ids": known, "prompt_logprob_start": start}
+
+    def _scores(
+        self, ids: Int32, found: NDArray[Any] | None, wanted: Wanted, rollout: Rollout
+    ) -> Scores:
+        expected = (wanted.rows, self._width(wanted))
+        if found is None or found.shape != expected:
+            shape = None if found is None else found.shape
+            message = f"scores of shape {shape} in place of {expected} for {rollout.uid}"
+            raise StageError(self._spec.name, message)
+        if wanted.states:
+            bits = found.view(np.uint16) if self._dtype == "bfloat16" else found
+            return HiddenStates(bits, self._dtype)
+        logprobs = logprobs_of(found, wanted.columns, wanted.top_k)
+        sampled = np.ascontiguousarray(logprobs[:, 0])
+        if self._spec.kind == "sampled":
+            return SampledLogprobs(sampled)
+        rest = np.ascontiguousarray(logprobs[:, 1:])
+        if self._spec.kind == "teacher_topk":
+            return TopK(np.ascontiguousarray(found[:, 1 + wanted.top_k :]), rest, sampled)
+        return CandidateLogprobs(np.ascontiguousarray(ids[:, 1:]), finite(rest), finite(sampled))
+
+    def _width(self, wanted: Wanted) -> int:
+        return self._hidden if wanted.states else wanted.columns + 2 * wanted.top_k
+
+    def _empty(self, wanted: Wanted) -> NDArray[Any]:
+        bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
+        dtype = bits[self._dtype] if wanted.states else np.int32
+        return np.zeros((0, self._width(wanted)), dtype)
+
+
+def _by_rows(wanted: Wanted) -> dict[str, Any]:
+    return {"extra_args": wanted.arguments()}
+
+
+def finite(logprobs: Float32) -> Float32:
+    """-inf becomes ``UNKNOWN``."""
+    return np.maximum(logprobs, np.float32(UNKNOWN), dtype=np.float32)

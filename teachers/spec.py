@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from async_opd.core.engine_args import Device, returns_states
+from async_opd.core.engine_args import Device
 from async_opd.core.loss_config import ScoreKind
 
 
@@ -22,8 +22,3 @@ class TeacherEngineSpec:
     top_k: int
     eos_ids: tuple[int, ...]
     device: Device = "cpu"
-
-    @property
-    def pooling(self) -> bool:
-        """Whether the engine returns hidden states; it cannot generate then."""
-        return returns_states(self.kind, self.device)

@@ -230,7 +230,8 @@ def build_learner(config: RunConfig, device_name: str) -> Learner:
     device = torch.device(device_name)
     model = load_student(config, device)
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
-    shares = Shares.of(config.loss, config.reward, config.rollout.max_tokens)
+    weights = {name: teacher.weight for name, teacher in config.teachers.items()}
+    shares = Shares.of(config.loss, config.reward, config.rollout.max_tokens, weights)
     heads = load_heads(config, len(model.get_output_embeddings().weight), device)
     learner = Learner(model, objective, config.train, device, shares, heads)
     learner.check()

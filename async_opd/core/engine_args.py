@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from async_opd.core.config import EngineConfig
-from async_opd.core.loss_config import ScoreKind
 
 Device = Literal["cpu", "cuda"]
 
@@ -56,14 +55,6 @@ def engine_kwargs(
         if engine.dtype == "auto":
             kwargs["dtype"] = "bfloat16"
     return kwargs | engine.extra
-
-
-def returns_states(kind: ScoreKind, device: Device) -> bool:
-    """Whether a teacher's engine returns hidden states instead of tokens.
-
-    vLLM scores given tokens by Triton kernels, on GPUs only; on a CPU the head is applied outside.
-    """
-    return kind == "hidden" or (kind == "student_topk" and device == "cpu")
 
 
 def engine_env(device: Device) -> dict[str, str]:

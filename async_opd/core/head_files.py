@@ -2,9 +2,9 @@
 
 logits = cap(states · weightᵀ + bias) · scale, with cap(x) = soft_cap · tanh(x / soft_cap)
 
-The order is vLLM's (model_executor/layers/logits_processor.py). Teachers that return hidden states
-have no head in their engine: whoever holds it instead (teachers/head.py, trainer/heads.py) loads
-what is described here.
+The order is vLLM's (model_executor/layers/logits_processor.py). For objectives over the
+whole vocabulary teachers return hidden states, and the trainer (trainer/heads.py) loads what is
+described here.
 """
 
 from __future__ import annotations

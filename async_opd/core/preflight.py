@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 from async_opd.core.config import FileSource, RunConfig
 from async_opd.core.devices import gpu_count, resolve_device
-from async_opd.core.engine_args import Device, returns_states
 from async_opd.core.errors import Problem
 from async_opd.core.graders import load_grader
 from async_opd.core.head_files import HeadFiles
@@ -42,7 +41,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     check = _Check(config, where, inputs.problems)
     gpus = gpu_count() if gpus is None else gpus
     check.models()
-    check.support(resolve_device(config, gpus))
+    check.support()
     check.hardware(gpus)
     check.grader("eval.grader", config.eval.grader)
     if config.reward is not None:
@@ -120,7 +119,7 @@ class _Check:
                 "resize its embeddings, or give it the tokenizer it was trained with",
             )
 
-    def support(self, device: Device) -> None:
+    def support(self) -> None:
         """What the objective asks of the models: enough tokens, heads that can be loaded."""
         config = self.config
         kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
@@ -139,7 +138,7 @@ class _Check:
                 f"{top_k}",
                 "1, or another loss.support",
             )
-        if returns_states(kind, device):
+        if kind == "hidden":
             self._heads()
 
     def _heads(self) -> None:

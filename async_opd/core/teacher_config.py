@@ -34,6 +34,9 @@ class TeacherConfig(Section):
     """Directory of a Hugging Face model, or a hub id."""
     sources: list[str] | None = None
     """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
+    weighted mean, so that only ratios between teachers matter."""
     replicas: int = Field(default=1, ge=1)
     """Independent engines of this teacher."""
     tensor_parallel: PositiveInt = 1

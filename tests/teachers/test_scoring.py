@@ -1,7 +1,4 @@
-"""Ways to score, on an engine that is none: what is asked of it, and what becomes of its answers.
-
-In no need of a real engine, but of vllm's classes, which take seconds to import.
-"""
+"""What is asked of an engine for each kind of score, and what becomes of its answers."""
 
 from __future__ import annotations
 
@@ -25,25 +22,21 @@ K = 3
 
 
 class Engine:
-    """Remembers what it was asked; answers what it was given."""
+    """Remembers what it was asked; answers what it was given, one after the other."""
 
-    def __init__(self, dtype: Any = None, **answer: Any) -> None:
-        model = SimpleNamespace(get_vocab_size=lambda: 9, get_hidden_size=lambda: 4, dtype=dtype)
+    def __init__(self, *answers: Any, dtype: Any = None) -> None:
+        import torch
+
+        model = SimpleNamespace(
+            get_vocab_size=lambda: 9, get_hidden_size=lambda: 4, dtype=dtype or torch.float32
+        )
         self.vllm_config = SimpleNamespace(model_config=model)
-        self.answer = SimpleNamespace(finished=True, **answer)
+        self.answers = list(answers)
         self.asked: list[Any] = []
 
     async def generate(self, *request: Any) -> AsyncIterator[Any]:
         self.asked.append(request)
-        yield self.answer
-
-    encode = generate
-
-
-def spec(kind: Any, device: Any = "cpu") -> Any:
-    from teachers.spec import TeacherEngineSpec
-
-    return TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, K, EOS, device)
+        yield SimpleNamespace(finished=True, prompt_token_id_logprobs=self.answers.pop(0))
 
 
 def rollout(tokens: int = 2) -> Rollout:
@@ -51,114 +44,125 @@ def rollout(tokens: int = 2) -> Rollout:
     return replace(make_rollout(tokens=tokens, prompt_tokens=3), topk_ids=topk)
 
 
-def engine_arguments(kind: Any, device: Any = "cpu") -> dict[str, Any]:
-    from teachers.scoring import engine_arguments as arguments
+async def score(engine: Engine, kind: str, device: Any = "cpu", tokens: int = 2) -> Any:
+    from teachers.scoring import Scoring
+    from teachers.spec import TeacherEngineSpec
 
-    return arguments(spec(kind, device))
-
-
-@pytest.mark.parametrize(("kind", "device"), [("hidden", "cuda"), ("student_topk", "cpu")])
-def test_engines_that_return_states_keep_the_models_precision(kind: str, device: str) -> None:
-    arguments = engine_arguments(kind, device)
-    assert arguments["runner"] == "pooling"
-    assert arguments["hf_overrides"] == {"head_dtype": "model"}
+    top_k = K if kind.endswith("topk") else 0
+    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, device)
+    return await Scoring(spec, engine).score(rollout(tokens), "r")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("kind", "device"), [("teacher_topk", "cpu"), ("student_topk", "cuda")])
-def test_engines_with_a_head_give_the_tokens_and_the_sampled_one(kind: str, device: str) -> None:
-    assert engine_arguments(kind, device)["max_logprobs"] == K + 1
+def bits(*parts: Any) -> Any:
+    """An answer of the worker: log-probabilities, then ids."""
+    arrays = [
+        np.asarray(p, np.float32 if index == 0 else np.int32) for index, p in enumerate(parts)
+    ]
+    return np.hstack([array.view(np.int32) for array in arrays])
 
 
-def test_every_kind_of_score_has_its_way() -> None:
-    import torch
+def asked_rows(engine: Engine) -> Any:
+    from teachers.rows import Wanted
 
-    from teachers.scoring import make_scoring
-
-    kinds = [
-        ("sampled", "cpu"), ("teacher_topk", "cuda"), ("student_topk", "cuda"),
-        ("student_topk", "cpu"), ("hidden", "cuda"),
-    ]  # fmt: skip
-    engine: Any = Engine(torch.float32)
-    found = [type(make_scoring(spec(*kind), engine)).__name__ for kind in kinds]
-    assert found == [
-        "PromptLogprobs", "PromptLogprobs", "GivenTokens", "GivenTokensByHead", "States",
-    ]  # fmt: skip
+    return Wanted.of(engine.asked[-1][1].extra_args)
 
 
-def given_tokens(engine: Any) -> Any:
-    from teachers.prompt_logprobs import GivenTokens
-
-    return GivenTokens(spec("student_topk", "cuda"), engine)
-
-
-async def test_a_gpu_is_asked_for_the_response_rows_only() -> None:
-    engine = Engine(prompt_token_id_logprobs=np.zeros((2, K + 1), np.float32))
-    await given_tokens(engine).score(rollout(), "r")
-    request, params, name = engine.asked[0]
-    assert request["prompt_token_ids"] == [0, 1, 2, 0, 1]
-    assert (params.prompt_logprob_start, name) == (2, "r")
+async def test_only_the_responses_rows_are_asked_for() -> None:
+    engine = Engine(bits([[-1.0], [-2.0]]))
+    await score(engine, "sampled")
+    wanted = asked_rows(engine)
+    assert (wanted.start, wanted.rows, wanted.columns, wanted.top_k) == (2, 2, 1, 0)
 
 
-async def test_a_gpu_scores_the_sampled_token_and_the_students_top_k() -> None:
-    engine = Engine(prompt_token_id_logprobs=np.zeros((2, K + 1), np.float32))
-    await given_tokens(engine).score(rollout(), "r")
-    asked = engine.asked[0][1].prompt_logprob_token_ids
-    assert asked.tolist() == [[0, 4, 5, 6], [1, 7, 8, -1]]  # 9 is beyond the vocabulary of 9
+async def test_the_last_token_predicts_nothing_and_is_not_sent() -> None:
+    engine = Engine(bits([[-1.0], [-2.0]]))
+    await score(engine, "sampled")
+    assert engine.asked[0][0]["prompt_token_ids"] == [0, 1, 2, 0]
 
 
-async def test_padding_comes_back_as_a_finite_never() -> None:
-    answer = np.array([[-1, -2, -3, -4], [-5, -6, -7, -np.inf]], np.float32)
-    scores = await given_tokens(Engine(prompt_token_id_logprobs=answer)).score(rollout(), "r")
-    assert scores.logprobs.tolist() == [[-2, -3, -4], [-6, -7, -100]]
+async def test_the_sampled_token_comes_first_and_then_the_teachers_best() -> None:
+    engine = Engine(bits([[-1.0, -2, -3, -4], [-5.0, -6, -7, -8]], [[1, 2, 3], [4, 5, 6]]))
+    scores = await score(engine, "teacher_topk")
     assert scores.sampled_logprobs.tolist() == [-1, -5]
+    assert scores.logprobs.tolist() == [[-2, -3, -4], [-6, -7, -8]]
+    assert scores.ids.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
-@pytest.mark.parametrize("answer", [None, np.zeros((3, 4), np.float32)])
-async def test_scores_of_another_shape_are_an_error(answer: Any) -> None:
-    with pytest.raises(StageError, match="p/0"):
-        await given_tokens(Engine(prompt_token_id_logprobs=answer)).score(rollout(), "r")
+async def test_the_students_top_k_goes_with_the_sampled_token() -> None:
+    engine = Engine(bits([[-1.0, -2, -3, -4], [-5.0, -6, -7, -np.inf]]))
+    scores = await score(engine, "student_topk")
+    asked = np.frombuffer(asked_rows(engine).ids, np.int32).reshape(2, 4)
+    assert asked.tolist() == [[0, 4, 5, 6], [1, 7, 8, 9]]
+    assert scores.ids.tolist() == [[4, 5, 6], [7, 8, 9]]
+    assert scores.logprobs.tolist() == [[-2, -3, -4], [-6, -7, -100]]
 
 
-async def test_an_empty_response_asks_nothing_of_a_gpu() -> None:
-    engine = Engine()
-    scores = await given_tokens(engine).score(rollout(0), "r")
-    assert (scores.logprobs.shape, engine.asked) == ((0, K), [])
+async def test_a_rollout_without_the_students_top_k_is_an_error() -> None:
+    from teachers.scoring import Scoring
+    from teachers.spec import TeacherEngineSpec
 
-
-def states_of(engine: Any) -> Any:
-    from teachers.hidden import States
-
-    return States(spec("hidden"), engine)
+    spec = TeacherEngineSpec("t", kwargs(MODEL), "student_topk", K, EOS)
+    with pytest.raises(StageError, match="p/0 came without the student's top-k"):
+        await Scoring(spec, Engine()).score(make_rollout("p/0"), "r")  # type: ignore[arg-type]
 
 
 async def test_states_of_bfloat16_travel_as_their_bits() -> None:
     import torch
 
-    made = torch.randn(4, 4).bfloat16()
-    engine = Engine(torch.bfloat16, outputs=SimpleNamespace(data=made))
-    scores = await states_of(engine).score(rollout(), "r")
-    assert scores.dtype == "bfloat16"
-    np.testing.assert_array_equal(scores.states, made[2:].view(torch.uint16).numpy())
+    made = np.arange(8, dtype=np.int16).reshape(2, 4)
+    scores = await score(Engine(made, dtype=torch.bfloat16), "hidden")
+    assert (scores.dtype, scores.states.dtype) == ("bfloat16", np.uint16)
+    np.testing.assert_array_equal(scores.states, made)
 
 
-async def test_the_last_token_predicts_nothing_and_is_not_sent() -> None:
-    import torch
-
-    engine = Engine(torch.float32, outputs=SimpleNamespace(data=torch.zeros(4, 4)))
-    await states_of(engine).score(rollout(), "r")
-    assert engine.asked[0][0]["prompt_token_ids"] == [0, 1, 2, 0]
-
-
-async def test_an_empty_response_has_empty_states() -> None:
-    import torch
-
-    scores = await states_of(Engine(torch.float32)).score(rollout(0), "r")
-    assert scores.states.shape == (0, 4)
+async def test_a_row_that_was_in_the_prefix_cache_is_asked_for_again_without_it() -> None:
+    engine = Engine(np.zeros((0, 0), np.int32), bits([[-1.0], [-2.0]]))
+    scores = await score(engine, "sampled")
+    assert [request[1].skip_reading_prefix_cache for request in engine.asked] == [False, True]
+    assert [request[2] for request in engine.asked] == ["r", "r~"]
+    assert scores.logprobs.tolist() == [-1, -2]
 
 
-async def test_states_of_another_shape_are_an_error() -> None:
-    import torch
+@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
+async def test_scores_of_another_shape_are_an_error(kind: str) -> None:
+    with pytest.raises(StageError, match=r"shape \(3, 9\) in place of \(2, \d+\) for p/0"):
+        await score(Engine(np.zeros((3, 9), np.int32)), kind)
 
-    engine = Engine(torch.float32, outputs=SimpleNamespace(data=torch.zeros(3, 4)))
-    with pytest.raises(StageError, match=r"shape \(3, 4\) for the 4 tokens of p/0"):
-        await states_of(engine).score(rollout(), "r")
+
+@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
+async def test_an_empty_response_asks_nothing_of_the_engine(kind: str) -> None:
+    engine = Engine()
+    scores = await score(engine, kind, tokens=0)
+    assert {len(array) for array in vars(scores).values() if isinstance(array, np.ndarray)} == {0}
+    assert engine.asked == []
+
+
+@pytest.mark.parametrize("kind", ["sampled", "student_topk"])
+async def test_given_tokens_are_scored_by_vllm_itself_on_a_gpu(kind: str) -> None:
+    columns = 1 + K * (kind == "student_topk")
+    engine = Engine(np.full((2, columns), -1, np.float32))
+    await score(engine, kind, "cuda")
+    params = engine.asked[0][1]
+    assert (params.prompt_logprob_start, params.extra_args) == (2, None)
+    padded = [[0, 4, 5, 6], [1, 7, 8, -1]]  # 9 is beyond the vocabulary of 9
+    assert params.prompt_logprob_token_ids.tolist() == [row[:columns] for row in padded]
+
+
+async def test_vllm_drops_a_request_whose_rows_were_cached_and_is_asked_again() -> None:
+    engine = Engine(None, np.full((2, 1), -1, np.float32))
+    scores = await score(engine, "sampled", "cuda")
+    assert scores.logprobs.tolist() == [-1, -1]
+
+
+async def test_no_answer_at_all_is_an_error() -> None:
+    with pytest.raises(StageError, match="shape None"):
+        await score(Engine(None, None), "sampled", "cuda")
+
+
+@pytest.mark.parametrize("kind", ["teacher_topk", "hidden"])
+async def test_everything_else_is_scored_in_the_worker_on_a_gpu_too(kind: str) -> None:
+    width = {"teacher_topk": 1 + 2 * K, "hidden": 4}[kind]
+    dtype = np.float32 if kind == "hidden" else np.int32
+    engine = Engine(np.zeros((2, width), dtype))
+    await score(engine, kind, "cuda")
+    assert asked_rows(engine) is not None

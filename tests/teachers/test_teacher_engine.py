@@ -1,8 +1,12 @@
-"""A real teacher engine: scores against transformers."""
+"""A real teacher engine: every kind of score against transformers, row by row.
+
+One engine serves all kinds, and answers prompts.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,86 +17,167 @@ from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 pytestmark = pytest.mark.engine
 
 K = 5
+TEACHER = QUICKSTART / "models" / "teacher-sort"
+LIMIT = 128 - 12  # longest response after prompts of 12 tokens, at the model's limit
+LENGTHS = (0, 1, 2, 3, 7, LIMIT, LIMIT)
+
+
+@dataclass
+class Seen:
+    """What the engine returned."""
+
+    samples: dict[str, list[Any]]
+    answers: list[Any]
+    tokens: float
 
 
 def rollouts() -> list[Any]:
-    """Responses of 0, 1, 2, … tokens."""
+    """Responses of 0, 1, 2, … tokens and two at the model's limit, with a top-k of the student.
+
+    Those two differ in their last tokens only: the second can be read from the prefix cache.
+    """
     from async_opd.core.samples import Rollout, VersionSpan
 
-    made = []
-    for length, prompt in enumerate(prompts(8)):
-        ids = np.arange(20, 20 + length, dtype=np.int32)
+    made: list[Any] = []
+    rng = np.random.default_rng(0)
+    for length, prompt in zip(LENGTHS, prompts(len(LENGTHS)), strict=True):
+        ids = rng.integers(10, 60, length).astype(np.int32)
         spans = (VersionSpan(0, 0, length),) if length else ()
-        logprobs = np.zeros(length, np.float32)
-        made.append(Rollout(f"{prompt.uid}/0", prompt, ids, logprobs, spans, "stop"))
+        topk = np.argsort(rng.random((length, 128)), axis=-1)[:, :K].astype(np.int32)
+        zeros = np.zeros(length, np.float32)
+        made.append(Rollout(f"{prompt.uid}/0", prompt, ids, zeros, spans, "stop", topk))
+    ids = made[-2].response_ids.copy()
+    ids[-3:] = 61, 62, 63
+    made[-1] = replace(made[-2], uid=f"{made[-2].prompt.uid}/1", response_ids=ids)
     return made
 
 
-async def scenario() -> Any:
+async def scenario() -> Seen:
     from async_opd.core.batch import Batch, unpack_samples
+    from async_opd.core.samples import Sample
     from async_opd.core.stages import SamplingSpec
     from teachers.replica import TeacherReplica
+    from teachers.scoring import Scoring
     from teachers.spec import TeacherEngineSpec
 
-    path = QUICKSTART / "models" / "teacher-sort"
-    teacher = TeacherReplica(
-        TeacherEngineSpec("teacher sort/0", kwargs(path), "teacher_topk", K, EOS)
-    )
+    spec = TeacherEngineSpec("teacher sort/0", kwargs(TEACHER), "teacher_topk", K, EOS)
+    teacher = TeacherReplica(spec)
     try:
         await teacher.ready()
-        scored = unpack_samples([await teacher.score(Batch.pack(rollouts()))])
+        samples = {"teacher_topk": unpack_samples([await teacher.score(Batch.pack(rollouts()))])}
+        tokens = (await teacher.report()).counters["tokens"]
+        for kind in ("sampled", "student_topk", "hidden"):
+            scoring = Scoring(replace(spec, kind=kind), teacher._engine)  # type: ignore[arg-type]
+            samples[kind] = [
+                Sample(rollout, await scoring.score(rollout, f"{kind} {rollout.uid}"))
+                for rollout in rollouts()
+            ]
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
-        return scored, answers, await teacher.report()
+        return Seen(samples, answers, tokens)
     finally:
         await teacher.shutdown()
 
 
 @pytest.fixture(scope="module")
-def seen() -> Any:
+def seen() -> Seen:
     return asyncio.run(scenario())
+
+
+def model(name: str) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(QUICKSTART / "models" / name, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
 def tables() -> list[Any]:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    path = QUICKSTART / "models" / "teacher-sort"
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    return [reference_logprobs(model, r.prompt.token_ids, r.response_ids) for r in rollouts()[1:]]
+    """Log-probabilities [R, V] of the teacher in transformers, float64."""
+    teacher = model("teacher-sort")
+    return [reference_logprobs(teacher, r.prompt.token_ids, r.response_ids) for r in rollouts()]
 
 
-def test_samples_come_back_in_order(seen: Any) -> None:
-    assert [sample.rollout.uid for sample in seen[0]] == [r.uid for r in rollouts()]
+def test_samples_come_back_in_order(seen: Seen) -> None:
+    found = [sample.rollout.uid for sample in seen.samples["teacher_topk"]]
+    assert found == [rollout.uid for rollout in rollouts()]
 
 
-def test_scores_cover_the_response_positions_only(seen: Any) -> None:
-    assert [sample.scores.logprobs.shape for sample in seen[0]] == [(r, K) for r in range(8)]
-
-
+@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk"])
 def test_the_sampled_token_has_the_log_probability_transformers_gives_it(
-    seen: Any, tables: list[Any]
+    seen: Seen, tables: list[Any], kind: str
 ) -> None:
-    for sample, table in zip(seen[0][1:], tables, strict=True):
+    name = "logprobs" if kind == "sampled" else "sampled_logprobs"
+    for sample, table in zip(seen.samples[kind], tables, strict=True):
         own = table[np.arange(len(table)), sample.rollout.response_ids]
-        np.testing.assert_allclose(sample.scores.sampled_logprobs, own, atol=1e-4)
+        np.testing.assert_allclose(getattr(sample.scores, name), own, atol=1e-4)
 
 
-def test_the_top_k_are_the_k_most_probable_tokens(seen: Any, tables: list[Any]) -> None:
-    for sample, table in zip(seen[0][1:], tables, strict=True):
+def test_the_top_k_are_the_k_most_probable_tokens(seen: Seen, tables: list[Any]) -> None:
+    for sample, table in zip(seen.samples["teacher_topk"], tables, strict=True):
         best = np.sort(table, axis=-1)[:, ::-1][:, :K]
         np.testing.assert_allclose(sample.scores.logprobs, best, atol=1e-4)
 
 
-def test_the_top_k_ids_have_these_log_probabilities(seen: Any, tables: list[Any]) -> None:
-    for sample, table in zip(seen[0][1:], tables, strict=True):
+@pytest.mark.parametrize("kind", ["teacher_topk", "student_topk"])
+def test_the_ids_have_these_log_probabilities(seen: Seen, tables: list[Any], kind: str) -> None:
+    for sample, table in zip(seen.samples[kind], tables, strict=True):
         own = np.take_along_axis(table, sample.scores.ids.astype(np.int64), axis=-1)
         np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)
 
 
-def test_the_teacher_answers_prompts_itself(seen: Any) -> None:
-    assert [int(answer.response_ids[-1]) for answer in seen[1]] == [EOS[0]] * 4
+def test_the_students_ids_come_back_as_it_gave_them(seen: Seen) -> None:
+    for rollout, sample in zip(rollouts(), seen.samples["student_topk"], strict=True):
+        np.testing.assert_array_equal(sample.scores.ids, rollout.topk_ids)
 
 
-def test_the_report_counts_tokens_of_prompts_and_responses(seen: Any) -> None:
-    assert seen[2].counters["tokens"] == sum(r.tokens for r in rollouts())
+def test_the_students_ids_travel_no_further_than_the_scores(seen: Seen) -> None:
+    assert {sample.rollout.topk_ids for sample in seen.samples["teacher_topk"]} == {None}
+
+
+def test_states_cover_the_response_positions_only(seen: Seen) -> None:
+    found = [sample.scores.states.shape for sample in seen.samples["hidden"]]
+    assert found == [(length, 128) for length in LENGTHS]
+
+
+def teacher_logprobs(states: Any) -> Any:
+    """Log-probabilities [R, V] of hidden states, by the head as the trainer reads it."""
+    import torch
+
+    from trainer.heads import read_head
+
+    head = read_head("sort", str(TEACHER), torch.float32, 128, torch.device("cpu"))
+    rows = torch.from_numpy(states.states)
+    return head.logits(rows, torch.empty(len(rows), 128)).double().log_softmax(-1).numpy()
+
+
+def test_states_times_the_head_are_the_log_probabilities_of_transformers(
+    seen: Seen, tables: list[Any]
+) -> None:
+    for sample, table in zip(seen.samples["hidden"], tables, strict=True):
+        np.testing.assert_allclose(teacher_logprobs(sample.scores), table, atol=1e-4)
+
+
+@pytest.mark.parametrize("direction", ["forward", "reverse"])
+def test_the_full_vocabulary_divergence_is_that_of_the_transformers_teacher(
+    seen: Seen, tables: list[Any], direction: str
+) -> None:
+    student = model("student")
+    for sample, p in zip(seen.samples["hidden"], tables, strict=True):
+        rollout, mine = sample.rollout, teacher_logprobs(sample.scores)
+        q = reference_logprobs(student, rollout.prompt.token_ids, rollout.response_ids)
+        forward = direction == "forward"
+        found, wanted = (kl(mine, q), kl(p, q)) if forward else (kl(q, mine), kl(q, p))
+        np.testing.assert_allclose(found, wanted, atol=1e-4)
+
+
+def kl(p: Any, q: Any) -> Any:
+    """KL(p ‖ q) of each row."""
+    return (np.exp(p) * (p - q)).sum(-1)
+
+
+def test_the_teacher_answers_prompts_itself(seen: Seen) -> None:
+    assert [int(answer.response_ids[-1]) for answer in seen.answers] == [EOS[0]] * 4
+
+
+def test_the_report_counts_tokens_of_prompts_and_responses(seen: Seen) -> None:
+    assert seen.tokens == sum(rollout.tokens for rollout in rollouts())

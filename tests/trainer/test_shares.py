@@ -47,6 +47,22 @@ def test_the_means_weigh_one_in_all(lengths: list[int]) -> None:
         assert total == pytest.approx(float(any(lengths)))
 
 
+@given(st.lists(st.integers(0, 50), max_size=20), st.floats(0.01, 100))
+def test_teachers_of_equal_weight_change_nothing(lengths: list[int], weight: float) -> None:
+    for reduction in get_args(Reduction):
+        equal = token_weights([1, *lengths], reduction, 7, [weight] * (len(lengths) + 1))
+        assert equal == pytest.approx(token_weights([1, *lengths], reduction, 7))
+
+
+@given(st.lists(st.tuples(st.integers(0, 50), st.floats(0.01, 100)), max_size=20))
+def test_weighted_means_weigh_one_in_all(pairs: list[tuple[int, float]]) -> None:
+    lengths, own = [length for length, _ in pairs], [weight for _, weight in pairs]
+    for reduction in ("token_mean", "seq_mean_token_mean"):
+        weights = token_weights(lengths, reduction, 1, own)
+        total = sum(w * n for w, n in zip(weights, lengths, strict=True))
+        assert total == pytest.approx(float(any(lengths)))
+
+
 def with_reward(index: int, group: int, reward: float | None, k: int = 6) -> Sample:
     sample = random_sample(index, 1 + index % 4, k=k)
     rollout = replace(sample.rollout, uid=f"e0/p{group}/{index}", reward=reward)
@@ -110,6 +126,7 @@ def gradients(
     samples: list[Sample],
     budget: int,
     reward: RewardConfig | None = None,
+    teachers: dict[str, float] | None = None,
     **loss: Any,
 ) -> tuple[Gradients, dict[str, float]]:
     """The gradients a step would have used, and its metrics; float64."""
@@ -119,7 +136,7 @@ def gradients(
         build_objective(config, reward),
         TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9),
         torch.device("cpu"),
-        Shares.of(config, reward, 20),
+        Shares.of(config, reward, 20, teachers),
     )
     kept: Gradients = {}
     made._optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
@@ -158,6 +175,58 @@ def test_a_reduction_is_the_mean_of_what_it_says(reduction: Any) -> None:
     }[reduction]
     found = gradients(samples, 10**6, reduction=reduction)[1]["loss/total"]
     assert found == pytest.approx(expected)
+
+
+TEACHERS = {"a": 3.0, "b": 0.5}
+
+
+def of_two_teachers(rewards: Sequence[float | None] = (None,) * 4) -> list[Sample]:
+    """Samples of teachers a and b in turn."""
+    made = []
+    for index, sample in enumerate(batch(rewards)):
+        prompt = replace(sample.rollout.prompt, teacher="ab"[index % 2])
+        made.append(replace(sample, rollout=replace(sample.rollout, prompt=prompt)))
+    return made
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_teachers_weights_make_weighted_means(reduction: Any) -> None:
+    """Against the gradients of the samples one by one, in float64."""
+    samples = of_two_teachers()
+    own = [TEACHERS[s.rollout.prompt.teacher] for s in samples]
+    sizes = [len(s.rollout.response_ids) for s in samples]
+    factors = {
+        "token_mean": [a * n for a, n in zip(own, sizes, strict=True)],
+        "seq_mean_token_mean": own,
+        "seq_mean_token_sum": own,
+        "seq_mean_token_sum_norm": own,
+    }[reduction]
+    total = sum(factors)
+    alone = [gradients([s], 10**6, reduction=reduction)[0] for s in samples]
+    expected = {
+        name: sum(f / total * one[name] for f, one in zip(factors, alone, strict=True))
+        for name in alone[0]
+    }
+    found, _ = gradients(samples, 10**6, teachers=TEACHERS, reduction=reduction)
+    assert close(found, expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("reduction", get_args(Reduction))
+def test_teachers_weights_do_not_depend_on_the_split(reduction: Any) -> None:
+    samples = of_two_teachers()
+    whole, _ = gradients(samples, 10**6, teachers=TEACHERS, reduction=reduction)
+    split, _ = gradients(samples[::-1], 5, teachers=TEACHERS, reduction=reduction)
+    assert close(whole, split)
+
+
+def test_rewards_take_no_teachers_weight() -> None:
+    samples = [
+        replace(s, scores=random_sample(i, 1 + i % 4).scores)
+        for i, s in enumerate(of_two_teachers((1, 0, 0, 1, 1, 0)))
+    ]
+    weighted, _ = gradients(samples, 10**6, RewardConfig(), teachers=TEACHERS, weight=0)
+    plain, _ = gradients(samples, 10**6, RewardConfig(), weight=0)
+    assert close(weighted, plain)
 
 
 def test_weights_mix_distillation_and_reward() -> None:

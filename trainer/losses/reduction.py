@@ -1,12 +1,15 @@
 """From losses of tokens to one number: what each token weighs.
 
-    token_mean               1 / T                 T: response tokens of the batch
-    seq_mean_token_mean      1 / (B · R_s)         B: samples with a response, R_s: its tokens
-    seq_mean_token_sum       1 / B
-    seq_mean_token_sum_norm  1 / (B · max_tokens)
+For samples s of weight a_s (their teacher's), R_s response tokens each:
 
-All denominators are those of the whole batch, so that neither micro-batches nor ranks change the
-result. Empty responses have no tokens and do not count.
+    token_mean               a_s / T                   T = Σ a_s R_s
+    seq_mean_token_mean      a_s / (B · R_s)           B = Σ a_s over samples with a response
+    seq_mean_token_sum       a_s / B
+    seq_mean_token_sum_norm  a_s / (B · max_tokens)
+
+So weights that are all the same change nothing. All denominators are those of the whole batch, so
+that neither micro-batches nor ranks change the result. Empty responses have no tokens and do not
+count.
 """
 
 from __future__ import annotations
@@ -18,12 +21,23 @@ if TYPE_CHECKING:
     from async_opd.core.loss_config import Reduction
 
 
-def token_weights(lengths: Sequence[int], reduction: Reduction, max_tokens: int) -> list[float]:
-    """The weight of each token of each sample; ``lengths`` are the batch's response lengths."""
-    samples = max(sum(length > 0 for length in lengths), 1)
+def token_weights(
+    lengths: Sequence[int],
+    reduction: Reduction,
+    max_tokens: int,
+    weights: Sequence[float] | None = None,
+) -> list[float]:
+    """The weight of each token of each sample; ``lengths`` are the batch's response lengths.
+
+    ``weights`` are the samples', positive; by default all the same.
+    """
+    weights = weights or [1.0] * len(lengths)
+    pairs = list(zip(weights, lengths, strict=True))
     if reduction == "token_mean":
-        return [1 / max(sum(lengths), 1)] * len(lengths)
+        tokens = sum(weight * length for weight, length in pairs) or 1.0
+        return [weight / tokens for weight in weights]
+    samples = sum(weight for weight, length in pairs if length) or 1.0
     if reduction == "seq_mean_token_mean":
-        return [1 / (samples * max(length, 1)) for length in lengths]
+        return [weight / (samples * max(length, 1)) for weight, length in pairs]
     norm = max_tokens if reduction == "seq_mean_token_sum_norm" else 1
-    return [1 / (samples * norm)] * len(lengths)
+    return [weight / (samples * norm) for weight in weights]

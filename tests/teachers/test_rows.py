@@ -1,0 +1,142 @@
+"""Scores of response rows, as an engine's steps come by: against float64."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from teachers import rows as rows_module
+from teachers.rows import Chunk, RowScores, Wanted, logprobs_of
+
+VOCABULARY, HIDDEN, K = 11, 4, 3
+HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
+
+
+def scorer() -> RowScores:
+    return RowScores(lambda states: states @ HEAD.to(states.dtype).T, VOCABULARY)
+
+
+def states(tokens: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+
+
+def table(hidden: torch.Tensor) -> torch.Tensor:
+    return (hidden.double() @ HEAD.double().T).log_softmax(-1)
+
+
+def wanted(start: int, ids: np.ndarray, top_k: int = 0) -> Wanted:
+    return Wanted(start, len(ids), ids.astype(np.int32).tobytes(), ids.shape[1], top_k)
+
+
+def ids_of(count: int, columns: int = 2) -> np.ndarray:
+    return np.random.default_rng(count).integers(0, VOCABULARY, (count, columns))
+
+
+def numbers(found: torch.Tensor, columns: int, top_k: int = 0) -> Any:
+    return logprobs_of(found.numpy(), columns, top_k)
+
+
+@settings(deadline=None)
+@given(
+    prompt=st.integers(1, 5),
+    response=st.integers(1, 6),
+    cuts=st.sets(st.integers(1, 9)),
+    budget=st.integers(1, 4),
+)
+def test_however_a_prompt_is_cut_its_response_rows_have_the_log_probabilities_of_the_head(
+    prompt: int, response: int, cuts: set[int], budget: int
+) -> None:
+    hidden, ids, scores = states(prompt + response - 1), ids_of(response), scorer()
+    scores.add("r", wanted(prompt - 1, ids, K))
+    edges = sorted({0, len(hidden), *(cut for cut in cuts if cut < len(hidden))})
+    answers: list[dict[str, torch.Tensor]] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(rows_module.CHUNK_BYTES, "cpu", budget * 4 * VOCABULARY)
+        for start, end in itertools.pairwise(edges):
+            answers.append(scores.step(hidden[start:end], [Chunk("r", start, end, 0)]))
+    assert [list(answer) for answer in answers] == [[]] * (len(answers) - 1) + [["r"]]
+    found = answers[-1]["r"]
+    full = table(hidden[prompt - 1 :])
+    expected = torch.cat([full.gather(1, torch.from_numpy(ids)), full.topk(K).values], 1)
+    np.testing.assert_allclose(numbers(found, 2, K), expected, atol=1e-5)
+    np.testing.assert_array_equal(found[:, 2 + K :], full.topk(K).indices)
+
+
+def test_requests_of_one_step_are_told_apart() -> None:
+    scores, hidden = scorer(), states(7)
+    first, second = ids_of(2), ids_of(3)
+    scores.add("a", wanted(0, first))
+    scores.add("b", wanted(1, second))
+    found = scores.step(hidden, [Chunk("b", 0, 4, 0), Chunk("x", 0, 1, 4), Chunk("a", 0, 2, 5)])
+    for name, start, ids in (("a", 5, first), ("b", 1, second)):
+        expected = table(hidden[start : start + len(ids)]).gather(1, torch.from_numpy(ids))
+        np.testing.assert_allclose(numbers(found[name], 2), expected, atol=1e-5)
+
+
+def test_requests_of_different_kinds_may_share_a_step() -> None:
+    scores, hidden = scorer(), states(4)
+    scores.add("a", wanted(0, ids_of(2), K))
+    scores.add("b", Wanted(0, 2))
+    found = scores.step(hidden, [Chunk("a", 0, 2, 0), Chunk("b", 0, 2, 2)])
+    assert found["a"].shape == (2, 2 + 2 * K)
+    torch.testing.assert_close(found["b"], hidden[2:])
+
+
+def test_states_of_bfloat16_are_its_bits() -> None:
+    scores, hidden = scorer(), states(2).bfloat16()
+    scores.add("r", Wanted(0, 2))
+    found = scores.step(hidden, [Chunk("r", 0, 2, 0)])["r"]
+    torch.testing.assert_close(found.view(torch.bfloat16), hidden)
+
+
+def test_a_token_the_head_has_no_row_for_is_impossible() -> None:
+    scores = scorer()
+    scores.add("r", wanted(0, np.array([[VOCABULARY, 0]])))
+    found = numbers(scores.step(states(1), [Chunk("r", 0, 1, 0)])["r"], 2)
+    assert np.isinf(found).tolist() == [[True, False]]
+
+
+def test_a_prompt_of_which_the_cache_held_all_but_its_last_row_is_answered() -> None:
+    scores, hidden, ids = scorer(), states(5), ids_of(2)
+    scores.add("r", wanted(3, ids))
+    found = scores.step(hidden[3:], [Chunk("r", 3, 5, 0)])["r"]
+    expected = table(hidden[3:]).gather(1, torch.from_numpy(ids))
+    np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
+
+
+def test_a_row_that_the_cache_held_makes_the_answer_empty() -> None:
+    scores = scorer()
+    scores.add("r", wanted(2, ids_of(3)))
+    assert len(scores.step(states(1), [Chunk("r", 4, 5, 0)])["r"]) == 0
+
+
+def test_a_preempted_request_starts_again_where_it_likes() -> None:
+    scores, hidden, ids = scorer(), states(6), ids_of(4)
+    scores.add("r", wanted(2, ids))
+    scores.step(hidden[:4], [Chunk("r", 0, 4, 0)])
+    found = scores.step(hidden[3:], [Chunk("r", 3, 6, 0)])["r"]
+    expected = table(hidden[2:]).gather(1, torch.from_numpy(ids))
+    np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
+
+
+def test_aborted_requests_are_forgotten() -> None:
+    scores = scorer()
+    scores.add("r", wanted(0, ids_of(1)))
+    scores.keep_only({"s"})
+    assert scores.step(states(1), [Chunk("r", 0, 1, 0)]) == {}
+
+
+def test_other_requests_have_nothing_to_score() -> None:
+    assert Wanted.of(None) is None
+    assert Wanted.of({"kv": 1}) is None
+
+
+def test_what_is_wanted_survives_the_way_to_the_worker() -> None:
+    asked = wanted(3, ids_of(2), K)
+    assert Wanted.of(asked.arguments()) == asked
