@@ -134,12 +134,12 @@ async def timed(way: Way, items: Sequence[Rollout]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - started), tokens / (cpu_seconds() - used)
 
 
-def make_replica(model: Path) -> Any:
+def make_replica(model: Path, kv_cache_mib: int = 256) -> Any:
     """A teacher that returns its top 64."""
     from teachers.replica import TeacherReplica
     from teachers.spec import TeacherEngineSpec
 
-    engine = EngineConfig(cpu_kv_cache_mib=256, extra={"max_logprobs": K + 1})
+    engine = EngineConfig(cpu_kv_cache_mib=kv_cache_mib, extra={"max_logprobs": K + 1})
     kwargs = engine_kwargs(
         engine, model=str(model), device="cpu", tensor_parallel=1, seed=0, trust_remote_code=False
     )

@@ -42,6 +42,8 @@ from teachers.spec import TeacherEngineSpec
 UNKNOWN = -100.0
 """Log-probability of a token that the teacher has no row for, where the student's vocabulary is
 padded further. As good as never (4e-44), and finite: sums and gradients stay so."""
+HEADS = 1 << 16
+"""Beginnings of sequences that are remembered."""
 NAMES: dict[torch.dtype, StateDtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -64,13 +66,15 @@ class Scoring:
         self._hidden = int(model.get_hidden_size())
         self._dtype = NAMES[model.dtype]
         self._vocabulary = int(model.get_vocab_size())
+        self._block = int(engine.vllm_config.cache_config.block_size)
+        self._heads: dict[bytes, None] = {}
         self._by_vllm = spec.device == "cuda" and spec.kind in ("sampled", "student_topk")
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
         """Its scores; ``request_id`` is new to the engine. An empty response has empty scores.
 
-        The prompt's prefill is shared by the rollouts of a group through the prefix cache. Where
-        that held a row of the response as well, the request goes again without it.
+        The prompt's prefill is shared by the rollouts of a group through the prefix cache. If that
+        held a row of the response as well, the request goes again without it.
         """
         ids = self._ids(rollout)
         wanted = Wanted(
@@ -83,8 +87,9 @@ class Scoring:
         if wanted.rows == 0:
             return self._scores(ids, self._empty(wanted), wanted, rollout)
         asked = self._by_ids(ids, wanted.start) if self._by_vllm else _by_rows(wanted)
-        found = await self._ask(rollout, asked, request_id, cached=True)
-        if found is None or len(found) == 0:
+        cached = self._prompt_only(rollout)
+        found = await self._ask(rollout, asked, request_id, cached=cached)
+        if cached and (found is None or len(found) == 0):
             found = await self._ask(rollout, asked, f"{request_id}~", cached=False)
         return self._scores(ids, found, wanted, rollout)
 
@@ -97,6 +102,23 @@ class Scoring:
             message = f"rollout {rollout.uid} came without the student's top-k"
             raise StageError(self._spec.name, message)
         return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
+
+    def _prompt_only(self, rollout: Rollout) -> bool:
+        """Whether the prefix cache can hold no row of this response.
+
+        It holds whole blocks. The first that has such a row is there if another sequence began with
+        the same tokens up to its end.
+        """
+        prompt, block = rollout.prompt.token_ids, self._block
+        end = ((len(prompt) - 1) // block + 1) * block
+        if rollout.tokens - 1 < end:
+            return True
+        head = np.concatenate([prompt, rollout.response_ids[: end - len(prompt)]]).tobytes()
+        known = head in self._heads
+        self._heads[head] = None
+        if len(self._heads) > HEADS:
+            del self._heads[next(iter(self._heads))]
+        return not known
 
     async def _ask(
         self, rollout: Rollout, asked: dict[str, Any], request_id: str, *, cached: bool

@@ -30,7 +30,8 @@ class Engine:
         model = SimpleNamespace(
             get_vocab_size=lambda: 9, get_hidden_size=lambda: 4, dtype=dtype or torch.float32
         )
-        self.vllm_config = SimpleNamespace(model_config=model)
+        cache = SimpleNamespace(block_size=4)
+        self.vllm_config = SimpleNamespace(model_config=model, cache_config=cache)
         self.answers = list(answers)
         self.asked: list[Any] = []
 
@@ -121,6 +122,28 @@ async def test_a_row_that_was_in_the_prefix_cache_is_asked_for_again_without_it(
     assert [request[1].skip_reading_prefix_cache for request in engine.asked] == [False, True]
     assert [request[2] for request in engine.asked] == ["r", "r~"]
     assert scores.logprobs.tolist() == [-1, -2]
+
+
+@pytest.mark.parametrize(
+    ("second", "cached"),
+    [
+        ([7, 7, 7], True),  # prompts alone are the same: 3 tokens, in a block of 4
+        ([0, 7, 7], False),  # the block with the first token of the response is the same
+    ],
+)
+async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
+    second: list[int], cached: bool
+) -> None:
+    from teachers.scoring import Scoring
+    from teachers.spec import TeacherEngineSpec
+
+    engine = Engine(*[bits(np.full((3, 1), -1.0))] * 2)
+    scoring = Scoring(TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS), engine)  # type: ignore[arg-type]
+    first = rollout(3)
+    await scoring.score(first, "a")
+    await scoring.score(replace(first, response_ids=np.array(second, np.int32)), "b")
+    skipped = [request[1].skip_reading_prefix_cache for request in engine.asked]
+    assert skipped == [False, not cached]
 
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
