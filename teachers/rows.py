@@ -23,11 +23,12 @@ ARGUMENT = "async_opd_rows"
 CHUNK_BYTES = {"cpu": 64 << 20}
 CHUNK_BYTES_GPU = 256 << 20
 """Most bytes of float32 logits at a time."""
+NOTHING = torch.empty((0, 0), dtype=torch.int32)
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is asked of a request: ``rows`` rows from position ``start`` on.
+    """What is asked of a request: the last ``rows`` rows of its prompt, from ``start`` on.
 
     ``ids`` are int32 [rows, columns] as bytes: tokens to score. ``top_k`` is how many of the best
     come with them. Neither: the hidden states themselves.
@@ -67,19 +68,60 @@ class Chunk:
 
 @dataclass
 class _Open:
-    """A request that is not answered yet. ``filled`` rows are known."""
+    """A request that is not answered yet. ``filled`` rows are known.
+
+    ``missed``: some never will be, because the engine read them from its prefix cache.
+    """
 
     wanted: Wanted
     ids: torch.Tensor
     filled: int = 0
     found: torch.Tensor | None = None
+    missed: bool = False
+
+    def meet(self, chunk: Chunk) -> None:
+        """Notices rows before this chunk that were not seen."""
+        self.missed = self.missed or chunk.start - self.wanted.start > self.filled
 
     def keep(self, low: int, values: torch.Tensor) -> None:
+        """Rows from position ``low`` on."""
         if self.found is None:
             self.found = values.new_empty((self.wanted.rows, values.shape[1]))
         start = low - self.wanted.start
         self.found[start : start + len(values)] = values
         self.filled = max(self.filled, start + len(values))
+
+    def answer(self) -> torch.Tensor:
+        """All rows, or none if some were missed."""
+        return NOTHING if self.missed or self.found is None else self.found
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows ``low <= i < high`` of a request that a chunk has."""
+
+    chunk: Chunk
+    request: _Open
+    low: int
+    high: int
+
+    @classmethod
+    def of(cls, chunk: Chunk, request: _Open) -> _Part:
+        wanted = request.wanted
+        low, high = max(wanted.start, chunk.start), min(wanted.start + wanted.rows, chunk.end)
+        return cls(chunk, request, low, high)
+
+    @property
+    def is_last(self) -> bool:
+        return self.high == self.request.wanted.start + self.request.wanted.rows
+
+    def states(self, hidden: torch.Tensor) -> torch.Tensor:
+        shift = self.chunk.offset - self.chunk.start
+        return hidden[self.low + shift : self.high + shift]
+
+    def ids(self) -> torch.Tensor:
+        start = self.request.wanted.start
+        return self.request.ids[self.low - start : self.high - start]
 
 
 @dataclass
@@ -111,49 +153,34 @@ class RowScores:
     def step(self, hidden: torch.Tensor, chunks: Iterable[Chunk]) -> dict[str, torch.Tensor]:
         """Takes what one engine step computed; returns what is complete now, by request.
 
-        Log-probabilities [rows, columns + top_k] and then the best tokens' ids [rows, top_k], as
-        int32 bits; or states [rows, H], bfloat16 as its bits. No rows at all where the engine read
-        the first of them from its prefix cache: such a request has to come again without it.
+        A request is complete with the last of its rows, which must be its prompt's last: an engine
+        has no output before. The answer is log-probabilities [rows, columns + top_k] and then the
+        best tokens' ids [rows, top_k], as int32 bits; or states [rows, H], bfloat16 as its bits.
+        It has no rows at all where the engine read the first of them from its prefix cache: such a
+        request has to come again without it.
         """
-        answers, parts = {}, defaultdict(list)
-        for chunk in chunks:
-            request = self._open.get(chunk.request_id)
-            if request is None:
-                continue
-            wanted, last = request.wanted, request.wanted.start + request.wanted.rows
-            low, high = max(wanted.start, chunk.start), min(last, chunk.end)
-            if low - wanted.start > request.filled:
-                answers[chunk.request_id] = torch.empty((0, 0), dtype=torch.int32)
-            elif low < high:
-                parts[wanted.columns, wanted.top_k].append((chunk, request, low, high))
-        for same in parts.values():
-            self._fill(hidden, same)
-        for chunk, request, _, high in (part for same in parts.values() for part in same):
-            if high == request.wanted.start + request.wanted.rows and request.found is not None:
-                answers[chunk.request_id] = request.found
-        for request_id in answers:
-            del self._open[request_id]
-        return answers
+        seen = [_Part.of(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open]
+        same: defaultdict[tuple[int, int], list[_Part]] = defaultdict(list)
+        for part in seen:
+            part.request.meet(part.chunk)
+            if part.low < part.high and not part.request.missed:
+                same[part.request.wanted.columns, part.request.wanted.top_k].append(part)
+        for parts in same.values():
+            self._fill(hidden, parts)
+        last = {part.chunk.request_id for part in seen if part.is_last}
+        return {request_id: self._open.pop(request_id).answer() for request_id in last}
 
-    def _fill(self, hidden: torch.Tensor, parts: list[tuple[Chunk, _Open, int, int]]) -> None:
+    def _fill(self, hidden: torch.Tensor, parts: list[_Part]) -> None:
         """Scores the rows of several requests together."""
-        states = torch.cat(
-            [
-                hidden[c.offset + low - c.start : c.offset + high - c.start]
-                for c, _, low, high in parts
-            ]
-        )
-        _, first, *_ = parts[0]
-        if first.wanted.states:
+        states = torch.cat([part.states(hidden) for part in parts])
+        wanted = parts[0].request.wanted
+        if wanted.states:
             values = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
         else:
-            ids = torch.cat(
-                [r.ids[low - r.wanted.start : high - r.wanted.start] for _, r, low, high in parts]
-            )
-            values = self.score(states, ids, first.wanted.top_k)
-        counts = [high - low for *_, low, high in parts]
-        for (_, request, low, _), rows in zip(parts, torch.split(values, counts), strict=True):
-            request.keep(low, rows)
+            values = self.score(states, torch.cat([part.ids() for part in parts]), wanted.top_k)
+        counts = [part.high - part.low for part in parts]
+        for part, rows in zip(parts, torch.split(values, counts), strict=True):
+            part.request.keep(part.low, rows)
 
     def score(self, states: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
         """Int32 bits [n, columns + 2 top_k] of states [n, H] and ids [n, columns].

@@ -110,10 +110,11 @@ def test_a_prompt_of_which_the_cache_held_all_but_its_last_row_is_answered() -> 
     np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
 
 
-def test_a_row_that_the_cache_held_makes_the_answer_empty() -> None:
+def test_a_row_that_the_cache_held_makes_the_answer_empty_when_the_prompt_is_through() -> None:
     scores = scorer()
-    scores.add("r", wanted(2, ids_of(3)))
-    assert len(scores.step(states(1), [Chunk("r", 4, 5, 0)])["r"]) == 0
+    scores.add("r", wanted(2, ids_of(4)))
+    assert scores.step(states(1), [Chunk("r", 4, 5, 0)]) == {}
+    assert len(scores.step(states(1), [Chunk("r", 5, 6, 0)])["r"]) == 0
 
 
 def test_a_preempted_request_starts_again_where_it_likes() -> None:
