@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from async_opd import __version__
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import ConfigError
+from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.secrets import Redactor
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -69,6 +69,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _refuse(problems: list[Problem]) -> None:
+    """Nothing starts with a bad input."""
+    if problems:
+        raise ConfigError(problems)
+
+
 def _load(arguments: argparse.Namespace) -> RunConfig:
     from async_opd.core.load import load_config
 
@@ -94,11 +100,11 @@ def _check(arguments: argparse.Namespace) -> int:
     from async_opd.core.load import dump_config
     from async_opd.core.pools import pools
     from async_opd.core.preflight import preflight
+    from teachers.endpoint_check import check_endpoints
 
     config = _load(arguments)
     inputs = preflight(config, arguments.config)
-    if inputs.problems:
-        raise ConfigError(inputs.problems)
+    _refuse(inputs.problems or check_endpoints(config, arguments.config))
     print(dump_config(config))
     device = resolve_device(config)
     table = Table("pool", "replicas", "device each", "model", title="pools")
@@ -126,11 +132,11 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     from async_opd.core.hub import localize
     from async_opd.core.preflight import preflight
+    from teachers.endpoint_check import check_endpoints
 
     config = localize(_load(arguments), arguments.config)
     inputs = preflight(config, arguments.config)
-    if inputs.problems:
-        raise ConfigError(inputs.problems)
+    _refuse(inputs.problems or check_endpoints(config, arguments.config))
     from async_opd.run import run
 
     return run(config, inputs)

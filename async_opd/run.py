@@ -78,6 +78,7 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
         shuffle=config.data.shuffle,
         graded=config.reward is not None,
         limit=inputs.max_prompt_tokens,
+        templates=config.prompt_templates,
     )
     started = time.time()
     log.message("starting Ray and the engines")
@@ -123,7 +124,9 @@ def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | N
     for row in inputs.eval:
         taken[row.data_source] = taken.get(row.data_source, 0) + 1
         if config.eval.max_prompts is None or taken[row.data_source] <= config.eval.max_prompts:
-            prompt = to_prompt(row, text.encode, config.teacher_of)
+            prompt = to_prompt(
+                row, text.encode, config.teacher_of, templates=config.prompt_templates
+            )
             rows[prompt.uid] = row
             prompts.append(prompt)
     if not prompts:

@@ -19,12 +19,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from async_opd.core.alarm import Alarm
 from async_opd.core.balancer import Balancer
 from async_opd.core.batch import Batch
-from async_opd.core.config import HealthConfig
+from async_opd.core.config import EndpointHealth, HealthConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.queue import Timer
 from async_opd.core.reports import merge_reports
@@ -34,6 +34,10 @@ from teachers.checks import check
 
 Result = TypeVar("Result")
 
+Health = HealthConfig | EndpointHealth
+
+LONGEST_DELAY_S = 30.0
+"""Between two probes of a server that may be away for long."""
 IN_FLIGHT = 2
 """Batches in flight per replica: one in the engine, one behind it."""
 REPORT_S = 10.0
@@ -52,6 +56,22 @@ class Replica(Protocol):
     async def report(self) -> StageReport: ...
 
     async def ready(self) -> int: ...
+
+
+@runtime_checkable
+class Reloadable(Replica, Protocol):
+    """A replica whose weights can change."""
+
+    async def load(self, directory: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A version of the student's weights in a directory, and how long taking them may take."""
+
+    version: int
+    directory: str
+    timeout_s: float
 
 
 class Rebuild(Protocol):
@@ -77,12 +97,14 @@ class Scored:
 class _Seat:
     """A replica's place in the pool, whoever sits on it.
 
-    ``rebuilds`` counts since it last succeeded at work.
+    ``rebuilds`` counts since it last succeeded at work. ``stale``: it did not take the newest
+    weights, and must be rebuilt.
     """
 
     index: int
     replica: Replica
     mending: bool = False
+    stale: bool = False
     rebuilds: int = 0
 
 
@@ -93,7 +115,7 @@ class TeacherPool:
         self,
         name: str,
         replicas: Sequence[Replica],
-        health: HealthConfig,
+        health: Health,
         rebuild: Rebuild | None = None,
         *,
         timer: Timer | None = None,
@@ -102,6 +124,7 @@ class TeacherPool:
         self._teacher = name
         self._name = f"teacher {name}"
         self._health = health
+        self._rebuilds = health.rebuilds if isinstance(health, HealthConfig) and rebuild else 0
         self._rebuild = rebuild
         self._alarm = Alarm(self._name, timer)
         self._clock = clock
@@ -113,6 +136,7 @@ class TeacherPool:
         self._notes: list[str] = []
         self._example: Batch | None = None  # one rollout that could be scored, for probes
         self._last_failure = ""
+        self._weights: Weights | None = None
 
     async def run(self) -> None:
         """Mends replicas as they fail."""
@@ -224,30 +248,83 @@ class TeacherPool:
         self._suspects.put_nowait(seat)
 
     async def _mend(self, seat: _Seat) -> None:
+        """Until the replica serves again, itself or another in its place, or is given up."""
+        if isinstance(self._health, EndpointHealth):
+            await self._await_back(seat, self._health.patience_s)
+        else:
+            await self._revive(seat, self._health.probes)
+
+    async def _await_back(self, seat: _Seat, patience_s: float) -> None:
+        """Probes a server that nobody here can rebuild, each time later."""
+        failed, deadline = 0, self._clock() + patience_s
+        while self._clock() < deadline:
+            await self._alarm.pause(min(self._delay(failed), LONGEST_DELAY_S))
+            if await self._lives(seat) and await self._proves_itself(seat):
+                self._serves_again(seat, "serves again")
+                return
+            failed += 1
+        self._give_up(seat)
+
+    async def _revive(self, seat: _Seat, probes: int) -> None:
         """Probes the replica, each time later, until it serves again; or has it rebuilt."""
         failed = 0
-        while failed < self._health.probes and await self._lives(seat):
+        while failed < probes and not seat.stale and await self._lives(seat):
             await self._alarm.pause(self._delay(failed))
-            if await self._proves_itself(seat):
+            if await self._proves_itself(seat) and not seat.stale:
                 self._serves_again(seat, "serves again")
                 return
             failed += 1
         await self._replace(seat)
 
+    async def load(self, weights: Weights) -> None:
+        """New weights for all replicas. One that does not take them is rebuilt, and takes them."""
+        self._weights = weights
+        await asyncio.gather(*(self._load(seat, weights) for seat in self._seats))
+
+    async def _load(self, seat: _Seat, weights: Weights) -> None:
+        replica = seat.replica
+        seat.stale = True
+        if seat.mending:
+            return
+        try:
+            await self._take(replica, weights)
+        except Exception as error:
+            self._failed(seat, replica, error)
+        else:
+            seat.stale = seat.mending
+
+    async def _take(self, replica: Replica, weights: Weights) -> None:
+        assert isinstance(replica, Reloadable)
+        work = replica.load(weights.directory)
+        await self._alarm.within(weights.timeout_s, "loading weights", work)
+
+    async def _rebuilt(self, seat: _Seat, rebuild: Rebuild) -> None:
+        """Another replica in its place, with the newest weights."""
+        replica = seat.replica = await rebuild(self._teacher, seat.index, seat.replica)
+        taken = None
+        while taken is not self._weights:
+            taken = self._weights
+            assert taken is not None
+            await self._take(replica, taken)
+
     async def _replace(self, seat: _Seat) -> None:
-        while self._rebuild is not None and seat.rebuilds < self._health.rebuilds:
+        while self._rebuild is not None and seat.rebuilds < self._rebuilds:
             await self._alarm.pause(self._delay(seat.rebuilds))
             seat.rebuilds += 1
             self._note(seat, "is being rebuilt")
             try:
-                seat.replica = await self._rebuild(self._teacher, seat.index, seat.replica)
+                await self._rebuilt(seat, self._rebuild)
             except Exception as error:
                 self._last_failure = _words(error)
                 self._note(seat, f"could not be rebuilt: {self._last_failure}")
                 continue
             self._totals["rebuilds"] += 1
+            seat.stale = False
             self._serves_again(seat, "is rebuilt")
             return
+        self._give_up(seat)
+
+    def _give_up(self, seat: _Seat) -> None:
         self._note(seat, "is gone for good")
         self.balancer.remove(seat)
 
@@ -275,7 +352,7 @@ class TeacherPool:
 
     def _delay(self, before: int) -> float:
         """0, 1, 3, 7 … times ``probe_s``: at once, then later and later."""
-        return float(self._health.probe_s * (2**before - 1))
+        return float(self._health.probe_s * (2 ** min(before, 16) - 1))
 
     def _note(self, seat: _Seat, words: str) -> None:
         self._notes.append(f"{self._name}/{seat.index} {words}")
@@ -302,6 +379,8 @@ class TeacherPool:
         gauges = {**merged.gauges, **self._totals}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
+        if self._weights is not None:
+            gauges["version"] = float(self._weights.version)
         gauges["serving"] = float(self.balancer.serving)
         gauges["waiting"] = float(self.balancer.waiting)
         gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))

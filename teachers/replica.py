@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
@@ -39,6 +38,8 @@ class TeacherReplica:
         self._samples = 0
         self._batches = 0
         self._agreement = Agreement()
+        self._flowing = asyncio.Event()
+        self._flowing.set()
 
     async def ready(self) -> int:
         """Waits until the engine answers. Returns its number of workers."""
@@ -59,8 +60,10 @@ class TeacherReplica:
     async def _score(self, rollout: Rollout) -> Sample:
         """The student's top-k is in the scores then, and travels no further with the rollout."""
         self._requests += 1
-        scores = await self._scoring.score(rollout, f"{rollout.uid}#{self._requests}")
-        return Sample(replace(rollout, topk_ids=None), scores)
+        request_id = f"{rollout.uid}#{self._requests}"
+        await self._flowing.wait()
+        scores = await self._scoring.score(rollout.seen_by_teacher, request_id)
+        return Sample(rollout.once_scored, scores)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the teacher itself answers, ``sampling.n`` times each, in order."""
@@ -84,12 +87,25 @@ class TeacherReplica:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        request = TokensPrompt(prompt_token_ids=prompt.token_ids.tolist())
+        seen = prompt.seen_by_teacher.token_ids
+        request = TokensPrompt(prompt_token_ids=seen.tolist())
+        await self._flowing.wait()
         with self._activity.busy():
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
                 if output.finished:
                     return _answer(uid, prompt, output.outputs[0])
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
+
+    async def load(self, directory: str) -> None:
+        """New weights. What is in the engine is finished with the old ones, the rest waits.
+
+        After an error the weights may be half of each: the replica must be replaced.
+        """
+        self._flowing.clear()
+        await self._engine.pause_generation(mode="wait", clear_cache=True)
+        await self._engine.collective_rpc("reload_from", args=(directory,))
+        await self._engine.resume_generation()
+        self._flowing.set()
 
     async def report(self) -> StageReport:
         """What happened since the last report; raises if the engine has died."""

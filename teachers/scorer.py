@@ -19,7 +19,7 @@ from async_opd.core.errors import LeaseExpired
 from async_opd.core.queue import Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
-from teachers.pool import IN_FLIGHT, Rebuild, Replica, TeacherPool
+from teachers.pool import IN_FLIGHT, Health, Rebuild, Replica, TeacherPool, Weights
 
 
 class ScorerStage:
@@ -30,7 +30,7 @@ class ScorerStage:
         teachers: Mapping[str, Sequence[Replica]],
         queue: Queue,
         batch_sizes: Mapping[str, int],
-        health: Mapping[str, HealthConfig] | None = None,
+        health: Mapping[str, Health] | None = None,
         rebuild: Rebuild | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it."""
@@ -82,6 +82,10 @@ class ScorerStage:
     ) -> list[Rollout]:
         """The teacher's own answers, from one of its replicas."""
         return await self._pools[teacher].generate(prompts, sampling)
+
+    async def load(self, teacher: str, weights: Weights) -> None:
+        """New weights for all replicas of a teacher."""
+        await self._pools[teacher].load(weights)
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
 from teachers.rows import Chunk, RowScores, Wanted
@@ -33,6 +34,16 @@ class ScoringWorker(Worker):
         """Loads, and then listens to the model runner."""
         super().load_model(**options)
         listen(self.model_runner)
+
+    def reload_from(self, directory: str) -> None:
+        """Takes new weights in place, from a directory in Hugging Face format.
+
+        On CPU the head has a packed copy, which would stay the old one: see ``rollouter.weights``.
+        """
+        self.reload_weights(weights_path=directory)
+        for module in self.model_runner.model.modules():
+            if isinstance(module, ParallelLMHead):
+                module.quant_method.process_weights_after_loading(module)
 
 
 def listen(runner: Any) -> None:

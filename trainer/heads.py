@@ -19,7 +19,7 @@ from async_opd.core.model_files import ModelError
 from trainer.losses.chunked import project
 
 if TYPE_CHECKING:
-    from async_opd.core.config import RunConfig, TeacherConfig
+    from async_opd.core.config import EngineTeacher, RunConfig
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
 
     ``vocabulary`` is the student's. StageError for a model whose head cannot be read.
     """
+    from async_opd.core.config import EngineTeacher
     from async_opd.core.loss_config import score_kind
 
     if score_kind(config.loss) != "hidden":
@@ -69,14 +70,16 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
     heads: dict[str, TeacherHead] = {}
     of_model: dict[tuple[str, torch.dtype], TeacherHead] = {}
     for name, teacher in config.teachers.items():
-        key = (teacher.model, _dtype(teacher, device))
+        if not isinstance(teacher, EngineTeacher):
+            raise StageError("trainer", f"teacher {name} returns no hidden states")
+        key = (config.teacher_model(name), _dtype(teacher, device))
         if key not in of_model:
             of_model[key] = read_head(name, *key, vocabulary, device)
         heads[name] = of_model[key]
     return heads
 
 
-def _dtype(teacher: TeacherConfig, device: torch.device) -> torch.dtype:
+def _dtype(teacher: EngineTeacher, device: torch.device) -> torch.dtype:
     """The engine's: states come in it, and logits are to be the engine's own."""
     name = teacher.engine.dtype
     if name == "auto":

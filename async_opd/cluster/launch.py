@@ -8,9 +8,10 @@ queue ─┬─ student/0 … student/N-1     rollouter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -24,16 +25,28 @@ from async_opd.cluster.proxies import (
     TrainerProxy,
 )
 from async_opd.cluster.session import ray_session
-from async_opd.core.config import RunConfig
+from async_opd.core.config import (
+    EndpointTeacher,
+    EngineTeacher,
+    RunConfig,
+    SelfTeacher,
+    VllmTeacher,
+)
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.pools import pools
-from async_opd.core.stages import DEAD, PROMPTS, STALE, SamplingSpec, topics
+from async_opd.core.refresh import RefreshingSync
+from async_opd.core.stages import DEAD, PROMPTS, STALE, SamplingSpec, WeightSync, topics
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
+from teachers.endpoint import EndpointReplica
+from teachers.endpoint_spec import endpoint_spec
+from teachers.pool import Weights
 from teachers.spec import TeacherEngineSpec
+
+Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
 
 @dataclass(frozen=True)
@@ -44,7 +57,7 @@ class Stages:
     rollouter: RollouterStage
     scorer: ScorerProxy
     trainer: TrainerProxy
-    sync: BroadcastSync
+    sync: WeightSync
 
 
 @dataclass(frozen=True)
@@ -113,10 +126,7 @@ async def _build(boxes: _Boxes) -> Stages:
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
     students = [task.result() for task in student_tasks]
-    teachers = {
-        name: [TeacherProxy(task.result()) for task in tasks]
-        for name, tasks in teacher_tasks.items()
-    }
+    teachers = {name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()}
     trainer = TrainerProxy(trainer_task.result())
     receivers = [StudentProxy(student) for student in students]
     sync = BroadcastSync(
@@ -140,7 +150,27 @@ async def _build(boxes: _Boxes) -> Stages:
         lost=lost,
     )
     scorer = ScorerProxy(await boxes.scorer(teachers, queue))
-    return Stages(queue, rollouter, scorer, trainer, sync)
+    return Stages(queue, rollouter, scorer, trainer, _refreshing(config, sync, trainer, scorer))
+
+
+def _refreshing(
+    config: RunConfig, sync: WeightSync, trainer: TrainerProxy, scorer: ScorerProxy
+) -> WeightSync:
+    """The sync, which also refreshes teachers that are the student itself."""
+    every = {
+        name: teacher.refresh_every
+        for name, teacher in config.teachers.items()
+        if isinstance(teacher, SelfTeacher) and teacher.refresh_every
+    }
+    if not every:
+        return sync
+
+    async def load(teacher: str, version: int, directory: str) -> None:
+        weights = Weights(version, directory, config.timeouts.engine_start_s)
+        await scorer.load(teacher, weights)
+
+    directory = Path(config.run_dir or ".").absolute() / "teachers"
+    return RefreshingSync(sync, every, trainer.save, load, directory)
 
 
 @dataclass
@@ -194,20 +224,28 @@ class _Boxes:
             engine_gpus=rollout.tensor_parallel,
         )
 
-    async def teacher(self, teacher_name: str, index: int) -> Remote:
-        """One replica of a teacher."""
-        config = self.config
-        teacher = config.teachers[teacher_name]
+    async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
+        """One replica of a teacher; a server of somebody else needs no actor."""
+        teacher = self.config.teachers[teacher_name]
         name = f"teacher {teacher_name}/{index}"
+        if isinstance(teacher, EndpointTeacher):
+            spec = endpoint_spec(self.config, teacher, name, teacher.urls[index])
+            return EndpointReplica(spec)
+        return TeacherProxy(await self._engine(teacher, teacher_name, name))
+
+    async def _engine(self, teacher: EngineTeacher, teacher_name: str, name: str) -> Remote:
+        config = self.config
         spec = TeacherEngineSpec(
             name=name,
             kwargs=engine_kwargs(
                 teacher.engine,
-                model=teacher.model,
+                model=config.teacher_model(teacher_name),
                 device=self.device,
                 tensor_parallel=teacher.tensor_parallel,
                 seed=config.seed,
-                trust_remote_code=teacher.trust_remote_code,
+                trust_remote_code=(
+                    teacher if isinstance(teacher, VllmTeacher) else config.student
+                ).trust_remote_code,
             ),
             kind=score_kind(config.loss),
             top_k=scored_top_k(config.loss),
@@ -231,9 +269,9 @@ class _Boxes:
             gpus=int(self.device == "cuda"),
         )
 
-    async def scorer(self, teachers: dict[str, list[TeacherProxy]], queue: QueueProxy) -> Remote:
+    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> Remote:
         """The scoring stage."""
-        sizes = {name: t.engine.max_num_seqs for name, t in self.config.teachers.items()}
+        sizes = {name: t.batch_size for name, t in self.config.teachers.items()}
         health = {name: teacher.health for name, teacher in self.config.teachers.items()}
         rebuild = _Rebuild(replace(self, on_lost=_nobody, started=[], engines=[], stages=[]))
         args = (teachers, queue, sizes, health, rebuild)
@@ -283,7 +321,9 @@ class _Rebuild:
     async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
         """See teachers.pool.Rebuild."""
         old.kill()
-        return TeacherProxy(await self.boxes.teacher(teacher, index))
+        replica = await self.boxes.teacher(teacher, index)
+        assert isinstance(replica, TeacherProxy)  # servers are waited for, not rebuilt
+        return replica
 
     async def close(self) -> None:
         """See teachers.pool.Rebuild."""

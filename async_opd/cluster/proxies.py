@@ -11,6 +11,7 @@ from async_opd.core.queue import Ack, Lease, TopicStats
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
+from teachers.pool import Weights
 
 ENDLESS = float("inf")
 """For calls that wait for work; the pipeline's stall bound covers them."""
@@ -124,6 +125,10 @@ class TeacherProxy:
         """See TeacherReplica.ready."""
         return cast(int, await self._remote.call("ready"))
 
+    async def load(self, directory: str) -> None:
+        """See TeacherReplica.load; the pool bounds it."""
+        await self._remote.call("load", directory, timeout_s=ENDLESS)
+
     def kill(self) -> None:
         """Ends the process and its children."""
         self._remote.kill()
@@ -147,6 +152,10 @@ class ScorerProxy:
             "generate", teacher, prompts, sampling, timeout_s=ENDLESS
         )
         return cast(list[Rollout], rollouts)
+
+    async def load(self, teacher: str, weights: Weights) -> None:
+        """See ScorerStage.load, which bounds it."""
+        await self._remote.call("load", teacher, weights, timeout_s=ENDLESS)
 
     async def report(self) -> dict[str, StageReport]:
         """See ScorerStage.report."""

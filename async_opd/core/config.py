@@ -26,8 +26,13 @@ from async_opd.core.loss_config import SampledConfig as SampledConfig
 from async_opd.core.loss_config import nucleus_faults
 from async_opd.core.plan_config import PlanConfig as PlanConfig
 from async_opd.core.section import Section as Section
+from async_opd.core.teacher_config import EndpointHealth as EndpointHealth
+from async_opd.core.teacher_config import EndpointTeacher as EndpointTeacher
+from async_opd.core.teacher_config import EngineTeacher as EngineTeacher
 from async_opd.core.teacher_config import HealthConfig as HealthConfig
+from async_opd.core.teacher_config import SelfTeacher as SelfTeacher
 from async_opd.core.teacher_config import TeacherConfig as TeacherConfig
+from async_opd.core.teacher_config import VllmTeacher as VllmTeacher
 
 
 class SizesError(ValueError):
@@ -250,6 +255,17 @@ class RunConfig(Section):
     plan: PlanConfig | None = None
     """Speeds for ``async_opd plan``; a run does not read them."""
 
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _teachers_have_a_kind(cls, teachers: Any) -> Any:
+        """One that says none is a model in engines of its own."""
+        if not isinstance(teachers, dict):
+            return teachers
+        return {
+            name: {"kind": "vllm", **teacher} if isinstance(teacher, dict) else teacher
+            for name, teacher in teachers.items()
+        }
+
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
         """Sizes that would starve or dead-lock the pipeline are refused here."""
@@ -296,6 +312,19 @@ class RunConfig(Section):
             if data_source in (teacher.sources if teacher.sources is not None else [name]):
                 return name
         return None
+
+    def teacher_model(self, name: str) -> str:
+        """The model of a teacher, by directory, hub id or its name on a server."""
+        teacher = self.teachers[name]
+        if isinstance(teacher, EndpointTeacher):
+            return teacher.served_model
+        return self.student.model if isinstance(teacher, SelfTeacher) else teacher.model
+
+    @property
+    def prompt_templates(self) -> dict[str, str]:
+        """By teacher, where it sees another prompt than the student."""
+        teachers = self.teachers.items()
+        return {name: t.prompt_template for name, t in teachers if t.prompt_template is not None}
 
     @property
     def versions(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os.path
 
-from async_opd.core.config import RunConfig
+from async_opd.core.config import RunConfig, SelfTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.model_files import HUB_ID
 
@@ -36,7 +36,8 @@ def localize(config: RunConfig, where: str) -> RunConfig:
     teachers = {
         name: teacher.model_copy(update={"model": local(f"teachers.{name}.model", teacher.model)})
         for name, teacher in config.teachers.items()
+        if not isinstance(teacher, SelfTeacher) and teacher.model is not None
     }
     if problems:
         raise ConfigError(problems)
-    return config.model_copy(update={"student": student, "teachers": teachers})
+    return config.model_copy(update={"student": student, "teachers": config.teachers | teachers})

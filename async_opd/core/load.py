@@ -235,7 +235,12 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
     remedy = f"the default is {default!r}" if default is not None else ""
     if kind == "literal_error":
         remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
-    return f"found {_shown(found)}, expected {expected}", remedy
+    return f"found {_said(key, found)}, expected {expected}", remedy
+
+
+def _said(key: str, found: Any) -> str:
+    """The value; not where a key may stand in place of its name."""
+    return "a value that is not shown" if key.endswith("api_key_env") else _shown(found)
 
 
 def _nearest(found: Any, allowed: str) -> str:

@@ -29,7 +29,9 @@ def pools(config: RunConfig) -> list[Pool]:
     return [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, "student answers"),
         *(
-            Pool(f"teachers.{name}", t.replicas, t.tensor_parallel, t.model, "scores answers")
+            Pool(
+                f"teachers.{name}", t.replicas, t.gpus, config.teacher_model(name), "scores answers"
+            )
             for name, t in config.teachers.items()
         ),
         Pool("train", 1, 1, student, "trains the student"),

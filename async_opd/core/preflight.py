@@ -5,21 +5,27 @@ Reads the files that a config names; imports neither torch, ray, vllm nor transf
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from async_opd.core.config import FileSource, RunConfig
+from async_opd.core.config import EndpointTeacher, EngineTeacher, FileSource, RunConfig, SelfTeacher
 from async_opd.core.devices import gpu_count, resolve_device
 from async_opd.core.errors import Problem
 from async_opd.core.graders import load_grader
 from async_opd.core.head_files import HeadFiles
-from async_opd.core.loss_config import score_kind, scored_top_k
+from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.pools import Pool as Pool
 from async_opd.core.pools import pools as pools
+from async_opd.core.prompts import filled
 from async_opd.core.sources import Row, SourceError, read_source
-from async_opd.core.text import Text
+from async_opd.core.text import PromptText, Text
 
+WORDS: dict[ScoreKind, str] = {
+    "student_topk": "the teacher's log-probabilities of the student's own best tokens",
+    "hidden": "the teacher's hidden states",
+}
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
 
@@ -107,8 +113,16 @@ class _Check:
     def _model_keys(self) -> dict[str, str]:
         teachers = self.config.teachers.items()
         return {"student.model": self.config.student.model} | {
-            f"teachers.{name}.model": teacher.model for name, teacher in teachers
+            f"teachers.{name}.model": teacher.model
+            for name, teacher in teachers
+            if not isinstance(teacher, SelfTeacher) and teacher.model is not None
         }
+
+    def _engine_keys(self) -> set[str]:
+        """Keys of models that this run loads itself."""
+        teachers = self.config.teachers.items()
+        own = {f"teachers.{name}.model" for name, t in teachers if isinstance(t, EngineTeacher)}
+        return own | {"student.model"}
 
     def _vocabulary(self, key: str, files: ModelFiles) -> None:
         if files.vocabulary is not None and files.vocabulary < files.tokens:
@@ -138,8 +152,40 @@ class _Check:
                 f"{top_k}",
                 "1, or another loss.support",
             )
+        self._endpoints(kind)
+        self._refreshed(kind)
         if kind == "hidden":
             self._heads()
+
+    def _refreshed(self, kind: ScoreKind) -> None:
+        """The trainer's copy of a teacher's head would keep the initial weights."""
+        for name, teacher in self.config.teachers.items():
+            if isinstance(teacher, SelfTeacher) and teacher.refresh_every and kind == "hidden":
+                self.problem(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but with full_vocab its head is the "
+                    "trainer's, and stays the initial one",
+                    "0, or another loss.support",
+                )
+
+    def _endpoints(self, kind: ScoreKind) -> None:
+        """What servers can return for the objective, and whether there is a key."""
+        for name, teacher in self.config.teachers.items():
+            if not isinstance(teacher, EndpointTeacher):
+                continue
+            if kind not in ("sampled", "teacher_topk"):
+                self.problem(
+                    f"teachers.{name}.kind",
+                    f"the objective needs {WORDS[kind]}, which no server returns: their APIs give "
+                    "the log-probabilities of the sampled token and of the teacher's best",
+                    "kind vllm, or a loss of sampled tokens or with support teacher_topk",
+                )
+            if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
+                self.problem(
+                    f"teachers.{name}.api_key_env",
+                    f"the environment has no {teacher.api_key_env}",
+                    f"export {teacher.api_key_env}=…",
+                )
 
     def _heads(self) -> None:
         for key, files in self.files.items():
@@ -180,6 +226,8 @@ class _Check:
 
     def _head_sizes(self) -> None:
         for key, files in self.files.items():
+            if key not in self._engine_keys():
+                continue
             if files.head_size is not None and files.head_size not in HEAD_DIMS_ON_CPU:
                 self.problem(
                     key,
@@ -276,7 +324,9 @@ class _Check:
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
             name = source.path if isinstance(source, FileSource) else source.task
             try:
-                lengths = [(row.uid, len(text.encode(row.prompt))) for row in rows]
+                lengths = [
+                    (row.uid, len(text.encode(seen))) for row in rows for seen in self._seen(row)
+                ]
             except Exception as error:  # a chat template can raise anything
                 self.problems.append(
                     Problem(
@@ -302,14 +352,26 @@ class _Check:
                 )
         return limit
 
+    def _seen(self, row: Row) -> list[PromptText]:
+        """A row's prompt as the student sees it, and as its teacher does where that is another."""
+        teacher = self.config.teacher_of(row.data_source)
+        template = self.config.prompt_templates.get(teacher or "")
+        return [row.prompt] if template is None else [row.prompt, filled(template, row)]
+
     def _prompt_limit(self, key: str, response: int) -> int | None:
         """Tokens a prompt may have: the shortest model must hold prompt, response and one more."""
         config = self.config
         lengths = {"student.model": config.rollout.engine.max_model_len}
         for name, teacher in config.teachers.items():
-            lengths[f"teachers.{name}.model"] = teacher.engine.max_model_len
-        positions = [lengths[name] or files.positions for name, files in self.files.items()]
+            if isinstance(teacher, EngineTeacher):
+                lengths[f"teachers.{name}.model"] = teacher.engine.max_model_len
+        positions = [lengths.get(name) or files.positions for name, files in self.files.items()]
         known = [value for value in positions if value]
+        known += [
+            teacher.engine.max_model_len
+            for teacher in config.teachers.values()
+            if isinstance(teacher, SelfTeacher) and teacher.engine.max_model_len
+        ]
         limits = [value - response - 1 for value in known]
         if config.data.max_prompt_tokens:
             limits.append(config.data.max_prompt_tokens)

@@ -10,12 +10,13 @@ cannot be tokenized, or not within the limit, comes as what was lost, with the r
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from string import Formatter
 
 import numpy as np
 
 from async_opd.core.errors import RolloutFault
-from async_opd.core.samples import NEVER_OLD, Header, Lost, Prompt
+from async_opd.core.samples import NEVER_OLD, Header, Int32, Lost, Prompt
 from async_opd.core.sources import Row
 from async_opd.core.text import PromptText
 
@@ -30,15 +31,26 @@ def to_prompt(
     epoch: int = 0,
     graded: bool = False,
     limit: int | None = None,
+    templates: Mapping[str, str] | None = None,
 ) -> Prompt:
     """Tokenizes and routes a row; its uid says the epoch too.
 
     The row goes along if its rollouts are to be ``graded``. KeyError without a teacher;
-    RolloutFault if it cannot be tokenized, or not into 1 to ``limit`` tokens.
+    RolloutFault if it cannot be tokenized, or not into 1 to ``limit`` tokens. ``templates`` are
+    those of teachers that see another prompt than the student.
     """
     teacher = _teacher(row, route)
+    ids = _encoded(row, lambda: row.prompt, encode, limit)
+    template = (templates or {}).get(teacher)
+    seen = None
+    if template is not None:
+        seen = _encoded(row, lambda: filled(template, row), encode, limit)
+    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, row if graded else None, seen)
+
+
+def _encoded(row: Row, text: Callable[[], PromptText], encode: Encode, limit: int | None) -> Int32:
     try:
-        ids = np.asarray(encode(row.prompt), dtype=np.int32)
+        ids = np.asarray(encode(text()), dtype=np.int32)
     except Exception as error:  # a chat template can raise anything
         cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
         raise RolloutFault("prompt", cause, "mend the prompt or the chat template") from error
@@ -46,7 +58,7 @@ def to_prompt(
         most = "" if limit is None else f", at most {limit} fit"
         cause = f"row {row.uid} has {len(ids)} tokens{most}"
         raise RolloutFault("prompt", cause, "shorten or remove it")
-    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, row if graded else None)
+    return ids
 
 
 def _uid(row: Row, epoch: int) -> str:
@@ -58,6 +70,23 @@ def _teacher(row: Row, route: Route) -> str:
     if teacher is None:
         raise KeyError(f"no teacher for data source {row.data_source!r} (row {row.uid})")
     return teacher
+
+
+def filled(template: str, row: Row) -> PromptText:
+    """The template with the row's fields. ValueError for one that the row does not have.
+
+    A template that is a single field in braces gives the field itself: chat messages stay such.
+    """
+    parts = list(Formatter().parse(template))
+    if len(parts) == 1 and parts[0][0] == "" and parts[0][1] in row.fields:
+        whole: PromptText = row.fields[parts[0][1]]
+        return whole
+    try:
+        return Formatter().vformat(template, (), row.fields)
+    except (LookupError, AttributeError) as error:
+        has = ", ".join(row.fields)
+        message = f"prompt_template asks for {error}, row {row.uid} has {has}"
+        raise ValueError(message) from error
 
 
 class PromptStream:
@@ -75,6 +104,7 @@ class PromptStream:
         cursor: int = 0,
         graded: bool = False,
         limit: int | None = None,
+        templates: Mapping[str, str] | None = None,
     ) -> None:
         """``limit``: most tokens of a prompt."""
         self._limit = limit
@@ -82,6 +112,7 @@ class PromptStream:
         self._weights, self._total = list(weights), float(sum(weights))
         self._encode, self._route = encode, route
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
+        self._templates = templates
         self._taken = [0] * len(sources)
         self._orders: dict[int, tuple[int, list[int]]] = {}
         self._cursor = 0
@@ -117,7 +148,15 @@ class PromptStream:
         epoch, position = divmod(taken, len(rows))
         row = rows[self._order(source, epoch)[position]]
         try:
-            return to_prompt(row, self._encode, self._route, epoch, self._graded, self._limit)
+            return to_prompt(
+                row,
+                self._encode,
+                self._route,
+                epoch,
+                self._graded,
+                self._limit,
+                self._templates,
+            )
         except RolloutFault as fault:
             header = Header(_uid(row, epoch), 0, 0, NEVER_OLD, _teacher(row, self._route))
             return Lost(header, fault.cause, fault.stage)

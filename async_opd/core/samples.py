@@ -8,7 +8,7 @@ probabilities are natural logarithms (nats). Teacher payloads cover response pos
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -37,6 +37,7 @@ class Prompt:
     ``uid`` is stable: the same entry in the same epoch has the same uid in every run.
     ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher the prompt is routed to.
     ``row`` is what a grader needs, where there is a reward; it travels to the grader, no further.
+    ``teacher_ids`` int32 is the prompt that the teacher sees, where it is another one.
     """
 
     uid: str
@@ -44,6 +45,12 @@ class Prompt:
     teacher: str
     token_ids: Int32
     row: Row | None = None
+    teacher_ids: Int32 | None = None
+
+    @property
+    def seen_by_teacher(self) -> Prompt:
+        """The prompt as the teacher sees it."""
+        return self if self.teacher_ids is None else replace(self, token_ids=self.teacher_ids)
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,16 @@ class Rollout:
                 f"rollout {self.uid}: version spans {self.version_spans} do not partition "
                 f"0..{length}"
             )
+
+    @property
+    def seen_by_teacher(self) -> Rollout:
+        """The student's response to the prompt that the teacher sees."""
+        return replace(self, prompt=self.prompt.seen_by_teacher)
+
+    @property
+    def once_scored(self) -> Rollout:
+        """Without what only the teacher needed: it travels no further."""
+        return replace(self, topk_ids=None, prompt=replace(self.prompt, teacher_ids=None))
 
     @property
     def oldest_version(self) -> int:

@@ -1,15 +1,20 @@
-"""The ``teachers`` section: what a teacher is, and when one of its replicas counts as broken."""
+"""The ``teachers`` section: kinds of teacher, and when one of their replicas counts as broken."""
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from abc import abstractmethod
+from string import Formatter
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt, field_validator
 
 from async_opd.core.engine_config import EngineConfig
 from async_opd.core.section import Section
 
 
-class HealthConfig(Section):
-    """When a teacher's replica counts as broken, and what is done about it."""
+class CallHealth(Section):
+    """How long calls may take, and how often they are tried."""
 
     timeout_s: float = Field(default=60, gt=0)
     """A call may take so long, plus the time of the tokens outstanding on its replica."""
@@ -18,25 +23,65 @@ class HealthConfig(Section):
     tries: int = Field(default=4, ge=2)
     """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
     others alone."""
-    probes: PositiveInt = 5
-    """A replica that failed has to score a rollout that was scored before. If it still answers
-    but fails so many of these probes, it is rebuilt; a dead one is at once."""
     probe_s: float = Field(default=1, gt=0)
-    """The first probe comes at once, the others after 1, 3, 7 … times this long."""
+    """A replica that failed has to score a rollout that was scored before. The first such probe
+    comes at once, the others after 1, 3, 7 … times this long."""
+
+
+class HealthConfig(CallHealth):
+    """When a teacher's replica counts as broken, and what is done about it."""
+
+    probes: PositiveInt = 5
+    """A replica that still answers but fails so many probes is rebuilt; a dead one is at once."""
     rebuilds: int = Field(default=3, ge=0)
     """Rebuilds in a row without a scored batch in between; then the replica is given up."""
 
 
-class TeacherConfig(Section):
-    """One named teacher and its pool of replicas."""
+class EndpointHealth(CallHealth):
+    """When a server counts as away. Nobody here can restart it."""
 
-    model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id."""
+    patience_s: float = Field(default=600, gt=0)
+    """A server that fails is probed for so long, at most 30 s apart; then it is given up. Without
+    any left, the run fails."""
+
+
+class Teacher(Section):
+    """What every kind of teacher has."""
+
     sources: list[str] | None = None
     """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
     weight: float = Field(default=1.0, gt=0)
     """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
     weighted mean, so that only ratios between teachers matter."""
+    max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
+    code 1. Counted of at least 1000: by default the first ten are always allowed."""
+    prompt_template: str | None = Field(default=None, min_length=1)
+    """What this teacher sees instead of the student's prompt: a text with fields of the data row in
+    braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is taken as it is, so that
+    it may hold chat messages. Scores still cover the student's response."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_fields(cls, template: str | None) -> str | None:
+        if template is not None and not any(name for _, name, _, _ in Formatter().parse(template)):
+            raise ValueError("a template with at least one {field} of the data row")
+        return template
+
+    @property
+    @abstractmethod
+    def gpus(self) -> int:
+        """GPUs of each replica."""
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """The most rollouts in one call to a replica."""
+
+
+class EngineTeacher(Teacher):
+    """A teacher in vLLM engines of the run's own."""
+
     replicas: int = Field(default=1, ge=1)
     """Independent engines of this teacher."""
     tensor_parallel: PositiveInt = 1
@@ -44,8 +89,90 @@ class TeacherConfig(Section):
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
     health: HealthConfig = HealthConfig()
-    max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
-    """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
-    code 1. Counted of at least 1000: by default the first ten are always allowed."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def batch_size(self) -> int:
+        return self.engine.max_num_seqs
+
+
+class VllmTeacher(EngineTeacher):
+    """A model in vLLM engines of the run's own."""
+
+    kind: Literal["vllm"] = "vllm"
+    model: str = Field(min_length=1)
+    """Directory of a Hugging Face model, or a hub id."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
+
+
+class SelfTeacher(EngineTeacher):
+    """The student itself, as it was at the start or some weight versions ago."""
+
+    kind: Literal["self"]
+    refresh_every: int = Field(default=0, ge=0)
+    """Weight versions after which it takes the student's newest weights, by way of a copy in the
+    run directory; 0: it keeps the initial ones."""
+
+
+class EndpointTeacher(Teacher):
+    """A model on servers that somebody else runs."""
+
+    kind: Literal["endpoint"]
+    urls: list[str] = Field(min_length=1)
+    """Servers of the same model, as ``http://host:port``; balanced like replicas."""
+    api: Literal["vllm", "sglang"] = "vllm"
+    """``vllm``: an OpenAI-compatible vLLM server (``/v1/completions``); ``sglang``: an SGLang
+    server (``/generate``)."""
+    served_model: str = Field(min_length=1)
+    """The model's name on the servers; checked before anything starts."""
+    model: str | None = Field(default=None, min_length=1)
+    """Directory or hub id of the same model, if it is to be had: its tokenizer, vocabulary and
+    length are compared with the student's. By default only the servers are asked."""
+    api_key_env: str | None = None
+    """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
+    file and no log."""
+    concurrency: PositiveInt = 32
+    """Requests in flight at each server."""
+    health: EndpointHealth = EndpointHealth()
+
+    @property
+    def replicas(self) -> int:
+        """Servers."""
+        return len(self.urls)
+
+    @property
+    def gpus(self) -> int:
+        return 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.concurrency
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not name.isidentifier():
+            raise ValueError("the name of an environment variable, not the key")
+        return name
+
+    @field_validator("urls")
+    @classmethod
+    def _are_servers(cls, urls: list[str]) -> list[str]:
+        """Without trailing slashes, and without ``/v1``, which users copy along."""
+        found = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        for url in found:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"http://host:port, not {url!r}")
+            if parts.username or parts.password:
+                raise ValueError("a URL without credentials: the key belongs into api_key_env")
+        if len(set(found)) < len(found):
+            raise ValueError("each server once")
+        return found
+
+
+TeacherConfig = Annotated[VllmTeacher | EndpointTeacher | SelfTeacher, Field(discriminator="kind")]

@@ -54,6 +54,10 @@ class Text:
         rendered = self._render(messages)
         return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
 
+    def plain(self, text: str) -> list[int]:
+        """Token ids of the text alone: no template, no special tokens."""
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
     def decode(self, ids: list[int]) -> str:
         """Text of a response, special tokens left out."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))

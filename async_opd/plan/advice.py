@@ -174,7 +174,7 @@ def _best_split(setting: Setting, gpus: int, rates: _Rates) -> Split:
     """The split with the largest smallest limit, then every move that simulates better."""
     best = _balanced(setting, gpus, rates.rollout_limit)
     rate = rates.rate(best.apply(setting), LARGE)
-    moves = [split for split in _moves(best) if split.apply(setting).gpus <= gpus]
+    moves = _affordable(setting, best, gpus)
     for _ in range(MOVES):
         if not moves:
             break
@@ -182,8 +182,22 @@ def _best_split(setting: Setting, gpus: int, rates: _Rates) -> Split:
         found = rates.rate(split.apply(setting), LARGE)
         if found > 1.005 * rate:
             best, rate = split, found
-            moves = [split for split in _moves(best) if split.apply(setting).gpus <= gpus]
+            moves = _affordable(setting, best, gpus)
     return best
+
+
+def _affordable(setting: Setting, split: Split, gpus: int) -> list[Split]:
+    """Moves that change no number of other people's servers."""
+    fixed = [not teacher.gpus for teacher in setting.teachers]
+    return [
+        move
+        for move in _moves(split)
+        if move.apply(setting).gpus <= gpus
+        and all(
+            old == new or not held
+            for old, new, held in zip(split.teachers, move.teachers, fixed, strict=True)
+        )
+    ]
 
 
 def _moves(split: Split) -> Iterator[Split]:
@@ -208,7 +222,7 @@ def _balanced(
     Bisection over the throughput X: X needs so many replicas of each pool, and these so many GPUs.
     """
     low, high = 0.0, rollout_limit * (rollout or gpus)
-    fits = Split(rollout or 1, (1,) * len(setting.teachers), 1)
+    fits = replace(_least(setting), rollout=rollout or 1)
     for _ in range(50):
         middle = (low + high) / 2
         split = _split_for(setting, middle, rollout_limit, rollout)
@@ -226,11 +240,18 @@ def _split_for(
     ranks = _ranks_for(setting, rate)
     if ranks is None:
         return None
-    limits = Split(1, (1,) * len(setting.teachers), 1).apply(setting).limits()
-    teachers = tuple(
-        _replicas_for(rate, limits[f"teacher/{teacher.name}"]) for teacher in setting.teachers
-    )
+    least = _least(setting)
+    limits = least.apply(setting).limits()
+    times = [_replicas_for(rate, limits[f"teacher/{teacher.name}"]) for teacher in setting.teachers]
+    if any(count > 1 and not of.gpus for count, of in zip(times, setting.teachers, strict=True)):
+        return None
+    teachers = tuple(a * b for a, b in zip(least.teachers, times, strict=True))
     return Split(rollout or _replicas_for(rate, rollout_limit), teachers, ranks)
+
+
+def _least(setting: Setting) -> Split:
+    """One of each; servers of somebody else are as many as they are."""
+    return Split(1, tuple(1 if t.gpus else t.replicas for t in setting.teachers), 1)
 
 
 def _replicas_for(rate: float, limit: float) -> int:
@@ -254,7 +275,7 @@ def _by_rollout(
 ) -> Iterator[tuple[int, float]]:
     """Throughput against the rollout pool's GPUs, around the best split and at both ends."""
     each = setting.rollout.gpus
-    least = Split(1, (1,) * len(setting.teachers), 1).apply(setting).gpus - each
+    least = _least(setting).apply(setting).gpus - each
     most = (gpus - least) // each
     even = {1 + round(i * (most - 1) / (BARS - 1)) for i in range(BARS)}
     for replicas in sorted(even | {best.rollout}):

@@ -78,9 +78,9 @@ def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:
         TeacherPool(
             name=name,
             replicas=teacher.replicas,
-            gpus=teacher.tensor_parallel,
+            gpus=teacher.gpus,
             speed=ScoreSpeed(
-                teacher.engine.max_num_seqs,
+                teacher.batch_size,
                 plan.teachers[name].overhead_s,
                 plan.teachers[name].tokens_per_s,
             ),
@@ -110,7 +110,7 @@ def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:
 def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
     """Each pool needs one replica, the trainer one rank."""
     needs = {"rollout": config.rollout.tensor_parallel}
-    needs |= {f"teacher {name}": t.tensor_parallel for name, t in config.teachers.items()}
+    needs |= {f"teacher {name}": t.gpus for name, t in config.teachers.items()}
     needs["train"] = 1
     least = sum(needs.values())
     if gpus is None or gpus >= least:

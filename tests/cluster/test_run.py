@@ -48,9 +48,9 @@ class Run:
 class Running:
     """``async_opd run`` in a process of its own."""
 
-    def __init__(self, directory: Path, *overrides: str) -> None:
+    def __init__(self, directory: Path, *overrides: str, example: Path = EXAMPLE) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE), *SHORT, *overrides]
+        command = [sys.executable, "-m", "async_opd.cli", "run", str(example), *SHORT, *overrides]
         self.output = (directory.parent / f"{directory.name}.txt").open("w+")
         self.process = subprocess.Popen(
             [*command, "--run-dir", str(directory)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_opd.core.prompts import PromptStream
+from async_opd.core.prompts import PromptStream, filled, to_prompt
 from async_opd.core.samples import Lost, Prompt
 from async_opd.core.sources import Row
 
@@ -66,3 +66,31 @@ def test_the_cursor_counts_rows_that_could_not_be_prompts_too() -> None:
     made = stream("bad", "x")
     made.next(2)
     assert made.cursor == 2
+
+
+ROW = Row("0:0", "a", "x", "42", {"prompt": "x", "answer": "42", "hint": [{"role": "user"}]})
+
+
+def test_a_template_is_filled_with_the_fields_of_the_row() -> None:
+    assert filled("{prompt} is {answer}", ROW) == "x is 42"
+
+
+def test_a_template_that_is_one_field_gives_it_as_it_is() -> None:
+    assert filled("{hint}", ROW) == [{"role": "user"}]
+
+
+def test_a_field_that_the_row_does_not_have_is_named_with_those_it_has() -> None:
+    with pytest.raises(ValueError, match="'solution', row 0:0 has prompt, answer, hint"):
+        filled("{solution}", ROW)
+
+
+@pytest.mark.parametrize(("teacher", "seen"), [("a", [2]), ("b", None)])
+def test_only_a_teacher_with_a_template_sees_another_prompt(
+    teacher: str, seen: list[int] | None
+) -> None:
+    def encode(text: object) -> list[int]:
+        return [len(str(text))]
+
+    prompt = to_prompt(ROW, encode, lambda _: teacher, templates={"a": "{answer}"})
+    assert prompt.token_ids.tolist() == [1]
+    assert (None if prompt.teacher_ids is None else prompt.teacher_ids.tolist()) == seen

@@ -86,6 +86,14 @@ def test_more_gpus_go_to_the_pool_that_is_the_limit(tmp_path: Path) -> None:
     )
 
 
+def test_no_more_servers_of_somebody_else_are_advised_than_there_are(tmp_path: Path) -> None:
+    server = {"kind": "endpoint", "urls": ["http://one"], "served_model": "m"}
+    file = write_config(tmp_path, SPEEDS, teachers={"a": server})
+    split = planned(file, tmp_path, "--gpus", "12")["advice"]["split"]
+    assert split["teachers"] == [1]
+    assert split["rollout"] + split["ranks"] <= 12
+
+
 def test_the_advised_threshold_keeps_nearly_all_of_the_throughput(tmp_path: Path) -> None:
     advice = planned(write_config(tmp_path, SPEEDS), tmp_path)["advice"]
     _, most = advice["by_threshold"][-1]

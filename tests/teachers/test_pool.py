@@ -18,7 +18,7 @@ from async_opd.core.config import HealthConfig
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.pool import Scored, TeacherPool
+from teachers.pool import Scored, TeacherPool, Weights
 from tests.conftest import make_prompt, make_rollout
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
@@ -73,6 +73,8 @@ class Fake:
     hangs: bool = False
     answer: Callable[[Batch], Batch] | None = None
     poison: frozenset[str] = frozenset()
+    refuses: bool = False
+    loaded: list[str] = field(default_factory=list)
     scored: list[tuple[str, ...]] = field(default_factory=list)
 
     async def score(self, batch: Batch) -> Batch:
@@ -94,6 +96,12 @@ class Fake:
         await self.ready()
         return [make_rollout(f"{prompt.uid}/0") for prompt in prompts]
 
+    async def load(self, directory: str) -> None:
+        await self.ready()
+        if self.refuses:
+            raise StageError(self.name, "half of the weights are there")
+        self.loaded.append(directory)
+
     async def report(self) -> StageReport:
         await self.ready()
         counters = {"tokens": 7.0, "gap": -3.0, "gap_tokens": 6.0}
@@ -107,13 +115,15 @@ class FakeRebuild:
 
     def __init__(self, failures: int = 0) -> None:
         self.failures = failures
+        self.made: list[Fake] = []
         self.asked: list[int] = []
 
     async def __call__(self, teacher: str, index: int, old: Any) -> Fake:
         self.asked.append(index)
         if len(self.asked) <= self.failures:
             raise StageError(f"teacher {teacher}/{index}", "no memory left")
-        return Fake(f"new {index}")
+        self.made.append(Fake(f"new {index}"))
+        return self.made[-1]
 
     async def close(self) -> None: ...
 
@@ -445,3 +455,56 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
             assert sum(teacher.balancer.outstanding_tokens) == 0
 
     asyncio.run(run())
+
+
+# ── new weights ────────────────────────────────────────────────────────────────────────────────
+
+
+NEW = Weights(4, "/copies/version_4", 50.0)
+
+
+async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None:
+    both = Fake(), Fake()
+    async with pool(*both) as (teacher, _):
+        await teacher.load(NEW)
+        assert [fake.loaded for fake in both] == [[NEW.directory]] * 2
+        assert (await teacher.report()).gauges["version"] == 4
+
+
+@pytest.mark.parametrize("fault", ["refuses", "hangs"])
+async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str) -> None:
+    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    async with pool(bad, good, rebuild=rebuild) as (teacher, clock):
+        setattr(bad, fault, True)
+        loading = asyncio.create_task(teacher.load(NEW))
+        await settle()
+        await clock.pass_(50)
+        await loading
+        await settle()
+        assert rebuild.asked == [0]
+        assert rebuild.made[0].loaded == [NEW.directory]
+        assert teacher.balancer.serving == 2
+
+
+async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> None:
+    bad, good, rebuild = Fake(), Fake(), FakeRebuild()
+    async with pool(bad, good, rebuild=rebuild, probe_s=1) as (teacher, clock):
+        for index in range(2):
+            await teacher.score(rollouts(f"p{index}/0"))
+        bad.broken = True
+        await teacher.score(rollouts("q/0"))
+        await settle()
+        bad.broken = False
+        await teacher.load(NEW)
+        await clock.pass_(1)
+        assert bad.loaded == []
+        assert [fake.loaded for fake in rebuild.made] == [[NEW.directory]]
+
+
+async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> None:
+    only, rebuild = Fake(), FakeRebuild()
+    async with pool(only, rebuild=rebuild) as (teacher, _):
+        await teacher.load(NEW)
+        only.dead = True
+        assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
+        assert rebuild.made[0].loaded == [NEW.directory]

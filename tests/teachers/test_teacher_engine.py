@@ -73,7 +73,11 @@ async def scenario() -> Seen:
                 for rollout in rollouts()
             ]
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
-        return Seen(samples, answers, tokens)
+        scoring_now = asyncio.create_task(teacher.score(Batch.pack(rollouts())))
+        await teacher.load(str(QUICKSTART / "models" / "teacher-reverse"))
+        await scoring_now
+        reloaded = unpack_samples([await teacher.score(Batch.pack(rollouts()))])
+        return Seen(samples | {"reloaded": reloaded}, answers, tokens)
     finally:
         await teacher.shutdown()
 
@@ -92,8 +96,12 @@ def model(name: str) -> Any:
 
 @pytest.fixture(scope="module")
 def tables() -> list[Any]:
+    return tables_of("teacher-sort")
+
+
+def tables_of(name: str) -> list[Any]:
     """Log-probabilities [R, V] of the teacher in transformers, float64."""
-    teacher = model("teacher-sort")
+    teacher = model(name)
     return [reference_logprobs(teacher, r.prompt.token_ids, r.response_ids) for r in rollouts()]
 
 
@@ -181,3 +189,9 @@ def test_the_teacher_answers_prompts_itself(seen: Seen) -> None:
 
 def test_the_report_counts_tokens_of_prompts_and_responses(seen: Seen) -> None:
     assert seen.tokens == sum(rollout.tokens for rollout in rollouts())
+
+
+def test_after_new_weights_were_loaded_the_scores_are_theirs(seen: Seen) -> None:
+    for sample, table in zip(seen.samples["reloaded"], tables_of("teacher-reverse"), strict=True):
+        own = np.take_along_axis(table, sample.scores.ids.astype(np.int64), axis=-1)
+        np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)

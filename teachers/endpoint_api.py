@@ -1,0 +1,220 @@
+"""What servers are asked, and how their JSON becomes arrays of the response positions.
+
+    api      scores from            sampled token and top-k of a position
+    vllm     /v1/completions        prompt_logprobs, one object a token of prompt and response
+    sglang   /generate              input_token_logprobs, input_top_logprobs, from P-1 on
+
+Nothing a server says is believed: what does not fit raises ValueError, of which msgspec's errors
+are a kind. Whether the numbers can be log-probabilities is checked with every replica's samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import msgspec
+import numpy as np
+
+from async_opd.core.samples import (
+    FinishReason,
+    Int32,
+    Prompt,
+    Rollout,
+    SampledLogprobs,
+    Scores,
+    TopK,
+)
+from async_opd.core.stages import SamplingSpec
+
+
+@dataclass(frozen=True)
+class Request:
+    """A path below the server's URL, and the JSON body."""
+
+    path: str
+    body: dict[str, Any]
+
+
+class Api(Protocol):
+    """One kind of server."""
+
+    def score(self, rollout: Rollout, top_k: int) -> Request: ...
+
+    def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores: ...
+
+    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request: ...
+
+    def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]: ...
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
+
+
+class _Completion(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class VllmApi:
+    """An OpenAI-compatible vLLM server."""
+
+    _decoder = msgspec.json.Decoder(_Completion, strict=False)  # keys are numbers in quotes
+
+    def __init__(self, served_model: str) -> None:
+        self._model = served_model
+
+    def score(self, rollout: Rollout, top_k: int) -> Request:
+        """Log-probabilities of all tokens of prompt and response; one token is generated."""
+        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
+        return self._request(prompt=tokens, prompt_logprobs=top_k, max_tokens=1, temperature=0.0)
+
+    def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
+        """The sampled token comes first, and once only if it is one of the best."""
+        rows, expected = self._choice(answer).prompt_logprobs or [], rollout.tokens
+        if len(rows) != expected:
+            raise ValueError(f"log-probabilities of {len(rows)} tokens instead of {expected}")
+        sampled: list[float] = []
+        best: list[tuple[int, float]] = []
+        response = rollout.response_ids.tolist()
+        for token, row in zip(response, rows[len(rows) - len(response) :], strict=True):
+            if row is None or token not in row or not max(1, top_k) <= len(row) <= top_k + 1:
+                raise ValueError(f"{len(row or ())} tokens at a position, or not the sampled one")
+            sampled.append(row[token].logprob)
+            entries = [(other, entry.logprob) for other, entry in row.items()]
+            if len(row) == top_k + 1:
+                entries = [entry for entry in entries if entry[0] != token]
+            best += sorted(entries, key=lambda entry: -entry[1]) if top_k else []
+        return scores_of(sampled, [i for i, _ in best], [p for _, p in best], top_k)
+
+    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
+        """One answer, as token ids."""
+        return self._request(
+            prompt=prompt.token_ids.tolist(),
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            stop_token_ids=list(eos),
+            return_token_ids=True,
+        )
+
+    def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
+        """The answer's tokens."""
+        choice = self._choice(answer)
+        if choice.token_ids is None:
+            raise ValueError("no token_ids; vLLM returns them since 0.10.2")
+        return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
+
+    def _request(self, **body: Any) -> Request:
+        return Request("/v1/completions", {"model": self._model, **body})
+
+    def _choice(self, answer: bytes) -> _Choice:
+        choices = self._decoder.decode(answer).choices
+        if len(choices) != 1:
+            raise ValueError(f"{len(choices)} choices instead of 1")
+        return choices[0]
+
+
+_Entry = tuple[float | None, int, str | None]
+
+
+class _Finish(msgspec.Struct):
+    type: str
+
+
+class _Meta(msgspec.Struct):
+    finish_reason: _Finish | None = None
+    input_token_logprobs: list[_Entry] = []
+    input_top_logprobs: list[list[_Entry] | None] = []
+
+
+class _Generated(msgspec.Struct):
+    meta_info: _Meta
+    output_ids: list[int] | None = None
+
+
+class SglangApi:
+    """An SGLang server. Not yet run against a real one: tests have answers in its format."""
+
+    _decoder = msgspec.json.Decoder(_Generated)
+
+    def score(self, rollout: Rollout, top_k: int) -> Request:
+        """Log-probabilities from the prompt's last token on: the first of them is always empty."""
+        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
+        body = {
+            "input_ids": tokens,
+            "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
+            "return_logprob": True,
+            "logprob_start_len": len(rollout.prompt.token_ids) - 1,
+            "top_logprobs_num": top_k,
+        }
+        return Request("/generate", body)
+
+    def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
+        """Entries are [log-probability, token, text]; there is one more than response tokens."""
+        meta = self._decoder.decode(answer).meta_info
+        response = len(rollout.response_ids)
+        tops = meta.input_top_logprobs if top_k else [[]] * (response + 1)
+        if (len(meta.input_token_logprobs), len(tops)) != (response + 1, response + 1):
+            found = f"{len(meta.input_token_logprobs)} and {len(tops)}"
+            raise ValueError(f"log-probabilities of {found} tokens instead of {response + 1}")
+        sampled = [_number(entry) for entry in meta.input_token_logprobs[1:]]
+        best = [entry for row in tops[1:] for entry in (row or [])[:top_k]]
+        if len(best) != response * top_k:
+            raise ValueError(f"{len(best)} best tokens instead of {response} times {top_k}")
+        return scores_of(sampled, [e[1] for e in best], [_number(e) for e in best], top_k)
+
+    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
+        """One answer, as token ids."""
+        params = {
+            "max_new_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(eos),
+        }
+        body = {"input_ids": prompt.token_ids.tolist(), "sampling_params": params}
+        return Request("/generate", body)
+
+    def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
+        """The answer's tokens."""
+        generated = self._decoder.decode(answer)
+        if generated.output_ids is None:
+            raise ValueError("no output_ids")
+        finish = generated.meta_info.finish_reason
+        return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
+
+
+def _number(entry: _Entry) -> float:
+    if entry[0] is None:
+        raise ValueError(f"no log-probability for token {entry[1]}")
+    return entry[0]
+
+
+def scores_of(sampled: list[float], ids: list[int], logprobs: list[float], top_k: int) -> Scores:
+    """SampledLogprobs, or TopK with ``top_k``."""
+    own = np.asarray(sampled, np.float32)
+    if not top_k:
+        return SampledLogprobs(own)
+    shape = (len(sampled), top_k)
+    found = np.asarray(ids, np.int64).reshape(shape)
+    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
+        raise ValueError(f"token ids from {found.min()} to {found.max()}")
+    return TopK(found.astype(np.int32), np.asarray(logprobs, np.float32).reshape(shape), own)
+
+
+def highest_id(scores: Scores) -> int:
+    """The largest token id of the teacher's best, -1 without any."""
+    ids: Int32 | None = getattr(scores, "ids", None)
+    return -1 if ids is None or not ids.size else int(ids.max())
+
+
+def make_api(api: Literal["vllm", "sglang"], served_model: str) -> Api:
+    """The API of the config."""
+    return VllmApi(served_model) if api == "vllm" else SglangApi()

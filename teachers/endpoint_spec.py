@@ -1,0 +1,46 @@
+"""What it takes to talk to a teacher's servers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from async_opd.core.config import EndpointTeacher, RunConfig
+from async_opd.core.loss_config import scored_top_k
+from async_opd.core.text import eos_ids, read_json
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """One server. ``top_k`` is 0 where only the sampled token is scored.
+
+    ``vocabulary`` is the student's, None if it is not known.
+    """
+
+    name: str
+    url: str
+    api: Literal["vllm", "sglang"]
+    served_model: str
+    top_k: int
+    eos_ids: tuple[int, ...]
+    concurrency: int
+    vocabulary: int | None = None
+    key: str | None = field(default=None, repr=False)
+
+
+def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: str) -> EndpointSpec:
+    """One of a teacher's servers. Its key is read here, from the environment."""
+    vocabulary = read_json(Path(config.student.model) / "config.json").get("vocab_size")
+    return EndpointSpec(
+        name=name,
+        url=url,
+        api=teacher.api,
+        served_model=teacher.served_model,
+        top_k=scored_top_k(config.loss),
+        eos_ids=eos_ids(config.student.model),
+        concurrency=teacher.concurrency,
+        vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        key=os.environ.get(teacher.api_key_env) if teacher.api_key_env else None,
+    )

@@ -1,0 +1,369 @@
+"""Teachers on servers of somebody else: small HTTP servers that answer as the real ones do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from async_opd.core.batch import Batch
+from async_opd.core.config import EndpointHealth
+from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.samples import Rollout, Sample, SampledLogprobs, TopK
+from async_opd.core.stages import SamplingSpec
+from teachers.endpoint import EndpointReplica
+from teachers.endpoint_api import SglangApi, VllmApi
+from teachers.endpoint_spec import EndpointSpec
+from teachers.pool import TeacherPool
+from tests.conftest import make_prompt, make_rollout
+from tests.teachers.test_pool import Clock, settle
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+KEY = "sk-not-to-be-seen"
+
+
+def vllm_answer(rows: list[Any], **choice: Any) -> bytes:
+    return json.dumps(
+        {"id": "cmpl-1", "choices": [{"index": 0, "prompt_logprobs": rows, **choice}]}
+    ).encode()
+
+
+def entry(logprob: float, rank: int = 1) -> dict[str, Any]:
+    return {"logprob": logprob, "rank": rank, "decoded_token": "x"}
+
+
+def vllm_rows(rollout: Rollout, top_k: int) -> list[Any]:
+    """The sampled token first, then the best; it is one of them where it is token 1."""
+    rows: list[Any] = [None]
+    for token in [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()][1:]:
+        best = {str(1 + rank): entry(-0.5 - rank, rank + 1) for rank in range(top_k)}
+        rows.append({str(token): entry(-0.5 if token == 1 else -7.5, 9)} | best)
+    return rows
+
+
+def sglang_answer(rollout: Rollout, top_k: int, **meta: Any) -> bytes:
+    response = rollout.response_ids.tolist()
+    tops: list[Any] = [None, *[[[-0.5 - i, 1 + i, None] for i in range(top_k)] for _ in response]]
+    found = {
+        "id": "a1",
+        "finish_reason": {"type": "length", "length": 1},
+        "prompt_tokens": rollout.tokens,
+        "input_token_logprobs": [[None, 2, None], *[[-7.5, token, None] for token in response]],
+        "input_top_logprobs": tops if top_k else [],
+        "output_token_logprobs": [[-0.1, 3, None]],
+        "cached_tokens": 0,
+    }
+    return json.dumps({"text": "", "output_ids": [3], "meta_info": found | meta}).encode()
+
+
+ROLLOUT = make_rollout(tokens=4)  # response 0, 1, 2, 3: tokens 1 and 2 are among the best
+
+
+# ── answers ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_vllm_answer_becomes_the_k_best_of_each_response_position() -> None:
+    scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
+    assert isinstance(scores, TopK)
+    np.testing.assert_array_equal(scores.ids, [[1, 2]] * 4)
+    np.testing.assert_allclose(scores.logprobs, [[-0.5, -1.5]] * 4)
+
+
+def test_a_sampled_token_of_a_vllm_answer_that_is_one_of_the_best_is_found_there() -> None:
+    scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
+    assert isinstance(scores, TopK)
+    np.testing.assert_allclose(scores.sampled_logprobs, [-7.5, -0.5, -1.5, -7.5])
+
+
+def test_without_top_k_there_is_the_sampled_token_only() -> None:
+    scores = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 0)), ROLLOUT, 0)
+    assert isinstance(scores, SampledLogprobs)
+    assert scores.logprobs.shape == (4,)
+
+
+def test_an_sglang_answer_starts_one_token_before_the_response() -> None:
+    scores = SglangApi().scores(sglang_answer(ROLLOUT, 2), ROLLOUT, 2)
+    assert isinstance(scores, TopK)
+    np.testing.assert_allclose(scores.sampled_logprobs, [-7.5] * 4)
+    np.testing.assert_array_equal(scores.ids, [[1, 2]] * 4)
+
+
+def test_an_sglang_server_is_asked_for_the_response_only() -> None:
+    body = SglangApi().score(ROLLOUT, 2).body
+    assert (len(body["input_ids"]), body["logprob_start_len"]) == (7, 2)
+
+
+ROWS = vllm_rows(ROLLOUT, 2)
+GARBAGE = {
+    "no JSON": b"<html>",
+    "another object": b"{}",
+    "no choice": b'{"choices": []}',
+    "no log-probabilities": b'{"choices": [{"text": ""}]}',
+    "too few positions": vllm_answer(ROWS[:-1]),
+    "too many tokens": vllm_answer([None, *vllm_rows(ROLLOUT, 4)[1:]]),
+    "too few tokens": vllm_answer(vllm_rows(ROLLOUT, 0)),
+    "not the sampled token": vllm_answer([*ROWS[:-1], {"77": entry(-1), "78": entry(-2)}]),
+    "an empty position": vllm_answer([*ROWS[:-1], None]),
+    "NaN": vllm_answer([*ROWS[:-1], {"3": entry(float("nan")), "1": entry(-1)}]),
+    "no number": vllm_answer([*ROWS[:-1], {"3": entry("x"), "1": entry(-1)}]),  # type: ignore[arg-type]
+    "infinity": vllm_answer([*ROWS[:-1], {"3": entry(-1e999), "1": entry(-1)}]),
+    "a negative token": vllm_answer([*ROWS[:-1], {"3": entry(-1), "-4": entry(-1)}]),
+    "a huge token": vllm_answer([*ROWS[:-1], {"3": entry(-1), str(1 << 40): entry(-1)}]),
+}
+
+
+@pytest.mark.parametrize("answer", GARBAGE.values(), ids=GARBAGE)
+def test_a_vllm_answer_that_cannot_be_meant_is_refused(answer: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        VllmApi("m").scores(answer, ROLLOUT, 2)
+
+
+SGLANG_GARBAGE = {
+    "too few positions": {"input_token_logprobs": [[None, 2, None]]},
+    "no top": {"input_top_logprobs": []},
+    "too few best": {"input_top_logprobs": [None, *[[[-0.5, 1, None]]] * 4]},
+    "no number": {"input_token_logprobs": [[None, 2, None]] * 5},
+}
+
+
+@pytest.mark.parametrize("meta", SGLANG_GARBAGE.values(), ids=SGLANG_GARBAGE)
+def test_an_sglang_answer_that_cannot_be_meant_is_refused(meta: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011
+        SglangApi().scores(sglang_answer(ROLLOUT, 2, **meta), ROLLOUT, 2)
+
+
+# ── servers ────────────────────────────────────────────────────────────────────────────────────
+
+
+@asynccontextmanager
+async def served(
+    score: Handler, healthy: Handler | None = None, **spec: Any
+) -> AsyncIterator[EndpointReplica]:
+    """A client of a server that answers ``/v1/completions`` by a function."""
+    app = web.Application()
+    app.router.add_post("/v1/completions", score)
+    app.router.add_get("/health", healthy or nothing)
+    async with TestServer(app) as server:
+        replica = EndpointReplica(replace(SPEC, url=str(server.make_url("")).rstrip("/"), **spec))
+        try:
+            yield replica
+        finally:
+            await replica.close()
+
+
+SPEC = EndpointSpec(
+    name="teacher a/0",
+    url="http://127.0.0.1:9",
+    api="vllm",
+    served_model="m",
+    top_k=2,
+    eos_ids=(0,),
+    concurrency=3,
+    key=KEY,
+)
+
+
+async def nothing(request: web.Request) -> web.Response:
+    return web.Response()
+
+
+async def good(request: web.Request) -> web.Response:
+    body = await request.json()
+    rollout = make_rollout(tokens=len(body["prompt"]) - 3)
+    return web.Response(body=vllm_answer(vllm_rows(rollout, body["prompt_logprobs"])))
+
+
+async def test_a_batch_comes_back_as_samples_in_order() -> None:
+    rollouts = [make_rollout(f"p{index}/0", tokens=index) for index in range(7)]
+    async with served(good) as replica:
+        samples = (await replica.score(Batch.pack(rollouts))).unpack()
+    assert all(isinstance(sample, Sample) for sample in samples)
+    assert [sample.rollout.uid for sample in samples] == [r.uid for r in rollouts]  # type: ignore[union-attr]
+
+
+async def test_no_more_requests_than_concurrency_are_in_flight() -> None:
+    depth, most = 0, 0
+
+    async def slow(request: web.Request) -> web.Response:
+        nonlocal depth, most
+        depth += 1
+        most = max(most, depth)
+        await settle()
+        depth -= 1
+        return await good(request)
+
+    async with served(slow) as replica:
+        await replica.score(Batch.pack([make_rollout(f"p{i}/0") for i in range(12)]))
+    assert most == 3
+
+
+async def test_the_key_is_sent_as_a_bearer_token() -> None:
+    seen = []
+
+    async def note(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        return await good(request)
+
+    async with served(note) as replica:
+        await replica.score(Batch.pack([make_rollout()]))
+    assert seen == [f"Bearer {KEY}"]
+
+
+async def test_the_key_is_in_no_text_of_its_own_and_in_no_error() -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=401, text="no")
+
+    async with served(refuse) as replica:
+        with pytest.raises(StageError) as caught:
+            await replica.score(Batch.pack([make_rollout()]))
+    assert KEY not in f"{SPEC!r}{SPEC}{caught.value!r}{caught.value}"
+    assert "api_key_env" in str(caught.value)
+
+
+async def test_a_client_travels_to_another_process() -> None:
+    replica = pickle.loads(pickle.dumps(EndpointReplica(SPEC)))
+    assert isinstance(replica, EndpointReplica)
+
+
+@pytest.mark.parametrize("status", [400, 404, 500, 503])
+async def test_an_error_of_the_server_says_which_and_what(status: int) -> None:
+    async def fail(request: web.Request) -> web.Response:
+        return web.Response(status=status, text="out of\n patience")
+
+    async with served(fail) as replica:
+        with pytest.raises(StageError, match=f"answered {status}: out of patience"):
+            await replica.score(Batch.pack([make_rollout()]))
+
+
+async def test_a_server_that_is_not_there_is_an_error_with_its_url() -> None:
+    replica = EndpointReplica(SPEC)
+    with pytest.raises(StageError, match=r"127.0.0.1:9/v1/completions cannot be reached"):
+        await replica.score(Batch.pack([make_rollout()]))
+    await replica.close()
+
+
+async def test_a_connection_that_breaks_in_the_answer_is_an_error() -> None:
+    async def half(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Length": "1000"})
+        await response.prepare(request)
+        await response.write(b'{"choices"')
+        assert request.transport is not None
+        request.transport.close()
+        return response
+
+    async with served(half) as replica:
+        with pytest.raises(StageError, match="cannot be reached"):
+            await replica.score(Batch.pack([make_rollout()]))
+
+
+async def test_a_token_the_student_does_not_have_is_refused() -> None:
+    async with served(good, vocabulary=2) as replica:
+        with pytest.raises(StageError, match="token 2, the student has only 2"):
+            await replica.score(Batch.pack([make_rollout()]))
+
+
+async def test_garbage_is_an_error_with_a_remedy() -> None:
+    async def garbage(request: web.Request) -> web.Response:
+        return web.Response(body=GARBAGE["too few positions"])
+
+    async with served(garbage) as replica:
+        with pytest.raises(StageError, match="cannot be scores") as caught:
+            await replica.score(Batch.pack([make_rollout()]))
+    assert "teachers.*.api" in caught.value.remedy
+
+
+async def test_its_own_answers_are_rollouts() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert (body["max_tokens"], body["stop_token_ids"]) == (4, [0])
+        return web.Response(body=vllm_answer([], token_ids=[5, 6, 0], finish_reason="stop"))
+
+    async with served(answer) as replica:
+        (rollout,) = await replica.generate(
+            [make_prompt()], SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
+        )
+    assert (rollout.uid, rollout.response_ids.tolist()) == ("p/0", [5, 6, 0])
+    assert rollout.finish_reason == "stop"
+
+
+async def test_its_report_counts_tokens_and_agreement() -> None:
+    async with served(good) as replica:
+        await replica.score(Batch.pack([make_rollout(tokens=4)]))
+        report = await replica.report()
+    assert (report.counters["tokens"], report.counters["gap_tokens"]) == (7, 4)
+
+
+# ── health: nobody here can rebuild a server ───────────────────────────────────────────────────
+
+
+class Away:
+    """A server that is away until ``back``."""
+
+    def __init__(self) -> None:
+        self.back = False
+
+    async def score(self, request: web.Request) -> web.Response:
+        return await good(request) if self.back else web.Response(status=503)
+
+    async def healthy(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self.back else 503)
+
+
+@asynccontextmanager
+async def pool_of(
+    replica: EndpointReplica, clock: Clock, now: Callable[[], float]
+) -> AsyncIterator[TeacherPool]:
+    health = EndpointHealth(patience_s=100, tries=2)
+    pool = TeacherPool("a", [replica], health, timer=clock, clock=now)
+    work = asyncio.create_task(pool.run())
+    try:
+        yield pool
+    finally:
+        work.cancel()
+
+
+async def test_a_server_that_comes_back_serves_again_without_a_rebuild() -> None:
+    away, clock = Away(), Clock()
+    async with (
+        served(away.score, away.healthy) as replica,
+        pool_of(replica, clock, lambda: 0.0) as pool,
+    ):
+        scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
+        await until(lambda: pool.balancer.serving == 0)
+        away.back = True
+        await until(scoring.done, lambda: clock.pass_(30))
+        assert len(scoring.result().samples) == 1
+        assert (await pool.report()).gauges["rebuilds"] == 0
+
+
+async def test_a_server_that_stays_away_is_given_up_and_then_work_fails() -> None:
+    clock, time = Clock(), [0.0]
+    replica = EndpointReplica(SPEC)
+    async with pool_of(replica, clock, lambda: time[0]) as pool:
+        scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
+        await until(lambda: pool.balancer.serving == 0)
+        time[0] = 200.0
+        await until(scoring.done, lambda: clock.pass_(30))
+        with pytest.raises(NoReplica, match="cannot be reached"):
+            scoring.result()
+    await replica.close()
+
+
+async def until(
+    what: Callable[[], bool], meanwhile: Callable[[], Awaitable[None]] | None = None
+) -> None:
+    """Lets everything run, sockets too, until something is so."""
+    async with asyncio.timeout(20):
+        while not what():
+            await asyncio.sleep(0.001)
+            if meanwhile is not None:
+                await meanwhile()

@@ -1,0 +1,119 @@
+"""Servers are asked before a run starts: is it the model, does it know the student's tokens?"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from async_opd.core.errors import Problem
+from async_opd.core.load import load_config
+from async_opd.core.text import Text
+from teachers.endpoint_check import check_endpoints
+from tests.teachers.test_endpoint import entry, vllm_answer
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+STUDENT = Text(EXAMPLE.parent / "quickstart" / "models" / "student")
+
+
+@dataclass
+class Server:
+    """A vLLM server that works, until a field is changed."""
+
+    model: dict[str, Any] = field(default_factory=lambda: {"id": "sorter", "max_model_len": 128})
+    shift: int = 0
+    tokenizes: bool = True
+    hangs: bool = False
+    most_logprobs: int = 20
+
+    async def health(self, request: web.Request) -> web.Response:
+        if self.hangs:
+            await asyncio.sleep(60)
+        return web.Response()
+
+    async def models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [self.model]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        if not self.tokenizes:
+            return web.Response(status=404)
+        tokens = STUDENT.plain((await request.json())["prompt"])
+        return web.json_response({"tokens": [token + self.shift for token in tokens]})
+
+    async def complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if body["prompt_logprobs"] > self.most_logprobs:
+            return web.Response(status=400, text="greater than max allowed")
+        best = {str(i): entry(-1.0 - i) for i in range(body["prompt_logprobs"])}
+        rows = [{str(token): entry(-9)} | best for token in body["prompt"]]
+        return web.Response(body=vllm_answer([None, *rows[1:]]))
+
+
+@asynccontextmanager
+async def running(server: Server) -> AsyncIterator[str]:
+    app = web.Application()
+    app.router.add_get("/health", server.health)
+    app.router.add_get("/v1/models", server.models)
+    app.router.add_post("/tokenize", server.tokenize)
+    app.router.add_post("/v1/completions", server.complete)
+    async with TestServer(app) as http:
+        yield str(http.make_url("")).rstrip("/")
+
+
+async def found(server: Server, timeout_s: float = 30.0) -> list[Problem]:
+    async with running(server) as url:
+        teacher = {"kind": "endpoint", "urls": [url], "served_model": "sorter"}
+        health = {"health": {"timeout_s": timeout_s}}
+        config = load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher | health)}"])
+        return await asyncio.to_thread(check_endpoints, config, "c.yaml")
+
+
+async def one(server: Server, timeout_s: float = 30.0) -> Problem:
+    (problem,) = await found(server, timeout_s)
+    assert problem.key == "teachers.sort"
+    return problem
+
+
+async def test_a_server_of_the_model_has_no_problem() -> None:
+    assert await found(Server()) == []
+
+
+async def test_another_model_is_refused_with_the_one_that_is_served() -> None:
+    assert "serves other, not sorter" in (await one(Server(model={"id": "other"}))).message
+
+
+async def test_a_server_whose_model_is_too_short_is_refused() -> None:
+    short = Server(model={"id": "sorter", "max_model_len": 9})
+    assert "takes 9 tokens, rollout.max_tokens needs at least 10" in (await one(short)).message
+
+
+async def test_another_tokenizer_is_refused() -> None:
+    assert "another tokenizer" in (await one(Server(shift=1))).message
+
+
+async def test_a_server_that_does_not_tokenize_is_not_refused_for_it() -> None:
+    assert await found(Server(tokenizes=False)) == []
+
+
+async def test_a_server_that_gives_too_few_of_the_best_is_refused() -> None:
+    problem = await one(Server(most_logprobs=5))
+    assert "greater than max allowed" in problem.message
+    assert "--max-logprobs" in problem.remedy
+
+
+async def test_a_server_that_hangs_is_refused_in_time() -> None:
+    assert "did not answer in 0.2 s" in (await one(Server(hangs=True), timeout_s=0.2)).message
+
+
+def test_a_server_that_is_not_there_is_refused() -> None:
+    teacher = {"kind": "endpoint", "urls": ["http://127.0.0.1:9"], "served_model": "sorter"}
+    config = load_config(EXAMPLE, [f"teachers.sort={json.dumps(teacher)}"])
+    (problem,) = check_endpoints(config, "c.yaml")
+    assert "127.0.0.1:9/health cannot be reached" in problem.message
