@@ -1,6 +1,6 @@
 """The teacher stage against the engine inside of it, on a real vLLM with random weights.
 
-    stage     Batch of rollouts ──TeacherReplica.score──► Batch ──► arrays, as the trainer gets them
+    stage     Batch of rollouts ──TeacherReplica.score──► Batch ──checks──► arrays, as trained
     engine    the same sequences with prompt_logprobs=64; results are dropped as they arrive, before
               the front end makes Python lists of them
     objects   the same, read the ordinary way: one Logprob object per token and candidate
@@ -38,6 +38,7 @@ from async_opd.core.config import EngineConfig
 from async_opd.core.engine_args import engine_env, engine_kwargs
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from benchmarks.random_model import make_model
+from teachers.checks import check
 
 K = 64
 SEED = itertools.count()
@@ -70,8 +71,10 @@ class Ways:
         self.nbytes = 0.0
 
     async def stage(self, items: Sequence[Rollout]) -> list[Any]:
-        """Ours."""
-        batch = await self._replica.score(Batch.pack(items))
+        """Ours: what replica, pool and trainer do with the arrays."""
+        asked = Batch.pack(items)
+        batch = await self._replica.score(asked)
+        check("teacher t", asked, batch)
         self.nbytes = batch.nbytes / sum(len(item.response_ids) for item in items)
         return [sample.scores.logprobs for sample in unpack_samples([batch])]
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -91,3 +93,9 @@ async def test_a_stage_that_is_shut_down_ends_what_it_rebuilt() -> None:
     async with stage(Fake(), rebuild=rebuild):
         await settle()
     assert rebuild.closed
+
+
+def test_the_scoring_stage_needs_neither_an_engine_nor_a_tokenizer() -> None:
+    names = ("vllm", "torch", "transformers", "tokenizers")
+    absent = "".join(f"sys.modules[{name!r}] = None;" for name in names)
+    subprocess.run([sys.executable, "-c", f"import sys;{absent}import teachers.scorer"], check=True)

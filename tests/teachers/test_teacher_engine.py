@@ -29,6 +29,7 @@ class Seen:
     samples: dict[str, list[Any]]
     answers: list[Any]
     tokens: float
+    tokenizer: Any
 
 
 def rollouts() -> list[Any]:
@@ -77,7 +78,8 @@ async def scenario() -> Seen:
         await teacher.load(str(QUICKSTART / "models" / "teacher-reverse"))
         await scoring_now
         reloaded = unpack_samples([await teacher.score(Batch.pack(rollouts()))])
-        return Seen(samples | {"reloaded": reloaded}, answers, tokens)
+        tokenizer = teacher._engine.tokenizer
+        return Seen(samples | {"reloaded": reloaded}, answers, tokens, tokenizer)
     finally:
         await teacher.shutdown()
 
@@ -185,6 +187,10 @@ def kl(p: Any, q: Any) -> Any:
 
 def test_the_teacher_answers_prompts_itself(seen: Seen) -> None:
     assert [int(answer.response_ids[-1]) for answer in seen.answers] == [EOS[0]] * 4
+
+
+def test_no_tokenizer_is_loaded(seen: Seen) -> None:
+    assert seen.tokenizer is None
 
 
 def test_the_report_counts_tokens_of_prompts_and_responses(seen: Seen) -> None:
