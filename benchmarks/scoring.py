@@ -4,15 +4,17 @@
     engine    the same sequences with prompt_logprobs=64; results are dropped as they arrive, before
               the front end makes Python lists of them
     objects   the same, read the ordinary way: one Logprob object per token and candidate
+    groups    as stage, four rollouts to a prompt
 
-All three on one engine and in turn; every sequence is a new one, so that no way profits from the
-prefix cache. Short: 8 layers, hidden 256, vocabulary 32,000, prompts of 64 and responses of 192
+All on one engine and in turn; every sequence is a new one, so that none but groups profits from
+the prefix cache. Short: 8 layers, hidden 256, vocabulary 32,000, prompts of 64 and responses of 192
 tokens. Long: prompts of 512 and responses of 128 at a vocabulary of 131,072.
 
 ``python -m benchmarks.scoring`` prints one JSON object last: ratios of medians of tokens per second
 (prompt and response), stage over the other; ``cpu_…`` the same per second of processor time of all
 processes, which a busy machine changes less; ``bytes_per_token`` of the stage's answer per response
-token; ``difference`` the largest one between stage and objects, in nats.
+token; ``difference`` the largest one between stage and objects, in nats; ``group_ratio`` groups
+over stage, at the long sizes.
 """
 
 from __future__ import annotations
@@ -44,15 +46,18 @@ K = 64
 SEED = itertools.count()
 
 
-def rollouts(count: int, prompt: int, response: int, vocabulary: int) -> list[Rollout]:
-    """New random ones."""
+def rollouts(
+    count: int, prompt: int, response: int, vocabulary: int, group: int = 1
+) -> list[Rollout]:
+    """New random ones, ``group`` to a prompt."""
     rng = np.random.default_rng(next(SEED))
     made = []
     for index in range(count):
         ids = rng.integers(0, vocabulary, prompt + response).astype(np.int32)
         uid = f"{rng.integers(1 << 60)}/{index}"
         zeros, span = np.zeros(response, np.float32), VersionSpan(0, 0, response)
-        source = Prompt(uid, "s", "s", ids[:prompt])
+        if index % group == 0:
+            source = Prompt(uid, "s", "s", ids[:prompt])
         made.append(Rollout(uid, source, ids[prompt:], zeros, (span,), "length"))
     return made
 
@@ -77,6 +82,8 @@ class Ways:
         check("teacher t", asked, batch)
         self.nbytes = batch.nbytes / sum(len(item.response_ids) for item in items)
         return [sample.scores.logprobs for sample in unpack_samples([batch])]
+
+    groups = stage
 
     async def engine(self, items: Sequence[Rollout]) -> None:
         """Nothing is read."""
@@ -163,7 +170,8 @@ async def measure(
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for _ in range(repeats):
             for name, runs in found.items():
-                runs.append(await timed(getattr(ways, name), rollouts(*sizes)))
+                items = rollouts(*sizes, group=4 if name == "groups" else 1)
+                runs.append(await timed(getattr(ways, name), items))
                 print(sizes, name, [round(rate) for rate in runs[-1]], flush=True)
         same = rollouts(2, *sizes[1:])
         pairs = zip(await ways.stage(same), await ways.objects(same), strict=True)
@@ -184,7 +192,7 @@ async def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
     short = await measure(small, sizes, arguments.repeats, ("engine", "objects"))
     large = make_model(folder / "large", vocabulary=131_072)
     sizes = (arguments.long_rollouts, 512, 128, 131_072)
-    long = await measure(large, sizes, arguments.repeats, ("objects",))
+    long = await measure(large, sizes, arguments.repeats, ("objects", "groups"))
     result: dict[str, Any] = {}
     for name, case, other in (
         ("ratio_to_engine", short, "engine"),
@@ -194,6 +202,7 @@ async def compare(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]
         for prefix, index in (("", 0), ("cpu_", 1)):
             mine, theirs = case["rates"]["stage"][index], case["rates"][other][index]
             result[prefix + name] = round(mine / theirs, 2)
+    result["group_ratio"] = round(long["rates"]["groups"][0] / long["rates"]["stage"][0], 2)
     for label, case in (("short", short), ("long", long)):
         result |= {f"{label}_{name}_tokens_per_s": round(r[0]) for name, r in case["rates"].items()}
     result["bytes_per_token"] = round(short["bytes"], 1)
