@@ -1,6 +1,7 @@
 """The command line: parses, prints, exits.
 
     async_opd run CONFIG [a.b.c=value …] [--staleness-threshold F] [--sync-steps N] [--run-dir D]
+                  [--resume]          goes on after the newest checkpoint in D
     async_opd check CONFIG …          prints the resolved config and the pools
     async_opd plan CONFIG|RUN_DIR … [--gpus N] [--out DIR] [--json]
                                       predicts throughput and staleness, advises sizes
@@ -62,6 +63,9 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--sync-steps", metavar="N", help="async.sync_steps: steps between syncs")
         if name != "plan":
             sub.add_argument("--run-dir", metavar="D", help="run_dir: where results go")
+            if name == "run":
+                text = "go on after the newest checkpoint of the run directory"
+                sub.add_argument("--resume", action="store_true", help=text)
             continue
         sub.add_argument("--gpus", type=int, metavar="N", help="GPUs to split; default: as many")
         sub.add_argument("--out", metavar="DIR", help="where plan.svg goes; default: the run's")
@@ -134,12 +138,16 @@ def _run(arguments: argparse.Namespace) -> int:
     from async_opd.core.preflight import preflight
     from teachers.endpoint_check import check_endpoints
 
-    config = localize(_load(arguments), arguments.config)
+    config = _load(arguments)
+    if arguments.resume and config.run_dir is None:
+        message, remedy = "--resume needs to know which run", "add --run-dir D"
+        raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+    config = localize(config, arguments.config)
     inputs = preflight(config, arguments.config)
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
     from async_opd.run import run
 
-    return run(config, inputs)
+    return run(config, inputs, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
     rerun     consumes stale headers,    waits for samples that came too late
     replace   consumes dead letters,     waits for rollouts that cannot be had or scored
-    train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps
+    train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
+                                         and captures a checkpoint every so many versions
     push      consumes a snapshot,       waits for the evaluation of the version before
 
 Everything runs at the same time. Whatever ends with an error ends the run, with the stage's name.
@@ -26,18 +27,21 @@ from typing import Protocol, TypeVar
 
 from async_opd.core.admission import Admission
 from async_opd.core.batch import Batch, unpack_lost
+from async_opd.core.checkpoint import Checkpoint, Cut
+from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
 from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation, Measured
 from async_opd.core.guardrail import Guardrail
-from async_opd.core.ledger import Ledger
+from async_opd.core.ledger import Ledger, Record
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Lost
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     STALE,
+    Captured,
     Queue,
     Rollouter,
     StepReport,
@@ -84,6 +88,10 @@ class Pipeline:
     prompts: Prompts
     evaluation: Evaluation | None
     log: Log
+    record: Record | None = None
+    checkpointer: Checkpointer | None = None
+    start: Checkpoint | None = None
+    """Where the run goes on from; ``prompts`` stands at its cursor."""
 
     def __post_init__(self) -> None:
         """The control plane: budget, accounts, meters."""
@@ -94,7 +102,7 @@ class Pipeline:
             staleness_threshold=config.async_.staleness_threshold,
             steps=config.train.steps,
         )
-        self.ledger = Ledger(config.rollout.n)
+        self.ledger = Ledger(config.rollout.n, self.record)
         self.dead_letters = DeadLetters(
             {name: teacher.max_dead_letter_share for name, teacher in config.teachers.items()}
         )
@@ -108,7 +116,7 @@ class Pipeline:
         )
         self.metering = Metering()
         self.guardrail = Guardrail(config.guardrail)
-        self._step = 0
+        self._step = self._done = 0 if self.start is None else self.start.cut.step
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
 
@@ -120,17 +128,67 @@ class Pipeline:
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
                 ]
-                await self._evaluate("eval_initial")
-                await self._evaluate_teachers()
+                if self.start is None:
+                    await self._evaluate("eval_initial")
+                    await self._evaluate_teachers()
+                else:
+                    await self._resume(self.start)
                 endless.append(arrows.create_task(self._admit()))
                 endless.append(arrows.create_task(self._rerun()))
                 endless.append(arrows.create_task(self._replace()))
                 await self._train()
                 await self._evaluate("eval")
+                if self.checkpointer is not None:
+                    await self._bounded("the last checkpoint", self.checkpointer.settled())
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as errors:
             raise first_cause(errors) from errors
+
+    async def checkpoint(self) -> None:
+        """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
+
+        Raises what stands against one: the trainer does not answer, the accounts do not fit.
+        """
+        if self.checkpointer is not None:
+            await self.checkpointer.settled()
+            await self.checkpointer.take(self._cut)
+            await self.checkpointer.settled()
+
+    def _cut(self, captured: Captured) -> Cut:
+        """The accounts that belong to the captured weights.
+
+        Whoever was interrupted may not have heard of the trainer's last step: it counts.
+        """
+        if captured.step == self._done + 1:
+            report = StepReport(captured.step, captured.trained, (), {}, skipped=captured.skipped)
+            self._settle(report)
+        if captured.step != self._done:
+            raise StageError(
+                "checkpoint", f"the trainer is at step {captured.step}, the ledger at {self._done}"
+            )
+        return Cut(
+            step=captured.step,
+            version=captured.version,
+            cursor=self.prompts.cursor,
+            admitted=self.admission.admitted,
+            ledger=self.ledger.state(),
+            dead_letters=self.dead_letters.state(),
+            guardrail=self.guardrail.state(),
+        )
+
+    async def _resume(self, start: Checkpoint) -> None:
+        """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
+        cut = start.cut
+        restoring = self.stages.trainer.restore(str(start.folder))
+        finished = await self._bounded("the trainer's restart", restoring)
+        self.ledger.restore(cut.ledger, self.prompts.find)
+        self.dead_letters.restore(cut.dead_letters)
+        self.guardrail.restore(cut.guardrail)
+        self.admission.restore(cut.version, cut.admitted)
+        await self.stages.sync.snapshot(cut.version)
+        await self._bounded("the first weight sync", self.stages.sync.push())
+        await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.again(finished)))
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
@@ -166,7 +224,8 @@ class Pipeline:
         self.metering.start()
         metering: asyncio.Task[None] | None = None
         steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
-        for self._step in range(1, steps + 1):
+        first = self._done + 1
+        for self._step in range(first, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
             self._settle(report)
             if self._step % sync_steps == 0 or self._step == steps:
@@ -175,6 +234,7 @@ class Pipeline:
                     version = self.admission.version + 1
                     await self.stages.sync.snapshot(version)
                 self._pushing = self._arrows.create_task(self._push())
+                await self._checkpoint(version)
             if metering is not None:
                 await metering  # of the step before: it ran beside this one
             metering = self._arrows.create_task(self._meter(report))
@@ -187,8 +247,20 @@ class Pipeline:
         if report.skipped:
             self.supply.skipped(report)
         else:
-            self.ledger.trained(report.trained)
+            self.ledger.trained(report.trained, report.step)
             self.dead_letters.trained(report.trained)
+        self._done = report.step
+
+    async def _checkpoint(self, version: int) -> None:
+        """Every ``checkpoint.every`` versions: a copy of the trainer's state, written beside."""
+        every = self.config.checkpoint.every
+        if self.checkpointer is None or not every:
+            return
+        last = self._step == self.config.train.steps
+        if last:
+            await self._bounded("the checkpoint before", self.checkpointer.settled())
+        if last or version % every == 0:
+            await self._bounded("a checkpoint", self.checkpointer.take(self._cut))
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then the budget of the new version is open."""
@@ -245,6 +317,8 @@ class Pipeline:
         metrics["rollout/admitted"] = float(self.admission.admitted)
         metrics |= {f"ledger/{state}": float(n) for state, n in self.ledger.counts.items()}
         metrics |= self.dead_letters.metrics
+        if self.checkpointer is not None:
+            metrics |= self.checkpointer.metrics
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
         self._heed(report.step, warnings)

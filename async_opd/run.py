@@ -1,27 +1,37 @@
 """One run from start to end: run directory, cluster, pipeline, model, summary, exit code.
 
-completed → 0        failed → 1        SIGINT or SIGTERM → saved, interrupted → 130
+completed → 0        failed → 1        SIGINT or SIGTERM → checkpoint, model, interrupted → 130
+
+With ``resume`` it goes on after the newest checkpoint that is whole.
 """
 
 from __future__ import annotations
 
 import asyncio
-import signal
+import json
 import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import uvloop
 
 from async_opd.cluster.launch import Stages, launch
+from async_opd.core.checkpoint import Checkpoint, Checkpoints
+from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
-from async_opd.core.errors import AsyncOPDError, ConfigError, first_cause
+from async_opd.core.errors import AsyncOPDError, ConfigError, Problem, StageError, first_cause
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import load_grader
+from async_opd.core.interruption import Interruption
+from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.load import dump_config
 from async_opd.core.preflight import Inputs
 from async_opd.core.prompts import PromptStream, to_prompt
-from async_opd.core.runlog import RunLog
+from async_opd.core.resume import cut_files, identity, refuse_changes
+from async_opd.core.runlog import DEAD_LETTERS, RunLog
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.text import Text, eos_ids
@@ -31,23 +41,93 @@ from async_opd.pipeline import Pipeline
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run(config: RunConfig, inputs: Inputs) -> int:
-    """Runs to the end; returns the exit code."""
+@dataclass(frozen=True)
+class Job:
+    """A run that may begin: what it learns from, where it stands, where its results go."""
+
+    config: RunConfig
+    inputs: Inputs
+    run_dir: Path
+    start: Checkpoint | None
+    log: RunLog
+    journal: Journal
+
+    def message(self, text: str) -> None:
+        """See RunLog.message."""
+        self.log.message(text)
+
+    @property
+    def store(self) -> Checkpoints:
+        """Its checkpoints."""
+        return Checkpoints(self.run_dir / "checkpoints", self.config.checkpoint.keep)
+
+    def sizes(self) -> dict[str, int]:
+        """Of the files that only grow."""
+        letters = self.run_dir / DEAD_LETTERS
+        size = letters.stat().st_size if letters.exists() else 0
+        return {LEDGER: self.journal.size, DEAD_LETTERS: size}
+
+
+def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
+    """Runs to the end, from the beginning or from the newest checkpoint; returns the exit code."""
     name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
+    if resume and _is_completed(run_dir):
+        print(f"{run_dir} is completed already")
+        return COMPLETED
+    notes: list[str] = []
+    start = _start(config, inputs, run_dir, resume, notes.append)
     run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
-    with RunLog(config, run_dir) as log:
-        code: int = uvloop.run(_run(config, inputs, run_dir, log))
+    cut = start.cut if start else None
+    before = cut_files(run_dir, cut) if resume else {}
+    size = cut.files.get(LEDGER, 0) if cut else 0
+    with (
+        RunLog(config, run_dir, before=before) as log,
+        Journal(run_dir / LEDGER, size) as journal,
+    ):
+        for note in notes:
+            log.message(note)
+        code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal)))
     return code
 
 
-async def _run(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) -> int:
-    work = asyncio.create_task(_distil(config, inputs, run_dir, log))
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, work.cancel)
+def _start(
+    config: RunConfig, inputs: Inputs, run_dir: Path, resume: bool, tell: Callable[[str], None]
+) -> Checkpoint | None:
+    """Where the run begins: at a checkpoint of its own, or at the start.
+
+    ConfigError if the run directory holds another run's, or one of another config.
+    """
+    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    if not resume:
+        if store.steps():
+            message = f"{run_dir} holds checkpoints of an earlier run"
+            remedy = "--resume goes on with it; another run takes another --run-dir"
+            raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+        return None
+    start = store.newest(tell)
+    if start is None:
+        tell(f"{store.folder} holds no checkpoint: the run starts from the beginning")
+        return None
+    refuse_changes(start.config, identity(config, inputs.train))
+    tell(f"going on after step {start.cut.step}, weight version {start.cut.version}")
+    return start
+
+
+def _is_completed(run_dir: Path) -> bool:
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        return False
+    return bool(summary.get("status") == "completed") and (run_dir / "model").is_dir()
+
+
+async def _run(job: Job) -> int:
+    log, work = job.log, asyncio.create_task(_distil(job))
+    grace_s = job.config.shutdown.grace_s
+    interruption = Interruption(work, grace_s, lambda why: log.give_up("interrupted", why))
     try:
         await work
     except asyncio.CancelledError:
@@ -63,23 +143,16 @@ async def _run(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) ->
         cause = first_cause(error)
         log.finish("failed", f"{type(cause).__name__}: {cause}")
         return FAILED
+    finally:
+        interruption.over()
     return COMPLETED if log.finish("completed") == "completed" else FAILED
 
 
-async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog) -> None:
-    """Launches the cluster, runs the pipeline, saves the model however it ends."""
+async def _distil(job: Job) -> None:
+    """Launches the cluster, runs the pipeline, keeps what there is however it ends."""
+    config, log = job.config, job.log
     text = Text(config.student.model, config.data.chat_template)
-    prompts = PromptStream(
-        inputs.train,
-        [source.weight for source in config.data.train],
-        text.encode,
-        config.teacher_of,
-        seed=config.seed,
-        shuffle=config.data.shuffle,
-        graded=config.reward is not None,
-        limit=inputs.max_prompt_tokens,
-        templates=config.prompt_templates,
-    )
+    prompts = _prompts(job, text)
     started = time.time()
     log.message("starting Ray and the engines")
     ends = eos_ids(config.student.model)
@@ -91,17 +164,83 @@ async def _distil(config: RunConfig, inputs: Inputs, run_dir: Path, log: RunLog)
     async with launch(config, device=device, eos_ids=ends, on_lost=lost) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        pipeline = Pipeline(config, stages, prompts, _evaluation(config, inputs, text), log)
+        evaluation = _evaluation(config, job.inputs, text)
+        checkpointer = _checkpointer(job, stages)
+        pipeline = Pipeline(
+            config, stages, prompts, evaluation, log, job.journal, checkpointer, job.start
+        )
         training = time.time()
         try:
             await pipeline.run()
         except asyncio.CancelledError:
-            await _save(stages, run_dir, log)
+            await _keep(pipeline, log)
+            await _save_what_there_is(stages, job)
+            raise
+        except Exception:
+            await _keep(pipeline, log)
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - training})
-            _write_trace(pipeline, run_dir, training)
-        await _save(stages, run_dir, log)
+            _write_trace(pipeline, job.run_dir, training)
+        await _unbroken(_save(stages, job.run_dir, log))
+
+
+def _prompts(job: Job, text: Text) -> PromptStream:
+    config = job.config
+    return PromptStream(
+        job.inputs.train,
+        [source.weight for source in config.data.train],
+        text.encode,
+        config.teacher_of,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        cursor=job.start.cut.cursor if job.start else 0,
+        graded=config.reward is not None,
+        limit=job.inputs.max_prompt_tokens,
+        templates=config.prompt_templates,
+    )
+
+
+def _checkpointer(job: Job, stages: Stages) -> Checkpointer:
+    return Checkpointer(
+        job.store,
+        stages.trainer,
+        config=identity(job.config, job.inputs.train),
+        timeout_s=job.config.checkpoint.timeout_s,
+        tell=job.message,
+        sizes=job.sizes,
+        sync=job.journal.sync,
+    )
+
+
+async def _keep(pipeline: Pipeline, log: RunLog) -> None:
+    """A checkpoint of a run that ends before its time, if its trainer still answers."""
+    config = pipeline.config
+    if not config.checkpoint.on_exit:
+        return
+    try:
+        async with asyncio.timeout(config.shutdown.grace_s):
+            await pipeline.checkpoint()
+    except (AsyncOPDError, OSError) as error:
+        cause = str(error) or type(error).__name__
+        log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
+
+
+async def _save_what_there_is(stages: Stages, job: Job) -> None:
+    try:
+        await _save(stages, job.run_dir, job.log)
+    except StageError as error:
+        job.message(f"the student of the interrupted run could not be saved: {error}")
+
+
+async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
+    """A signal that comes meanwhile waits until the work is done."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await task
+        raise
 
 
 async def _save(stages: Stages, run_dir: Path, log: RunLog) -> None:

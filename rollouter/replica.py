@@ -126,6 +126,7 @@ class StudentReplica:
             temperature=sampling.temperature,
             top_p=sampling.top_p,
             max_tokens=sampling.max_tokens,
+            seed=self._spec.seed_of(uid),
             stop_token_ids=list(self._spec.eos_ids),
             logprobs=top_k,
             flat_logprobs=True,

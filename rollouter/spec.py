@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, Literal
 
 from async_opd.core.stages import SamplingSpec
@@ -13,7 +14,8 @@ class StudentEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.core.engine_args``.
 
     ``top_k`` is how many of its own best tokens it returns at each position, where the objective
-    needs them; ``grader`` gives the task reward, where there is one.
+    needs them; ``grader`` gives the task reward, where there is one. With a ``seed`` every rollout
+    is drawn by one of its own, from this and its uid.
     """
 
     name: str
@@ -24,3 +26,11 @@ class StudentEngineSpec:
     concurrency: int | Literal["auto"] = "auto"
     top_k: int = 0
     grader: str | None = None
+    seed: int | None = None
+
+    def seed_of(self, uid: str) -> int | None:
+        """The seed of a rollout: 63 bits of BLAKE2b over the run's seed and the uid."""
+        if self.seed is None:
+            return None
+        digest = blake2b(f"{self.seed}/{uid}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") >> 1

@@ -12,6 +12,7 @@ GPUs vLLM's own ``nccl`` backend serves; this one does the same over gloo where 
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -29,6 +30,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from async_opd.core.orphans import die_with_parent
 from async_opd.core.weights import WeightMeta, chunk_plan
 
 BACKEND = "async_opd_gloo"
@@ -126,7 +128,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
 
 def register() -> None:
-    """Makes the backend known to vLLM; safe to call again."""
+    """Makes the backend known to vLLM; safe to call again.
+
+    vLLM calls this in each of its processes. Those below an actor of ours end with it.
+    """
+    if "ASYNC_OPD_BOX" in os.environ:
+        die_with_parent()
     registry: dict[str, Any] = WeightTransferEngineFactory._registry
     if BACKEND not in registry:
         WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)

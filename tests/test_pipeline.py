@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,15 +16,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch
+from async_opd.core.batch import Batch, unpack_samples
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import GradeError
 from async_opd.core.queue import MessageQueue
-from async_opd.core.samples import Lost, Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.sample_file import read_samples, write_samples
+from async_opd.core.samples import (
+    Header,
+    Lost,
+    Prompt,
+    Rollout,
+    Sample,
+    SampledLogprobs,
+    VersionSpan,
+)
 from async_opd.core.stages import (
     PROMPTS,
+    Captured,
     SamplingSpec,
     StageReport,
     StepReport,
@@ -127,6 +139,8 @@ class FakeTrainer:
         self.metrics = {"loss/total": 1.0}
         self.trained: list[tuple[str, int]] = []
         self.hang = False
+        self.last = 0
+        self.state: tuple[int, int, tuple[Sample, ...]] = (0, 0, ())
 
     async def step(self) -> StepReport:
         if self.hang:
@@ -136,14 +150,36 @@ class FakeTrainer:
         staleness = tuple(header.staleness(self.version) for header in taken.headers)
         self.staleness += staleness
         self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
+        self.steps, self.last = self.steps + 1, len(taken.samples)
         await self.intake.done()
-        self.steps += 1
         return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
 
     async def drop(self, uids: Sequence[str]) -> None:
         await self.intake.drop(uids)
+
+    async def capture(self) -> Captured:
+        last = self.trained[-self.last :] if self.last else []
+        headers = tuple(Header(uid, 1, 1, version, "a") for uid, version in last)
+        self.state = (self.steps, self.version, self.intake.held)
+        return Captured(self.steps, self.version, headers)
+
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+        steps, version, held = self.state
+        await self.pace.wait()
+        queued = unpack_samples(await self.intake.queued())
+        found = {s.rollout.uid: s for s in (*queued, *held) if s.rollout.uid in in_flight}
+        (Path(directory) / "trainer.json").write_text(json.dumps([steps, version]))
+        await self.pace.wait()
+        write_samples(Path(directory) / "scored.safetensors", list(found.values()))
+        await self.pace.wait()
+
+    async def restore(self, directory: str) -> frozenset[str]:
+        self.steps, self.version = json.loads((Path(directory) / "trainer.json").read_text())
+        samples = read_samples(Path(directory) / "scored.safetensors")
+        self.intake.hold(samples)
+        return frozenset(sample.rollout.uid for sample in samples)
 
     async def report(self) -> StageReport:
         return StageReport()
@@ -188,16 +224,16 @@ class FakeLog:
 
 
 class FakePrompts:
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, cursor: int = 0) -> None:
+        self.cursor = cursor
 
     def next(self, count: int) -> list[Prompt]:
-        prompts = []
-        for _ in range(count):
-            teacher = TEACHERS[self.count % 2]
-            prompts.append(Prompt(f"p{self.count}", teacher, teacher, np.zeros(2, np.int32)))
-            self.count += 1
-        return prompts
+        first, self.cursor = self.cursor, self.cursor + count
+        return [self.find(f"p{number}") for number in range(first, self.cursor)]
+
+    def find(self, uid: str) -> Prompt:
+        teacher = TEACHERS[int(uid[1:]) % 2]
+        return Prompt(uid, teacher, teacher, np.zeros(2, np.int32))
 
 
 @dataclass

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, unpack_samples
@@ -36,13 +36,18 @@ class Taken:
 class _Held:
     header: Header
     sample: Sample
-    lease: int
+    lease: int | None  # none: it came out of a checkpoint
 
 
 @dataclass(frozen=True)
 class _Fetched:
     lease: Lease
     samples: list[Sample]
+
+
+REMEMBERED = 1 << 16
+"""Trained uids whose copies are recognized. One that comes after so many others stops the run: the
+ledger does not expect it."""
 
 
 class Intake:
@@ -68,7 +73,7 @@ class Intake:
         self._held: dict[str, _Held] = {}
         self._taken: list[_Held] = []
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
-        self._settled: set[str] = set()  # uids that are trained
+        self._settled: dict[str, None] = {}  # uids that are trained, the oldest first
         self._dropped: set[str] = set()  # uids that will never be
         self._next: asyncio.Task[_Fetched] | None = None
 
@@ -91,9 +96,26 @@ class Intake:
 
     async def done(self) -> None:
         """The batch taken last is trained."""
-        self._settled |= {held.header.uid for held in self._taken}
-        await self._settle(self._taken)
-        self._taken = []
+        self._settled |= dict.fromkeys(held.header.uid for held in self._taken)
+        for uid in list(self._settled)[: len(self._settled) - REMEMBERED]:
+            del self._settled[uid]
+        trained, self._taken = self._taken, []
+        await self._settle(trained)
+
+    @property
+    def held(self) -> tuple[Sample, ...]:
+        """Samples that are here and not trained, those taken for a step included."""
+        return tuple(held.sample for held in (*self._taken, *self._held.values()))
+
+    async def queued(self) -> tuple[Batch, ...]:
+        """Everything in topic ``scored``, leased or not; it stays there."""
+        return await self._queue.contents(SCORED)
+
+    def hold(self, samples: Sequence[Sample]) -> None:
+        """Samples that a checkpoint kept; they are taken before any others."""
+        headers = Batch.pack(samples).headers
+        for header, sample in zip(headers, samples, strict=True):
+            self._held[header.uid] = _Held(header, sample, None)
 
     async def drop(self, uids: Iterable[str]) -> None:
         """These will never be trained: those held are let go, those still to come are not held."""
@@ -143,7 +165,7 @@ class Intake:
         headers = (header for batch in fetched.lease.batches for header in batch.headers)
         for header, sample in zip(headers, fetched.samples, strict=True):
             held = _Held(header, sample, fetched.lease.id)
-            self._open[held.lease] += 1
+            self._open[fetched.lease.id] += 1
             if header.uid in self._dropped:
                 dropped.append(held)
             elif header.uid in self._settled or header.uid in self._held:
@@ -170,7 +192,8 @@ class Intake:
     async def _settle(self, items: Iterable[_Held]) -> None:
         """Acknowledges every lease of which nothing is left."""
         for held in items:
-            self._open[held.lease] -= 1
+            if held.lease is not None:
+                self._open[held.lease] -= 1
         for lease in [lease for lease, left in self._open.items() if not left]:
             del self._open[lease]
             try:

@@ -21,6 +21,7 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
+from trainer.checkpoint import Tensors, copy_state, load_state
 from trainer.heads import load_heads
 from trainer.losses import Head, Objective, build_objective
 from trainer.losses.report import Metrics, joined, step_metrics
@@ -193,6 +194,15 @@ class Learner:
         """
         dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
         return named_weights(self.model, dtype)
+
+    def state(self) -> Tensors:
+        """A copy of weights, optimizer and random states in host memory."""
+        return copy_state(self.model, self._optimizer)
+
+    def restore(self, step: int, tensors: Tensors) -> None:
+        """Goes on after ``step`` optimizer steps with the state of then."""
+        load_state(self.model, self._optimizer, tensors)
+        self._step = step
 
     def check(self) -> None:
         """StageError for an architecture whose logits this learner would compute wrongly."""

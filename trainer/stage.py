@@ -3,6 +3,7 @@
     topic scored ──intake──► B samples ──► learner.train_batch ──► ack
                                                │
                                        snapshot(v) ──► send
+                                       capture ──► checkpoint
 
 Consumes batches (``trainer.intake``), produces weights, waits for scored samples. Computation runs
 in a thread, so that the event loop answers while it trains.
@@ -12,15 +13,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from async_opd.core.activity import Activity
-from async_opd.core.stages import StageReport, StepReport
+from async_opd.core.batch import unpack_samples
+from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.samples import Header, Sample
+from async_opd.core.stages import Captured, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from trainer.intake import Intake
 from trainer.publish import Publisher
 
 if TYPE_CHECKING:
+    from trainer.checkpoint import TrainerState
     from trainer.learner import Learner
 
 
@@ -47,7 +53,10 @@ class TrainerStage:
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._step = 0
+        self._trained: tuple[Header, ...] = ()  # by the last step
+        self._skipped = ""
         self._version = 0
+        self._captured: TrainerState | None = None
         self._tokens = 0
         self._waits_for = "scored samples"
 
@@ -63,8 +72,9 @@ class TrainerStage:
         async with self._weights:
             with self._activity.busy():
                 report = await asyncio.to_thread(self._learner.train_batch, taken.samples)
+            self._step += 1
+            self._trained, self._skipped = taken.headers, report.skipped
         await self._intake.done()
-        self._step += 1
         self._tokens += sum(header.tokens for header in taken.headers)
         metrics = {
             **report.metrics,
@@ -97,6 +107,56 @@ class TrainerStage:
             busy=self._activity.drain(),
             waits_for=self._waits_for,
         )
+
+    # ── checkpoints ────────────────────────────────────────────────────────────────────────────
+
+    async def capture(self) -> Captured:
+        """Copies its state to host memory, between two steps; see Trainer.capture."""
+        from trainer.checkpoint import TrainerState
+
+        async with self._weights:
+            tensors = await asyncio.to_thread(self._learner.state)
+            held = self._intake.held
+            self._captured = TrainerState(self._step, self._version, tensors, held)
+        return Captured(self._step, self._version, self._trained, self._skipped)
+
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+        """Writes what was captured, in a thread; see Trainer.checkpoint."""
+        from trainer.checkpoint import write_state
+
+        state, self._captured = self._captured, None
+        if state is None:
+            raise CheckpointError("trainer", "a checkpoint of what was not captured")
+        samples = await self._scored(state, in_flight)
+        await asyncio.to_thread(write_state, Path(directory), state, samples)
+
+    async def restore(self, directory: str) -> frozenset[str]:
+        """Goes on from a checkpoint; see Trainer.restore."""
+        from trainer.checkpoint import read_state
+
+        state = await asyncio.to_thread(read_state, Path(directory))
+        async with self._weights:
+            await asyncio.to_thread(self._learner.restore, state.step, state.tensors)
+            self._step, self._version = state.step, state.version
+        self._intake.hold(state.samples)
+        return frozenset(sample.rollout.uid for sample in state.samples)
+
+    async def _scored(self, state: TrainerState, in_flight: frozenset[str]) -> list[Sample]:
+        """What was held, and what lies in the queue. Tokens of later versions are left out.
+
+        Without the queue it is what was held; the rest is sampled again.
+        """
+        try:
+            queued = unpack_samples(await self._intake.queued())
+        except StageError:
+            queued = []
+        found = {sample.rollout.uid: sample for sample in (*queued, *state.samples)}
+        return [
+            sample
+            for uid, sample in sorted(found.items())
+            if uid in in_flight
+            and all(span.version <= state.version for span in sample.rollout.version_spans)
+        ]
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 

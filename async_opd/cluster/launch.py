@@ -216,6 +216,7 @@ class _Boxes:
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=config.reward.grader if config.reward else None,
+            seed=config.seed if rollout.reproducible else None,
         )
         return await self._start(
             name,

@@ -9,7 +9,7 @@ from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
 from async_opd.core.queue import Ack, Lease, TopicStats
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, StageReport, StepReport
+from async_opd.core.stages import Captured, SamplingSpec, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from teachers.pool import Weights
 
@@ -47,6 +47,10 @@ class QueueProxy:
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See MessageQueue.nack."""
         return bool(await self._remote.call("nack", topic, lease_id))
+
+    async def contents(self, topic: str) -> tuple[Batch, ...]:
+        """See MessageQueue.contents."""
+        return cast(tuple[Batch, ...], await self._remote.call("contents", topic))
 
     async def release(self, topic: str, consumer: str) -> int:
         """See MessageQueue.release."""
@@ -179,6 +183,18 @@ class TrainerProxy:
     async def save(self, directory: str) -> None:
         """See TrainerStage.save."""
         await self._remote.call("save", directory)
+
+    async def capture(self) -> Captured:
+        """See TrainerStage.capture."""
+        return cast(Captured, await self._remote.call("capture"))
+
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+        """See TrainerStage.checkpoint; the driver bounds it."""
+        await self._remote.call("checkpoint", directory, in_flight, timeout_s=ENDLESS)
+
+    async def restore(self, directory: str) -> frozenset[str]:
+        """See TrainerStage.restore."""
+        return cast(frozenset[str], await self._remote.call("restore", directory))
 
     async def report(self) -> StageReport:
         """See TrainerStage.report."""

@@ -74,6 +74,11 @@ class Admission:
         self._budget = self._allowed()
         self._changed.set()
 
+    def restore(self, version: int, admitted: int) -> None:
+        """Goes on from a checkpoint."""
+        self._admitted = admitted
+        self.advance(version)
+
     def give_back(self, samples: int) -> None:
         """Admitted samples were lost: others may take their place."""
         self._admitted -= samples

@@ -67,6 +67,9 @@ class RolloutConfig(Section):
     """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled distribution; 1 keeps it all."""
+    reproducible: bool = False
+    """Draws every rollout by a seed of its own, from ``seed`` and its uid, so that it does not
+    depend on what else is sampled. Slower; what else it takes is in docs/reliability.md."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
     """Rollouts in flight on each replica. ``auto`` follows what its engine can hold (requests that
     wait, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
@@ -213,6 +216,28 @@ class ClusterConfig(Section):
     """Device of all pools; ``auto``: GPUs if there are any."""
 
 
+class CheckpointConfig(Section):
+    """What ``--resume`` goes on from. See docs/reliability.md."""
+
+    every: int = Field(default=10, ge=0)
+    """Weight versions between two checkpoints; 0: only where a run ends or is interrupted. One is
+    written while training goes on, and left out while the one before is still being written."""
+    keep: PositiveInt = 2
+    """The newest so many are kept."""
+    on_exit: bool = True
+    """Also when a signal or an error ends the run, as far as the trainer still answers."""
+    timeout_s: float = Field(default=1800, gt=0)
+    """Bound of writing one. A checkpoint that fails is counted and reported; the run goes on."""
+
+
+class ShutdownConfig(Section):
+    """How a run ends on SIGINT and SIGTERM: exit code 130, after a checkpoint and the model."""
+
+    grace_s: float = Field(default=60, gt=0)
+    """From the signal to the exit. What is not written then is given up; a second SIGINT ends the
+    run at once. Below what the platform grants before it kills."""
+
+
 class TimeoutConfig(Section):
     """Bounds of every wait that is not for work, in seconds."""
 
@@ -250,6 +275,8 @@ class RunConfig(Section):
     eval: EvalConfig = EvalConfig()
     guardrail: GuardrailConfig = GuardrailConfig()
     log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    shutdown: ShutdownConfig = ShutdownConfig()
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     plan: PlanConfig | None = None

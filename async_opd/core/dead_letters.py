@@ -12,12 +12,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Header, Lost
 
 AT_LEAST = 1000
 """Rollouts that a share is taken of, before a teacher has had so many."""
+
+
+@dataclass(frozen=True)
+class DeadLettersState:
+    """The counts by teacher, for a checkpoint."""
+
+    trained: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
+    by_stage: dict[str, int] = field(default_factory=dict)
 
 
 class DeadLetters:
@@ -28,6 +38,15 @@ class DeadLetters:
         self._trained: Counter[str] = Counter()
         self._lost: Counter[str] = Counter()
         self._by_stage: Counter[str] = Counter()
+
+    def state(self) -> DeadLettersState:
+        """The counts."""
+        return DeadLettersState(dict(self._trained), dict(self._lost), dict(self._by_stage))
+
+    def restore(self, state: DeadLettersState) -> None:
+        """The counts of a checkpoint."""
+        self._trained, self._lost = Counter(state.trained), Counter(state.lost)
+        self._by_stage = Counter(state.by_stage)
 
     def trained(self, headers: Iterable[Header]) -> None:
         """These were scored and trained."""

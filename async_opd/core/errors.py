@@ -8,6 +8,7 @@
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
     │   ├── RolloutFault   a prompt or its grader is to blame, nobody died: a dead letter
+    │   ├── CheckpointError
     │   └── StageTimeout   (also a TimeoutError)
     ├── QueueClosed        the topic was closed: no sample will come any more
     ├── LengthError        a message whose arrays do not agree with each other (also a ValueError)
@@ -95,6 +96,10 @@ class NoReplica(StageError):
 
 class RolloutFault(StageError):
     """One rollout cannot be had; who tried is well. ``stage``: prompt, student or grader."""
+
+
+class CheckpointError(StageError):
+    """A checkpoint could not be written, or is not what was written."""
 
 
 class StageTimeout(StageError, TimeoutError):

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 GRAM = 8
 
 
+@dataclass(frozen=True)
+class GuardrailState:
+    """The smoothed values, the lengths of the first steps, the limits that are passed."""
+
+    means: dict[str, float] = field(default_factory=dict)
+    lengths: tuple[float, ...] = ()
+    told: tuple[str, ...] = ()
+
+
 @dataclass
 class Guardrail:
     """Judges each step's metrics; a limit that is passed is told once, until it is kept again."""
@@ -44,6 +53,15 @@ class Guardrail:
         passed = {key for key, limit in self._limits.items() if self._means[key] > limit}
         new, self._told = sorted(passed - self._told), passed
         return [self._sentence(key) for key in new]
+
+    def state(self) -> GuardrailState:
+        """What was seen so far, for a checkpoint."""
+        return GuardrailState(dict(self._means), tuple(self._lengths), tuple(sorted(self._told)))
+
+    def restore(self, state: GuardrailState) -> None:
+        """Goes on from a checkpoint."""
+        self._means, self._lengths = dict(state.means), list(state.lengths)
+        self._told = set(state.told)
 
     @property
     def metrics(self) -> dict[str, float]:

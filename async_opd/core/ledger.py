@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import NEVER_OLD, Group, Header, Prompt
 
 
+class Record(Protocol):
+    """Where the ledger writes down what happens. See ``async_opd.core.journal``."""
+
+    def admitted(self, uids: Iterable[str]) -> None: ...
+    def trained(self, step: int, uids: Iterable[str]) -> None: ...
+    def dead(self, uid: str) -> None: ...
+
+
+class NoRecord:
+    """Writes nothing down."""
+
+    def admitted(self, uids: Iterable[str]) -> None: ...
+    def trained(self, step: int, uids: Iterable[str]) -> None: ...
+    def dead(self, uid: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class LedgerState:
+    """The ledger at one moment, for a checkpoint: uids only, prompts are found again by theirs."""
+
+    in_flight: tuple[str, ...] = ()
+    trained: int = 0
+    requeued: int = 0
+    buried: tuple[str, ...] = ()
+
+
 class Ledger:
     """Accounts for rollouts by uid. A sample that is unknown or comes twice stops the run."""
 
-    def __init__(self, group_size: int) -> None:
+    def __init__(self, group_size: int, record: Record | None = None) -> None:
         self._group_size = group_size
+        self._record = record or NoRecord()
         self._in_flight: dict[str, Prompt] = {}
         self._trained = 0
         self._requeued = 0
@@ -22,9 +52,10 @@ class Ledger:
         """The prompts' groups are in flight: whole ones, or their first ``members``."""
         size = self._group_size if members is None else members
         groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
-        for group in groups:
-            for member in group.members:
-                self._in_flight[f"{group.prompt.uid}/{member}"] = group.prompt
+        new = {f"{g.prompt.uid}/{member}": g.prompt for g in groups for member in g.members}
+        self._in_flight |= new
+        if new:
+            self._record.admitted(new)
         return groups
 
     def requeued(self, headers: Iterable[Header]) -> list[Group]:
@@ -34,8 +65,7 @@ class Ledger:
             if not self.expects(header):
                 continue  # another copy of it was trained or buried meanwhile
             prompt = self._known(header)
-            member = int(header.uid.removeprefix(f"{prompt.uid}/"))
-            groups.append(Group(prompt, (member,)))
+            groups.append(Group(prompt, (_member(header.uid),)))
         self._requeued += len(groups)
         return groups
 
@@ -59,15 +89,54 @@ class Ledger:
         self._known(header)
         del self._in_flight[header.uid]
         self._buried.add(header.uid)
+        self._record.dead(header.uid)
 
-    def trained(self, headers: Iterable[Header]) -> None:
-        """The samples are trained. StageError for one that is not in flight."""
-        for header in headers:
-            if header.uid in self._buried:
-                continue  # another copy of it could not be scored, and was replaced
+    def trained(self, headers: Collection[Header], step: int) -> None:
+        """The samples of a step are trained.
+
+        StageError for one that is not in flight: then none of them counts, and no checkpoint may
+        hold these weights.
+        """
+        # a copy of a buried sample could be scored after all; the sample was replaced
+        counted = [header for header in headers if header.uid not in self._buried]
+        for header in counted:
             self._known(header)
+        if len({header.uid for header in counted}) < len(counted):
+            raise StageError("ledger", f"step {step} trained a sample twice", BUG)
+        for header in counted:
             del self._in_flight[header.uid]
-            self._trained += 1
+        self._trained += len(counted)
+        self._record.trained(step, [header.uid for header in headers])
+
+    def state(self) -> LedgerState:
+        """Everything, for a checkpoint."""
+        return LedgerState(
+            tuple(self._in_flight),
+            self._trained,
+            self._requeued,
+            tuple(sorted(self._buried)),
+        )
+
+    def restore(self, state: LedgerState, find: Callable[[str], Prompt]) -> None:
+        """The accounts of a checkpoint; ``find(uid)`` gives a prompt again."""
+        prompts: dict[str, Prompt] = {}
+        for uid in state.in_flight:
+            name = uid.rpartition("/")[0]
+            if name not in prompts:
+                prompts[name] = find(name)
+            self._in_flight[uid] = prompts[name]
+        self._trained, self._requeued = state.trained, state.requeued
+        self._buried = set(state.buried)
+
+    def again(self, finished: Collection[str]) -> list[Group]:
+        """What is in flight and not ``finished`` as groups, to be sampled again after a restart."""
+        members: defaultdict[str, list[str]] = defaultdict(list)
+        for uid in self._in_flight:
+            if uid not in finished:
+                members[uid.rpartition("/")[0]].append(uid)
+        return [
+            Group(self._in_flight[uids[0]], tuple(map(_member, uids))) for uids in members.values()
+        ]
 
     def _known(self, header: Header) -> Prompt:
         prompt = self._in_flight.get(header.uid)
@@ -76,7 +145,7 @@ class Ledger:
                 "ledger",
                 f"sample {header.uid} came out of the pipeline but is not in flight: it came "
                 "twice or was never admitted",
-                "this is a bug of async_opd; please report it with the run's log",
+                BUG,
             )
         return prompt
 
@@ -89,3 +158,10 @@ class Ledger:
             "dead_lettered": len(self._buried),
             "requeued": self._requeued,
         }
+
+
+BUG = "this is a bug of async_opd; please report it with the run's log"
+
+
+def _member(uid: str) -> int:
+    return int(uid.rpartition("/")[2])

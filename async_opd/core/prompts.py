@@ -115,6 +115,7 @@ class PromptStream:
         self._templates = templates
         self._taken = [0] * len(sources)
         self._orders: dict[int, tuple[int, list[int]]] = {}
+        self._rows: dict[str, Row] = {}
         self._cursor = 0
         for _ in range(cursor):
             self._advance()
@@ -127,6 +128,13 @@ class PromptStream:
     def next(self, count: int) -> list[Prompt | Lost]:
         """The next prompts, and those that cannot be sampled."""
         return [self._prompt(*self._advance()) for _ in range(count)]
+
+    def find(self, uid: str) -> Prompt:
+        """A prompt that this stream gave before. KeyError if the data has no such row."""
+        name, _, epoch = uid.rpartition("#")
+        if not self._rows:
+            self._rows = {row.uid: row for rows in self._sources for row in rows}
+        return to_prompt(self._rows[name], self._encode, self._route, int(epoch), self._graded)
 
     def _advance(self) -> tuple[int, int]:
         """The next source, and how many it gave before.

@@ -178,6 +178,11 @@ class Topic:
         self._settle()
         return True
 
+    def contents(self) -> tuple[Batch, ...]:
+        """What is leased out and what is ready; it all stays where it is."""
+        leased = (batch for loan in self._loans.values() for batch in loan.batches)
+        return (*leased, *self._ready)
+
     def release(self, consumer: str) -> int:
         """Every lease of the consumer goes back to the front; it gets nothing from now on.
 
@@ -354,6 +359,10 @@ class MessageQueue:
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See Topic.nack."""
         return self._topics[topic].nack(lease_id)
+
+    async def contents(self, topic: str) -> tuple[Batch, ...]:
+        """See Topic.contents."""
+        return self._topics[topic].contents()
 
     async def release(self, topic: str, consumer: str) -> int:
         """See Topic.release."""

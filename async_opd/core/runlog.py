@@ -33,6 +33,7 @@ from async_opd.core.secrets import Redactor
 from async_opd.core.sink import Sink, Status, Summary
 from async_opd.core.wandb_sink import WandbSink
 
+METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
 SINK_FAILURES = "log/sink_failures"
 
 
@@ -40,7 +41,8 @@ class RunLog:
     """Writes a run directory's ``metrics.jsonl``, ``run.log`` and ``summary.json``.
 
     A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
-    ``sinks`` replaces those the config asks for; they are closed in order.
+    ``sinks`` replaces those the config asks for; they are closed in order. ``before`` are the last
+    metrics of the run that is gone on with.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class RunLog:
         run_dir: Path,
         clock: Callable[[], float] = time.time,
         sinks: list[Sink] | None = None,
+        before: Mapping[str, float] | None = None,
     ) -> None:
         self.failures = 0
         self._run_dir = run_dir
@@ -59,10 +62,10 @@ class RunLog:
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
         self._not_finite: set[str] = set()
-        self._last: dict[str, float] = {}
+        self._last = dict(before or {})
         self._summarized: dict[str, float] = {}
         self._steps = 0
-        self._dead_letters = 0
+        self._dead_letters = int(self._last.get("ledger/dead_lettered", 0))
         self._lost_by: set[str] = set()
         self._status: Status | None = None
 
@@ -70,7 +73,7 @@ class RunLog:
         """Opens the files (appending) and starts the sinks, which may take a while."""
         self._run_dir.mkdir(parents=True, exist_ok=True)
         self._started = self._clock()
-        self._metrics_file = self._open("metrics.jsonl")
+        self._metrics_file = self._open(METRICS)
         self._messages_file = self._open("run.log")
         for sink in reversed(self._wanted):
             self._start(sink)
@@ -139,8 +142,7 @@ class RunLog:
             "stage": lost.stage,
             "reason": self._redacted(lost.reason),
         }
-        name = "dead_letters.jsonl"
-        with _written(str(self._run_dir / name)), self._open(name) as file:
+        with _written(str(self._run_dir / DEAD_LETTERS)), self._open(DEAD_LETTERS) as file:
             file.write(json.dumps(line) + "\n")
 
     def finish(self, status: Status, error: str | None = None) -> Status:
@@ -179,6 +181,13 @@ class RunLog:
         except (OSError, StageError) as error:
             self._status = "failed"
             print(f"failed: {error}", file=sys.stderr)
+
+    def give_up(self, status: Status, error: str) -> None:
+        """Like ``finish`` for a process that ends at once: sinks are neither told nor closed."""
+        if self._status is None:
+            with self._kept():
+                self._messages_file.write(f"{status}: {error}\n")
+                self._write_summary(status, error)
 
     def _open(self, name: str) -> TextIO:
         """Line-buffered: what was logged is in the file, whatever becomes of the process."""

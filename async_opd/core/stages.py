@@ -66,6 +66,10 @@ class Queue(Protocol):
         """The lease's samples go back to the front of the topic."""
         ...
 
+    async def contents(self, topic: str) -> tuple[Batch, ...]:
+        """What the topic holds, leased or ready; it stays there."""
+        ...
+
     async def release(self, topic: str, consumer: str) -> int:
         """All leases of a consumer that died go back; the number of samples."""
         ...
@@ -128,6 +132,20 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class Captured:
+    """A copy of the trainer's state is taken, after ``step`` steps, with weights of ``version``.
+
+    ``trained`` and ``skipped`` are that last step's, as in its report: who did not hear of it
+    learns it here.
+    """
+
+    step: int
+    version: int
+    trained: tuple[Header, ...]
+    skipped: str = ""
+
+
+@dataclass(frozen=True)
 class SyncReport:
     """One weight sync: the new version, bytes sent to each replica, seconds of each part."""
 
@@ -180,6 +198,23 @@ class Trainer(Protocol):
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""
+
+    async def capture(self) -> Captured:
+        """Copies its state, after the step that is being computed; then training may go on."""
+        ...
+
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+        """Writes what was captured last, and of the samples ``in_flight`` those that are scored.
+
+        Training goes on meanwhile. Raises CheckpointError.
+        """
+
+    async def restore(self, directory: str) -> frozenset[str]:
+        """Goes on from a checkpoint; the uids of the samples that need no rollout any more.
+
+        Raises CheckpointError.
+        """
+        ...
 
     async def report(self) -> StageReport:
         """What happened since the last report."""

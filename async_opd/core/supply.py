@@ -31,9 +31,12 @@ IN_A_ROW = 1000
 
 
 class Prompts(Protocol):
-    """A stream of prompts without end."""
+    """A stream of prompts without end. ``find`` gives one again, by its uid."""
 
+    @property
+    def cursor(self) -> int: ...
     def next(self, count: int) -> list[Prompt | Lost]: ...
+    def find(self, uid: str) -> Prompt: ...
 
 
 class Log(Protocol):

@@ -114,15 +114,15 @@ def header(uid: str) -> Header:
 def test_a_sample_trained_twice_stops_the_run() -> None:
     ledger = Ledger(1)
     ledger.admitted([make_prompt("p")])
-    ledger.trained([header("p/0")])
+    ledger.trained([header("p/0")], 1)
     with pytest.raises(StageError, match="came twice"):
-        ledger.trained([header("p/0")])
+        ledger.trained([header("p/0")], 1)
 
 
 def test_the_ledger_counts_every_rollout_of_a_group() -> None:
     ledger = Ledger(3)
     ledger.admitted([make_prompt("p")])
-    ledger.trained([header("p/1")])
+    ledger.trained([header("p/1")], 1)
     assert (ledger.counts["in_flight"], ledger.counts["trained"]) == (2, 1)
 
 
@@ -130,7 +130,7 @@ def test_a_copy_of_a_buried_sample_that_is_trained_or_too_old_changes_nothing() 
     ledger = Ledger(1)
     ledger.admitted([make_prompt("p")])
     ledger.dead_lettered(header("p/0"))
-    ledger.trained([header("p/0")])
+    ledger.trained([header("p/0")], 1)
     assert ledger.requeued([header("p/0")]) == []
     assert (ledger.counts["trained"], ledger.counts["dead_lettered"]) == (0, 1)
 

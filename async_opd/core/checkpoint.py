@@ -1,0 +1,169 @@
+"""Checkpoints on disk: complete and unchanged, or not loaded.
+
+    .step_N.partial/   the trainer writes its files, the driver cut.json, the manifest last
+          │ every file and folder is on the disk (fsync)
+          ▼ rename
+    step_N/            manifest.json: size and SHA-256 of every other file
+          │ the newest ``keep`` stay
+          ▼
+    step_N.damaged/    a file is missing, strange or changed: passed over, kept for a look
+
+Calls block: they belong into a thread. Only JSON and safetensors: nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_opd.core.dead_letters import DeadLettersState
+from async_opd.core.errors import CheckpointError
+from async_opd.core.guardrail import GuardrailState
+from async_opd.core.ledger import LedgerState
+
+CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The driver's part: one moment between two optimizer steps.
+
+    A sample is trained (counted in ``ledger``), or in flight; of the latter the trainer's files
+    hold those that are scored. ``cursor`` is the position in the prompt stream, ``admitted`` what
+    counts against the budget, ``files`` the sizes of the run directory's append-only files.
+    """
+
+    step: int
+    version: int
+    cursor: int
+    admitted: int
+    ledger: LedgerState
+    dead_letters: DeadLettersState = field(default_factory=DeadLettersState)
+    guardrail: GuardrailState = field(default_factory=GuardrailState)
+    files: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was verified."""
+
+    folder: Path
+    cut: Cut
+    config: str
+
+
+@dataclass(frozen=True)
+class _Entry:
+    bytes: int
+    sha256: str
+
+
+_Manifest = TypeAdapter(dict[str, _Entry])
+_Cut = TypeAdapter(Cut)
+
+
+class Checkpoints:
+    """The folder ``checkpoints/`` of a run directory."""
+
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder = folder
+        self._keep = keep
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write into. OSError."""
+        part = self.folder / f".step_{step}.partial"
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        return part
+
+    def commit(self, part: Path, cut: Cut, config: str) -> Path:
+        """Makes the folder a checkpoint and forgets the oldest. OSError: nothing has changed.
+
+        One that is there already has the same weights, and stays.
+        """
+        target = self.folder / f"step_{cut.step}"
+        if target.exists():
+            shutil.rmtree(part)
+            return target
+        (part / CUT).write_bytes(_Cut.dump_json(cut))
+        (part / CONFIG).write_text(config, encoding="utf-8")
+        entries = {path.name: _entry(path) for path in sorted(part.iterdir())}
+        (part / MANIFEST).write_bytes(_Manifest.dump_json(entries, indent=1))
+        for path in (*part.iterdir(), part):
+            _sync(path)
+        part.rename(target)
+        _sync(self.folder)
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
+        return target
+
+    def steps(self) -> list[int]:
+        """Of every checkpoint, the oldest first."""
+        return sorted(_steps(self.folder))
+
+    def newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whose files are what was written; ``tell`` hears of those that are not.
+
+        What was never finished is removed.
+        """
+        for part in self.folder.glob(".step_*.partial"):
+            shutil.rmtree(part, ignore_errors=True)
+        for step in reversed(self.steps()):
+            path = self.folder / f"step_{step}"
+            try:
+                return load(path)
+            except CheckpointError as error:
+                damaged = path.with_name(path.name + ".damaged")
+                shutil.rmtree(damaged, ignore_errors=True)
+                path.rename(damaged)
+                tell(f"{error.cause}: it is passed over, and is now {damaged.name}")
+        return None
+
+
+def load(folder: Path) -> Checkpoint:
+    """Verifies every byte. CheckpointError saying what is wrong."""
+    try:
+        manifest = _Manifest.validate_json((folder / MANIFEST).read_bytes())
+        found = {path.name for path in folder.iterdir()} - {MANIFEST}
+        if found != set(manifest):
+            raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or strange")
+        for name, entry in manifest.items():
+            if _entry(folder / name) != entry:
+                raise ValueError(f"{name} was changed or cut off")
+        cut = _Cut.validate_json((folder / CUT).read_bytes())
+        if folder.name != f"step_{cut.step}":
+            raise ValueError(f"it says that it is of step {cut.step}")
+        return Checkpoint(folder, cut, (folder / CONFIG).read_text(encoding="utf-8"))
+    except ValidationError as error:
+        where = f"{CUT} or {MANIFEST} is not what was written ({error.error_count()} faults)"
+        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {where}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {error}") from error
+
+
+def _steps(folder: Path) -> Iterator[int]:
+    for path in folder.glob("step_*"):
+        number = path.name.removeprefix("step_")
+        if number.isdecimal() and path.is_dir():
+            yield int(number)
+
+
+def _entry(path: Path) -> _Entry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return _Entry(path.stat().st_size, digest)
+
+
+def _sync(path: Path) -> None:
+    """The file's bytes, or the folder's names, are on the disk when this returns."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,65 @@
+"""What became of every sample, as it happens: ``ledger.jsonl`` of the run directory.
+
+    {"admitted": [uid, …]}    {"step": 7, "trained": [uid, …]}    {"dead": [uid]}
+
+Written by the ledger, line by line; read by ``async_opd.core.audit``. A checkpoint knows how long
+the file was; a resumed run cuts what came after it, because those steps are not in its weights.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+LEDGER = "ledger.jsonl"
+
+
+class Journal:
+    """Appends lines to a file that is cut to ``size`` bytes first. A context manager."""
+
+    def __init__(self, path: Path, size: int = 0) -> None:
+        self._path = path
+        self._size = size
+
+    def __enter__(self) -> Self:
+        """OSError if the file cannot be written."""
+        self._file = self._path.open("ab", buffering=0)
+        self._file.truncate(self._size)
+        self._file.seek(0, os.SEEK_END)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def admitted(self, uids: Iterable[str]) -> None:
+        """Samples entered the pipeline."""
+        self._line({"admitted": list(uids)})
+
+    def trained(self, step: int, uids: Iterable[str]) -> None:
+        """The batch of an optimizer step."""
+        self._line({"step": step, "trained": list(uids)})
+
+    def dead(self, uid: str) -> None:
+        """A sample that will never be trained."""
+        self._line({"dead": [uid]})
+
+    @property
+    def size(self) -> int:
+        """Bytes written so far."""
+        return self._file.tell()
+
+    def sync(self) -> None:
+        """Everything written so far is on the disk when this returns."""
+        os.fsync(self._file.fileno())
+
+    def _line(self, entry: dict[str, Any]) -> None:
+        self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")

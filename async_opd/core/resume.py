@@ -1,0 +1,120 @@
+"""What ``--resume`` goes on from: the newest checkpoint of the same run, and files cut to it.
+
+checkpoints/ ──newest valid──► config compared ──► metrics, ledger, dead letters cut to its step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_opd.core.atomic_file import write_atomically
+from async_opd.core.checkpoint import Cut
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.runlog import DEAD_LETTERS, METRICS
+from async_opd.core.sources import Row
+
+MAY_CHANGE = (
+    *("name", "run_dir", "plan", "plan.*", "log.*", "eval.*", "data.eval", "guardrail.*"),
+    *("cluster.*", "queue.*", "sync.*", "timeouts.*", "shutdown.*", "checkpoint.*"),
+    *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),
+    *("teachers.*.replicas", "teachers.*.tensor_parallel", "teachers.*.engine.*"),
+    *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
+    *("train.threads", "train.tokens_per_micro_batch", "train.gradient_checkpointing"),
+    *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
+)
+"""How fast, where and under which watch. All other keys say what is learned: they stay."""
+
+
+def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
+    """What a resumed run is compared with: the config, and a digest of the training data."""
+    digest = hashlib.sha256()
+    for rows in train:
+        for row in rows:
+            digest.update(repr((row.uid, row.data_source, row.prompt, row.answer)).encode())
+    tree = config.model_dump(mode="json", by_alias=True)
+    return json.dumps({"config": tree, "data": digest.hexdigest()})
+
+
+def refuse_changes(before: str, now: str) -> None:
+    """ConfigError naming every key that may not change."""
+    old, new = json.loads(before), json.loads(now)
+    try:
+        known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
+    except ValidationError as error:
+        message = f"its config is not one of this version: {error.error_count()} faults"
+        remedy = "resume with the version that wrote it"
+        raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
+    was, is_ = dict(_flat(known)), dict(_flat(new["config"]))
+    problems = [
+        Problem(
+            "--resume",
+            key,
+            f"the run began with {was.get(key)!r}, now it is {is_.get(key)!r}",
+            "put it back, or start another run; docs/reliability.md says what may change",
+        )
+        for key in _differing(was, is_)
+    ]
+    if not problems and old["data"] != new["data"]:
+        message = "the files hold other rows than those the run began with"
+        problems = [Problem("--resume", "data.train", message, "put them back")]
+    if problems:
+        raise ConfigError(problems)
+
+
+def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
+    """Removes what was logged after the checkpoint: those steps are not in its weights.
+
+    Without a checkpoint that is everything. Returns the last value of every metric that is left.
+    The journal cuts itself (``async_opd.core.journal``).
+    """
+    step, last, kept = (-1 if cut is None else cut.step), dict[str, float](), []
+    for line in _lines(run_dir / METRICS):
+        try:
+            entry = json.loads(line)
+            if entry.pop("step") > step:
+                continue
+        except (ValueError, KeyError, TypeError):
+            continue  # torn by a kill
+        kept.append(line)
+        entry.pop("time", None)
+        last |= {key: value for key, value in entry.items() if value is not None}
+    if (run_dir / METRICS).exists():
+        write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
+    if (run_dir / DEAD_LETTERS).exists():
+        size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
+        with (run_dir / DEAD_LETTERS).open("ab") as file:
+            file.truncate(size)
+        last["ledger/dead_lettered"] = float(len(_lines(run_dir / DEAD_LETTERS)))
+    return last
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        key
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+        and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

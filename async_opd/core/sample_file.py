@@ -1,0 +1,82 @@
+"""Scored samples in a safetensors file: arrays as tensors, everything else as JSON beside them.
+
+    samples ──► {"0/prompt/token_ids": …, "0/rollout/response_ids": …, "0/scores/…": …} + metadata
+
+Unlike the queue's batches, which never leave the run's own processes, a file may have been changed
+by anybody: nothing in it is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from async_opd.core.samples import Prompt, Rollout, Sample, Scores, VersionSpan
+
+Arrays = dict[str, np.ndarray[Any, Any]]
+KINDS = {kind.__name__: kind for kind in get_args(Scores)}
+NOT_STORED = ("prompt", "row", "version_spans")
+"""Stored apart, or of no use any more: a sample that is scored has been graded."""
+
+
+def write_samples(path: Path, samples: Sequence[Sample]) -> None:
+    """Raises OSError or SafetensorError if the file cannot be written."""
+    arrays: Arrays = {}
+    entries = [_encode(sample, f"{index}/", arrays) for index, sample in enumerate(samples)]
+    save_file(arrays, path, metadata={"samples": json.dumps(entries)})
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """The samples of a file in their order. Raises OSError, ValueError, KeyError or TypeError."""
+    with safe_open(path, "np") as file:
+        entries = json.loads(file.metadata()["samples"])
+        arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return [_decode(entry, f"{index}/", arrays) for index, entry in enumerate(entries)]
+
+
+def _encode(sample: Sample, prefix: str, arrays: Arrays) -> dict[str, Any]:
+    rollout = sample.rollout
+    return {
+        "prompt": _split(rollout.prompt, f"{prefix}prompt/", arrays),
+        "rollout": _split(rollout, f"{prefix}rollout/", arrays),
+        "scores": _split(sample.scores, f"{prefix}scores/", arrays),
+        "spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
+        "kind": type(sample.scores).__name__,
+    }
+
+
+def _split(item: Any, prefix: str, arrays: Arrays) -> dict[str, Any]:
+    """A message's arrays go to ``arrays``; its other fields are returned."""
+    plain = {}
+    for field in fields(item):
+        value = getattr(item, field.name)
+        if isinstance(value, np.ndarray):
+            arrays[prefix + field.name] = np.ascontiguousarray(value)
+        elif field.name not in NOT_STORED:
+            plain[field.name] = value
+    return plain
+
+
+def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
+    prompt = Prompt(**entry["prompt"], **_below(f"{prefix}prompt/", Prompt, arrays))
+    rollout = Rollout(
+        **entry["rollout"],
+        **_below(f"{prefix}rollout/", Rollout, arrays),
+        prompt=prompt,
+        version_spans=tuple(VersionSpan(*map(int, span)) for span in entry["spans"]),
+    )
+    kind = KINDS[entry["kind"]]
+    return Sample(rollout, kind(**entry["scores"], **_below(f"{prefix}scores/", kind, arrays)))
+
+
+def _below(prefix: str, kind: Any, arrays: Arrays) -> dict[str, Any]:
+    """The arrays of one message by field."""
+    names = [field.name for field in fields(kind)]
+    return {name: arrays[prefix + name] for name in names if prefix + name in arrays}

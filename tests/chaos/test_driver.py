@@ -1,0 +1,126 @@
+"""kill -9 of the driver between two checkpoints, and its run resumed, against an undisturbed run.
+
+Both are exactly on-policy and reproducible, so that their weights can be compared bit for bit. The
+undisturbed one has its checkpoints on a disk that is too small for two, where that can be had.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from async_opd.core.audit import Audit, audit
+from async_opd.core.checkpoint import Checkpoints
+from tests.cluster.test_run import Run, Running
+
+pytestmark = pytest.mark.engine
+
+STEPS, BATCH = 10, 8
+SMALL_DISK_MIB = 9  # one checkpoint has 7
+CONFIG = (
+    "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse], "
+    "engine: {max_num_seqs: 1}}}",
+    "data.eval=[]",
+    "rollout={n: 2, max_tokens: 8, reproducible: true, concurrency: 1, engine: {max_num_seqs: 1}}",
+    f"train={{steps: {STEPS}, batch_size: {BATCH}, lr: 1e-3, warmup_steps: 2}}",
+    "async={staleness_threshold: 0, sync_steps: 1}",
+    "checkpoint.every=2",
+    "log.wandb=off",
+)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    directory = tmp_path_factory.mktemp("runs") / "undisturbed"
+    disk = directory / "checkpoints"
+    disk.mkdir(parents=True)
+    size = f"size={SMALL_DISK_MIB}m"
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], check=False)
+    running = Running(directory, *CONFIG)
+    running.until("everything is up")
+    yield running.end()
+    if mount.returncode == 0:
+        subprocess.run(["umount", disk], check=True)
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory: pytest.TempPathFactory) -> Running:
+    """A driver killed after a checkpoint, and everything that it had started."""
+    running = Running(tmp_path_factory.mktemp("runs") / "killed", *CONFIG)
+    running.until("checkpoint of step 4")
+    running.look()
+    running.process.kill()
+    running.process.wait(10)
+    return running
+
+
+def alive(running: Running, timeout_s: float, but: str = "nobody") -> list[str]:
+    """Who of its family still lives after a time, leaving out some."""
+    family = [p for p in running.family.values() if p.is_running() and but not in _name(p)]
+    _, left = psutil.wait_procs(family, timeout=timeout_s)
+    return [_name(process) for process in left if process.is_running()]
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:80]
+    except psutil.Error:
+        return "gone"
+
+
+@pytest.fixture(scope="module")
+def resumed(killed: Running) -> Run:
+    running = Running(killed.directory, *CONFIG, "--resume")
+    running.until("everything is up")
+    return running.end()
+
+
+def found(run: Run) -> Audit:
+    return audit(run.directory)
+
+
+def test_engines_actors_and_rays_head_end_with_a_killed_driver(killed: Running) -> None:
+    assert alive(killed, 30, but="Agent") == []
+
+
+def test_rays_agents_notice_it_too(killed: Running, resumed: Run) -> None:
+    assert alive(killed, 60) == []
+
+
+def test_its_run_completes_when_it_is_resumed(resumed: Run) -> None:
+    assert (resumed.code, resumed.summary["status"]) == (0, "completed"), resumed.output
+    assert "going on after step" in resumed.output
+
+
+def test_nothing_is_lost_and_nothing_trained_twice(resumed: Run) -> None:
+    seen = found(resumed)
+    assert (seen.lost, seen.duplicated, len(seen.trained)) == ((), (), STEPS * BATCH)
+
+
+def test_every_step_is_in_the_metrics_once(resumed: Run) -> None:
+    steps = [line["step"] for line in resumed.metrics if "loss/total" in line]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_it_has_trained_what_an_undisturbed_run_trains(resumed: Run, undisturbed: Run) -> None:
+    assert Counter(found(resumed).trained) == Counter(found(undisturbed).trained)
+
+
+def test_its_weights_are_those_of_an_undisturbed_run_bit_for_bit(
+    resumed: Run, undisturbed: Run
+) -> None:
+    one, two = (run.directory / "model" / "model.safetensors" for run in (resumed, undisturbed))
+    assert one.read_bytes() == two.read_bytes()
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(undisturbed: Run) -> None:
+    if not (undisturbed.directory / "checkpoints").is_mount():
+        pytest.skip("no file system of its own for the checkpoints: mount is not permitted")
+    assert undisturbed.code == 0, undisturbed.output
+    assert undisturbed.summary["checkpoint/failures"] > 0
+    assert "No space left on device" in undisturbed.output
+    assert Checkpoints(undisturbed.directory / "checkpoints", 2).newest(pytest.fail) is not None

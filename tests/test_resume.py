@@ -1,0 +1,271 @@
+"""Kill the pipeline anywhere, resume it, again and again: nothing is lost, nothing trained twice.
+
+On fakes in one process, with real files: queue, feed, intake, ledger, journal and checkpoints are
+the real ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import async_opd.core.checkpoint as checkpoint
+from async_opd.core.audit import audit
+from async_opd.core.checkpoint import Checkpoints
+from async_opd.core.checkpointer import Checkpointer
+from async_opd.core.errors import StageError
+from async_opd.core.journal import LEDGER, Journal
+from async_opd.pipeline import Pipeline
+from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
+
+B = 4
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this line runs."""
+
+
+@contextmanager
+def files_fail_after(operations: int | None) -> Iterator[None]:
+    """Kills the writer of a checkpoint at one of its file operations; calls run in this thread."""
+    left = [operations]
+
+    def counted(real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if left[0] is not None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+            return real(*args, **kwargs)
+
+        return call
+
+    async def inline(function: Any, *args: Any, **kwargs: Any) -> Any:
+        await asyncio.sleep(0)
+        return function(*args, **kwargs)
+
+    with (
+        patch.object(asyncio, "to_thread", inline),
+        patch.object(checkpoint, "_sync", counted(checkpoint._sync)),
+        patch.object(checkpoint, "_entry", counted(checkpoint._entry)),
+        patch.object(Path, "rename", counted(Path.rename)),
+        patch.object(Path, "write_bytes", counted(Path.write_bytes)),
+    ):
+        yield
+
+
+class Life:
+    """One process of a run: from its start or the newest checkpoint to its end or its death."""
+
+    def __init__(self, folder: Path, journal: Journal, seed: int, shape: dict[str, Any]) -> None:
+        made = world(**shape | {"seed": seed}, pace=Straggling(seed))
+        config = made.pipeline.config.model_copy(
+            update={"checkpoint": made.pipeline.config.checkpoint.model_copy(update={"every": 1})}
+        )
+        self.messages: list[str] = []
+        store = Checkpoints(folder / "checkpoints", keep=2)
+        self.start = store.newest(self.messages.append)
+        self.world: World = made
+        self.checkpointer = Checkpointer(
+            store,
+            made.trainer,
+            config="{}",
+            timeout_s=60,
+            tell=self.messages.append,
+            sizes=lambda: {LEDGER: journal.size},
+            sync=journal.sync,
+        )
+        self.pipeline = Pipeline(
+            config,
+            made.pipeline.stages,
+            FakePrompts(self.start.cut.cursor if self.start else 0),
+            None,
+            made.log,
+            journal,
+            self.checkpointer,
+            self.start,
+        )
+
+    async def live(self, ticks: int | None, checkpoint_at_the_end: bool = False) -> bool:
+        """Runs for some turns of the event loop, or to the end. Whether it came there."""
+        work = asyncio.create_task(self.pipeline.run())
+        for _ in range(10**6 if ticks is None else ticks):
+            await asyncio.sleep(0)
+            if work.done() or (self.checkpointer._writing and self._writer_died()):
+                break
+        if work.done() and not _killed(work.exception()):
+            await work
+            return True
+        work.cancel()
+        with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
+            await work
+        if checkpoint_at_the_end:
+            await self.pipeline.checkpoint()
+        await self._kill_writer()
+        return False
+
+    def _writer_died(self) -> bool:
+        writing = self.checkpointer._writing
+        return bool(writing and writing.done() and writing.exception())
+
+    async def _kill_writer(self) -> None:
+        if self.checkpointer._writing is not None:
+            self.checkpointer._writing.cancel()
+            with suppress(asyncio.CancelledError, Killed):
+                await self.checkpointer._writing
+
+
+def _killed(error: BaseException | None) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return error.subgroup(Killed) is not None
+    return isinstance(error, Killed)
+
+
+def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:
+    """One life of the run in a folder."""
+    operations = how.pop("operations", None)
+    newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
+    size = newest.cut.files[LEDGER] if newest else 0
+
+    async def run() -> bool:
+        with Journal(folder / LEDGER, size) as journal:
+            begun = Life(folder, journal, seed, shape)
+            with files_fail_after(operations):
+                return await begun.live(ticks, **how)
+
+    return asyncio.run(run())
+
+
+def tear(folder: Path, chance: random.Random) -> None:
+    """A kill in the middle of a line."""
+    if chance.random() < 0.3:
+        with (folder / LEDGER).open("ab") as file:
+            file.write(b'{"step":')
+
+
+kills = st.lists(
+    st.tuples(
+        st.integers(0, 600),  # turns of the event loop until the kill
+        st.sampled_from([None, None, *range(14)]),  # file operations until the kill
+        st.booleans(),  # a signal instead of a kill: one more checkpoint
+    ),
+    max_size=4,
+)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+@settings(deadline=None, max_examples=60)
+@given(seed=st.integers(0, 10**6), kills=kills, **{k: v for k, v in shapes.items() if k != "seed"})
+def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
+    seed: int, kills: list[tuple[int, int | None, bool]], **shape: Any
+) -> None:
+    chance = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, (ticks, operations, signal) in enumerate(kills):
+            how = {"operations": None if signal else operations, "checkpoint_at_the_end": signal}
+            if live(folder, seed + number, shape, ticks, **how):
+                break
+            tear(folder, chance)
+        else:
+            assert live(folder, seed + 99, shape, None)
+        found = audit(folder)
+    prompts = shape["steps"] * B // shape["n"]
+    undisturbed = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
+    assert Counter(found.trained) == undisturbed
+    assert (found.steps, found.duplicated, found.in_flight) == (shape["steps"], (), ())
+
+
+SHAPE = {"steps": 6, "n": 2, "k": 2, "s": 0.5}
+
+
+def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:
+    live(tmp_path, 3, SHAPE, 150, checkpoint_at_the_end=True)
+
+    async def resumed() -> Life:
+        start = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+        assert start is not None
+        assert 0 < start.cut.step < 6
+        with Journal(tmp_path / LEDGER, start.cut.files[LEDGER]) as journal:
+            life = Life(tmp_path, journal, 5, SHAPE)
+            with files_fail_after(None):
+                assert await life.live(None)
+        return life
+
+    life = asyncio.run(resumed())
+    assert [student.version for student in life.world.students] == [3, 3]
+
+
+def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> None:
+    async def run() -> Life:
+        with Journal(tmp_path / LEDGER) as journal:
+            life = Life(tmp_path, journal, 1, SHAPE)
+
+            async def full(directory: str, in_flight: frozenset[str]) -> None:
+                raise OSError(28, "No space left on device")
+
+            checkpoint, calls = life.world.trainer.checkpoint, []
+
+            async def full_after_one(directory: str, in_flight: frozenset[str]) -> None:
+                calls.append(directory)
+                await (checkpoint if len(calls) == 1 else full)(directory, in_flight)
+
+            life.world.trainer.checkpoint = full_after_one  # type: ignore[method-assign]
+            with files_fail_after(None):
+                assert await life.live(None)
+        return life
+
+    life = asyncio.run(run())
+    assert life.checkpointer.metrics["checkpoint/failures"] >= 1
+    assert any("No space left on device" in text for text in life.messages)
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    assert list((tmp_path / "checkpoints").glob(".*")) == []
+
+
+def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) -> None:
+    async def run() -> int:
+        with Journal(tmp_path / LEDGER) as journal:
+            life = Life(tmp_path, journal, 1, SHAPE)
+            trainer, step = life.world.trainer, life.world.trainer.step
+
+            async def unheard() -> Any:
+                if trainer.steps == 3:
+                    await step()
+                    await asyncio.Event().wait()
+                return await step()
+
+            trainer.step = unheard  # type: ignore[method-assign]
+            with files_fail_after(None):
+                await life.live(3000, checkpoint_at_the_end=True)
+            return trainer.steps
+
+    assert asyncio.run(run()) == 4
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    assert (newest.cut.step, newest.cut.ledger.trained) == (4, 16)
+    assert len(audit(tmp_path).trained) == 16
+
+
+def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_path: Path) -> None:
+    async def run() -> None:
+        with Journal(tmp_path / LEDGER) as journal:
+            life = Life(tmp_path, journal, 1, SHAPE)
+            with files_fail_after(None):
+                await life.live(100)
+            life.world.trainer.steps += 5
+            await life.pipeline.checkpoint()
+
+    with pytest.raises(StageError, match="the trainer is at step"):
+        asyncio.run(run())

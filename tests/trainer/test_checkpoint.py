@@ -1,0 +1,160 @@
+"""The trainer's part of a checkpoint: bit for bit what it was, and nothing from another model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_opd.core.batch import Batch
+from async_opd.core.errors import CheckpointError
+from async_opd.core.queue import MessageQueue
+from async_opd.core.sample_file import read_samples, write_samples
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    HiddenStates,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+)
+from async_opd.core.stages import SCORED, topics
+from tests.conftest import make_rollout, make_sample
+from tests.trainer.models import random_sample
+from tests.trainer.test_learner import learner
+from trainer.checkpoint import read_state
+from trainer.intake import Intake
+from trainer.stage import TrainerStage
+
+KEYS = (3, 4, 5)
+
+
+def batch(step: int) -> list[Sample]:
+    return [random_sample(10 * step + index, 4 + index, k=6) for index in range(3)]
+
+
+def stage(made: Any, queue: MessageQueue | None = None, batch_size: int = 1) -> TrainerStage:
+    queue = queue or MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    nobody: Any = None
+    intake = Intake(queue, batch_size=batch_size)
+    return TrainerStage(made, nobody, intake, max_version_lag=None, model_dir="")
+
+
+def weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+
+
+async def trained_stage(steps: int, queue: MessageQueue) -> TrainerStage:
+    made = stage(learner(schedule="cosine"), queue, batch_size=3)
+    for step in range(steps):
+        await queue.put(SCORED, Batch.pack(batch(step)))
+        await made.step()
+    return made
+
+
+async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    one = await trained_stage(3, queue)
+    captured = await one.capture()
+    for step in KEYS:
+        await queue.put(SCORED, Batch.pack(batch(step)))
+        await one.step()
+    await one.checkpoint(str(tmp_path), frozenset())
+    later = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    two = stage(learner(seed=5, schedule="cosine"), later, batch_size=3)
+    assert await two.restore(str(tmp_path)) == frozenset()
+    for step in KEYS:
+        await later.put(SCORED, Batch.pack(batch(step)))
+        report = await two.step()
+    own, other = weights(one._learner), weights(two._learner)
+    assert [name for name in own if not torch.equal(own[name], other[name])] == []
+    assert (captured.step, report.step) == (3, 6)
+
+
+async def test_a_capture_names_the_samples_of_the_last_step() -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = await trained_stage(2, queue)
+    captured = await made.capture()
+    assert [header.uid for header in captured.trained] == ["p10/0", "p11/0", "p12/0"]
+
+
+async def test_scored_samples_are_kept_wherever_they_are(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = stage(learner(), queue, batch_size=4)
+    kept = [
+        make_sample(f"{name}/0", version=version)
+        for name, version in zip("abcd", (0, 0, 0, 1), strict=True)
+    ]
+    await queue.put(SCORED, Batch.pack(kept[:2]))
+    step = asyncio.create_task(made.step())
+    await asyncio.sleep(0.01)
+    await queue.put(SCORED, Batch.pack(kept[2:3]))
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset(["a/0", "c/0", "d/0"]))
+    step.cancel()
+    again = stage(learner(), MessageQueue(topics(["t"]), 64, 1 << 20, 60.0))
+    assert await again.restore(str(tmp_path)) == {"a/0", "c/0"}
+    assert [s.rollout.uid for s in again._intake.held] == ["a/0", "c/0"]
+
+
+async def test_a_sample_with_tokens_of_later_weights_is_left_out(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = stage(learner(), queue)
+    await queue.put(SCORED, Batch.pack([make_sample("a/0", version=1), make_sample("b/0")]))
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset(["a/0", "b/0"]))
+    assert [s.rollout.uid for s in read_state(tmp_path).samples] == ["b/0"]
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    made = stage(learner())
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset())
+    other = learner()
+    other.model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(50, 32))
+    with pytest.raises(CheckpointError, match=r"of another model: .*up_proj"):
+        await stage(other).restore(str(tmp_path))
+
+
+async def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path) -> None:
+    made = stage(learner())
+    await made.capture()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        await made.checkpoint(str(tmp_path / "missing"), frozenset())
+
+
+def test_a_file_that_is_no_checkpoint_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "trainer.safetensors").write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_state(tmp_path)
+
+
+def scores() -> list[Scores]:
+    ids, logprobs = np.arange(8, dtype=np.int32).reshape(4, 2), np.ones((4, 2), np.float32)
+    own = np.full(4, -2.0, np.float32)
+    states = np.arange(12, dtype=np.uint16).reshape(4, 3)
+    return [
+        SampledLogprobs(own),
+        TopK(ids, logprobs, own),
+        CandidateLogprobs(ids, logprobs, own),
+        HiddenStates(states, "bfloat16"),
+        HiddenStates(states.astype(np.float16), "float16"),
+    ]
+
+
+@pytest.mark.parametrize("kind", scores(), ids=lambda kind: type(kind).__name__)
+def test_samples_come_out_of_a_file_as_they_went_in(kind: Scores, tmp_path: Path) -> None:
+    samples = [Sample(make_rollout("p/1", version=3), kind), make_sample("q/0", tokens=0)]
+    write_samples(tmp_path / "scored.safetensors", samples)
+    found = read_samples(tmp_path / "scored.safetensors")
+    assert repr(found) == repr(samples)
+    for one, two in zip(samples, found, strict=True):
+        for name, array in vars(one.scores).items():
+            if isinstance(array, np.ndarray):
+                other = getattr(two.scores, name)
+                assert (array.dtype, array.shape) == (other.dtype, other.shape)
+                assert np.array_equal(array, other)

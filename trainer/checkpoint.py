@@ -1,0 +1,102 @@
+"""The trainer's part of a checkpoint: two safetensors files, nothing that is unpickled.
+
+    trainer.safetensors   model/<parameter> · optimizer/<parameter>/<moment> · rng/<device>
+                          and in its metadata the optimizer step and the weight version
+    scored.safetensors    samples that are scored and not trained, with their teacher payloads
+
+Learning rates are a function of the step (``trainer.schedule``): there is no schedule to store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from async_opd.core.errors import CheckpointError
+from async_opd.core.sample_file import read_samples, write_samples
+from async_opd.core.samples import Sample
+
+Tensors = dict[str, torch.Tensor]
+STATE, SCORED = "trainer.safetensors", "scored.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """A copy in host memory: the trainer goes on changing its own."""
+
+    step: int
+    version: int
+    tensors: Tensors
+    samples: tuple[Sample, ...]
+
+
+def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Parameters, persistent buffers, the optimizer's moments and random states, on the host."""
+    tensors = {f"model/{name}": tensor for name, tensor in _model(model)}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            tensors[f"optimizer/{name}/{key}"] = value
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if next(model.parameters()).is_cuda:
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+
+
+def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """The reverse, in place. CheckpointError if they are of another model."""
+    own = dict(_model(model))
+    stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
+    wrong = sorted(stored ^ set(own)) or [
+        name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
+    ]
+    if wrong:
+        raise CheckpointError("trainer", f"the checkpoint is of another model: {wrong[:5]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[f"model/{name}"])
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer/{name}/"
+        moments = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+        if moments:
+            optimizer.state[parameter] = {
+                moment: tensors[key].to(parameter.device) for moment, key in moments.items()
+            }
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and next(model.parameters()).is_cuda:
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+
+
+def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) -> None:
+    """Both files. CheckpointError if they cannot be written."""
+    numbers = {"step": str(state.step), "version": str(state.version)}
+    try:
+        save_file(state.tensors, folder / STATE, metadata=numbers)
+        write_samples(folder / SCORED, samples)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError("trainer", f"{folder} cannot be written: {error}") from error
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Both files. CheckpointError if they are not what ``write_state`` wrote."""
+    try:
+        with safe_open(folder / STATE, "pt") as file:
+            numbers = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        samples = tuple(read_samples(folder / SCORED))
+        return TrainerState(int(numbers["step"]), int(numbers["version"]), tensors, samples)
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+        kind = type(error).__name__
+        raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
+
+
+def _model(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, tied ones once, and the buffers that a state dict holds."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
