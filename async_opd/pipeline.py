@@ -119,6 +119,8 @@ class Pipeline:
         self._step = self._done = 0 if self.start is None else self.start.cut.step
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
+        if self.start is not None:
+            self._restore(self.start.cut)
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -177,16 +179,21 @@ class Pipeline:
             guardrail=self.guardrail.state(),
         )
 
-    async def _resume(self, start: Checkpoint) -> None:
-        """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
-        cut = start.cut
-        restoring = self.stages.trainer.restore(str(start.folder))
-        finished = await self._bounded("the trainer's restart", restoring)
+    def _restore(self, cut: Cut) -> None:
+        """The accounts are those of the checkpoint from the beginning.
+
+        So a run that is interrupted before its trainer has the weights keeps nothing else.
+        """
         self.ledger.restore(cut.ledger, self.prompts.find)
         self.dead_letters.restore(cut.dead_letters)
         self.guardrail.restore(cut.guardrail)
         self.admission.restore(cut.version, cut.admitted)
-        await self.stages.sync.snapshot(cut.version)
+
+    async def _resume(self, start: Checkpoint) -> None:
+        """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
+        restoring = self.stages.trainer.restore(str(start.folder))
+        finished = await self._bounded("the trainer's restart", restoring)
+        await self.stages.sync.snapshot(start.cut.version)
         await self._bounded("the first weight sync", self.stages.sync.push())
         await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.again(finished)))
 

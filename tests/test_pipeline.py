@@ -176,9 +176,11 @@ class FakeTrainer:
         await self.pace.wait()
 
     async def restore(self, directory: str) -> frozenset[str]:
+        await self.pace.wait()
         self.steps, self.version = json.loads((Path(directory) / "trainer.json").read_text())
         samples = read_samples(Path(directory) / "scored.safetensors")
         self.intake.hold(samples)
+        await self.pace.wait()
         return frozenset(sample.rollout.uid for sample in samples)
 
     async def report(self) -> StageReport:

@@ -111,7 +111,8 @@ class Life:
         with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
             await work
         if checkpoint_at_the_end:
-            await self.pipeline.checkpoint()
+            with suppress(StageError):  # the trainer had not read the checkpoint yet
+                await self.pipeline.checkpoint()
         await self._kill_writer()
         return False
 

@@ -21,7 +21,7 @@ from async_opd.core.sources import Row
 
 def cut(step: int) -> Cut:
     ledger = LedgerState(("p/0", "p/1"), 7, 1, ("q/0",))
-    return Cut(step, step // 2, 40, ledger, files={"dead_letters.jsonl": 5})
+    return Cut(step, step // 2, 40, 10, ledger, files={"dead_letters.jsonl": 5})
 
 
 def written(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
@@ -167,7 +167,7 @@ def test_what_was_logged_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
     text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo'
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "dead_letters.jsonl").write_text("1234\n6789\n")
-    assert cut_files(tmp_path, cut(2)) == {"loss": 2.0}
+    assert cut_files(tmp_path, cut(2)) == {"loss": 2.0, "ledger/dead_lettered": 1.0}
     kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in kept] == [0, 1, 2]
     assert (tmp_path / "dead_letters.jsonl").read_text() == "1234\n"
