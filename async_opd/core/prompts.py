@@ -134,7 +134,7 @@ class PromptStream:
         name, _, epoch = uid.rpartition("#")
         if not self._rows:
             self._rows = {row.uid: row for rows in self._sources for row in rows}
-        return to_prompt(self._rows[name], self._encode, self._route, int(epoch), self._graded)
+        return self._encoded(self._rows[name], int(epoch))
 
     def _advance(self) -> tuple[int, int]:
         """The next source, and how many it gave before.
@@ -156,18 +156,14 @@ class PromptStream:
         epoch, position = divmod(taken, len(rows))
         row = rows[self._order(source, epoch)[position]]
         try:
-            return to_prompt(
-                row,
-                self._encode,
-                self._route,
-                epoch,
-                self._graded,
-                self._limit,
-                self._templates,
-            )
+            return self._encoded(row, epoch)
         except RolloutFault as fault:
             header = Header(_uid(row, epoch), 0, 0, NEVER_OLD, _teacher(row, self._route))
             return Lost(header, fault.cause, fault.stage)
+
+    def _encoded(self, row: Row, epoch: int) -> Prompt:
+        how = (self._graded, self._limit, self._templates)
+        return to_prompt(row, self._encode, self._route, epoch, *how)
 
     def _order(self, source: int, epoch: int) -> list[int]:
         known = self._orders.get(source)
