@@ -51,6 +51,7 @@ class Feed:
         self._outbox = Outbox(queue)
         self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
         self._finished: list[int] = []
+        self._asks = False  # for prompts, now
 
     async def run(self) -> None:
         """Works until cancelled; raises the first error of a rollout."""
@@ -59,9 +60,11 @@ class Feed:
                 while True:
                     free = await self._slots.room()
                     done, self._finished = tuple(self._finished), []
+                    self._asks = True
                     lease = await self._queue.get(
                         PROMPTS, free, ack=done, consumer=self._replica, share=True
                     )
+                    self._asks = False
                     for group in unpack_groups(lease.batches):
                         self._left[lease.id] += len(group.members)
                         for member in group.members:
@@ -83,7 +86,10 @@ class Feed:
         self._left[lease] -= 1
         if not self._left[lease]:
             del self._left[lease]
-            self._finished.append(lease)
+            if self._asks:  # the next get may be far away
+                await self._queue.ack(PROMPTS, lease)
+            else:
+                self._finished.append(lease)
 
     async def _rollout(self, prompt: Prompt, uid: str, turn: Turn) -> Rollout:
         """RolloutFault if this one cannot be had."""

@@ -65,6 +65,19 @@ async def test_every_member_of_a_group_is_sampled() -> None:
     task.cancel()
 
 
+async def test_a_lease_is_acknowledged_although_no_further_prompts_come() -> None:
+    messages = queue()
+    engine, task = started(messages, 8)
+    await messages.put(PROMPTS, groups("p"))
+    await settle()
+    engine.answers.release()
+    engine.answers.release()
+    await settle()
+    stats = (await messages.stats())[PROMPTS]
+    assert (stats.acked, stats.leased) == (1, 0)
+    task.cancel()
+
+
 async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     async def grade(rollout: Rollout) -> Rollout:
         return replace(rollout, reward=0.5)
@@ -163,17 +176,6 @@ async def test_replicas_share_what_is_there_evenly() -> None:
     assert [len(engine.asked) for engine, _ in feeds] == [4, 4, 4, 4]
     for _, task in feeds:
         task.cancel()
-
-
-async def test_a_finished_lease_is_acknowledged_with_the_next_one() -> None:
-    messages = queue()
-    engine, task = started(messages, 2)
-    await messages.put(PROMPTS, groups("p", "q"))
-    for _ in range(4):
-        engine.answers.release()
-    await settle()
-    assert (await messages.stats())[PROMPTS].acked == 1
-    task.cancel()
 
 
 async def test_a_failure_of_the_engine_ends_the_loop_with_it() -> None:
