@@ -21,9 +21,9 @@ Everything runs at the same time. Whatever ends with an error ends the run, with
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from async_opd.core.admission import Admission
 from async_opd.core.batch import Batch, unpack_lost
@@ -78,6 +78,12 @@ class Stages(Protocol):
     @property
     def sync(self) -> WeightSync: ...
 
+    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
+
+        Works until cancelled; raises the error of one that was restarted too often.
+        """
+
 
 @dataclass
 class Pipeline:
@@ -127,6 +133,7 @@ class Pipeline:
         try:
             async with self._arrows as arrows:
                 endless: list[asyncio.Task[None]] = [
+                    arrows.create_task(_endless("supervision", self.stages.keep(self._reissue))),
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
                 ]
@@ -203,6 +210,13 @@ class Pipeline:
         while True:
             groups = await self.admission.admit(group, at_most_groups=64)
             await self.stages.queue.put(PROMPTS, Batch.pack(self.supply.groups(groups)))
+
+    async def _reissue(self) -> None:
+        """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
+
+        What a stage still works on comes twice; the trainer drops the second copy.
+        """
+        await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.again(())))
 
     async def _rerun(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""

@@ -156,12 +156,8 @@ async def _distil(job: Job) -> None:
     started = time.time()
     log.message("starting Ray and the engines")
     ends = eos_ids(config.student.model)
-
-    def lost(name: str, error: Exception) -> None:
-        log.message(f"{name} left the rollout pool, the others go on with its prompts: {error}")
-
     device = resolve_device(config)
-    async with launch(config, device=device, eos_ids=ends, on_lost=lost) as stages:
+    async with launch(config, device=device, eos_ids=ends, tell=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
         evaluation = _evaluation(config, job.inputs, text)

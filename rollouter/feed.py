@@ -54,7 +54,10 @@ class Feed:
         self._asks = False  # for prompts, now
 
     async def run(self) -> None:
-        """Works until cancelled; raises the first error of a rollout."""
+        """Works until cancelled; raises the first error of a rollout.
+
+        What is not in the queue by then never will be; it can run again.
+        """
         try:
             async with asyncio.TaskGroup() as rollouts:
                 while True:
@@ -72,6 +75,10 @@ class Feed:
                             rollouts.create_task(self._roll(group, member, lease.id, turn))
         except ExceptionGroup as errors:
             raise first_cause(errors) from errors
+        finally:
+            self._outbox.close()
+            self._left.clear()
+            self._finished.clear()
 
     async def _roll(self, group: Group, member: int, lease: int, turn: Turn) -> None:
         prompt, uid = group.prompt, f"{group.prompt.uid}/{member}"

@@ -29,7 +29,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
-from async_opd.core.errors import RolloutFault, StageError, WeightSyncError
+from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -39,7 +39,7 @@ from rollouter.load import load_watcher
 from rollouter.slots import AdaptiveLimit, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
-from rollouter.weights import register
+from rollouter.weights import UNTOUCHED, register
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -69,7 +69,7 @@ class StudentReplica:
         self._slots = slots
         grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
         self._feed = Feed(
-            spec.name, queue, slots, self._roll, grade=grading.grade if grading else None
+            spec.consumer, queue, slots, self._roll, grade=grading.grade if grading else None
         )
         watcher = load_watcher(lambda load: slots.resize(adaptive.observe(load)))
         self._engine = AsyncLLM.from_engine_args(
@@ -83,18 +83,37 @@ class StudentReplica:
         self._paused_s = 0.0
         self._held_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
+        self._syncs = 0
+        self._work: asyncio.Task[None] | None = None
         self._flowing = asyncio.Event()
+        self._syncing = asyncio.Event()
         self._flowing.set()
 
     async def ready(self) -> int:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""
         await self._engine.check_health()
         await self._engine.update_weight_version("0")
+        return self._workers
+
+    @property
+    def _workers(self) -> int:
         return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def run(self) -> None:
-        """Answers groups from topic ``prompts`` until cancelled."""
-        await self._feed.run()
+        """Answers groups from topic ``prompts`` until stopped."""
+        self._work = asyncio.create_task(self._feed.run(), name="feed")
+        try:
+            await asyncio.wait({self._work})
+            if not self._work.cancelled():
+                self._work.result()
+        finally:
+            self._work.cancel()
+
+    async def stop(self) -> None:
+        """Ends ``run``; gives up what was taken and is not finished."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         """RolloutFault for a prompt that the engine refuses."""
@@ -135,7 +154,9 @@ class StudentReplica:
         )
         await self._flowing.wait()
         version = self._version
-        request = TokensPrompt(prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"v{version}")
+        request = TokensPrompt(
+            prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
+        )
         with self._activity.busy():
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
                 if output.finished:
@@ -171,18 +192,27 @@ class StudentReplica:
         version, and could find prefix-cache blocks of the old weights.
         """
         self._flowing.clear()
+        self._syncing.set()
         self._pause_started = self._activity.clock()
         await self._engine.pause_generation(**PAUSE[on_sync])
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Takes the new weights while the sender sends them."""
+        """Takes the new weights while the sender sends them.
+
+        TransferAborted if they did not come and the engine still has all of its old ones.
+        """
         await self._engine.start_weight_update()
         update = {
             "names": list(meta.names),
             "dtype_names": list(meta.dtype_names),
             "shapes": [list(shape) for shape in meta.shapes],
         }
-        await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+        try:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+        except Exception as error:
+            if UNTOUCHED in str(error) and self._workers == 1:
+                raise TransferAborted(self._spec.name, str(error)) from error
+            raise
 
     async def finish(self, version: int) -> None:
         """Names the new weights and checks that the engine does too."""
@@ -193,16 +223,30 @@ class StudentReplica:
                 self._spec.name, f"the engine reports version {told} after the sync to {version}"
             )
         self._version = version
+        self._syncs += 1
 
     async def resume(self) -> None:
         """Goes on sampling."""
         await self._engine.resume_generation()
+        self._syncing.clear()
         self._flowing.set()
         paused_s = self._activity.clock() - self._pause_started
         self._paused_s += paused_s
         self._held_s += paused_s
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────
+
+    async def alive(self) -> None:
+        """Returns when the engine answers, or at once while a sync holds it: that has bounds."""
+        answer = asyncio.ensure_future(self._engine.get_weight_version())
+        syncing = asyncio.ensure_future(self._syncing.wait())
+        try:
+            await asyncio.wait({answer, syncing}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            answer.cancel()
+            syncing.cancel()
 
     async def report(self) -> StageReport:
         """What happened since the last report; raises if the engine has died."""

@@ -15,7 +15,7 @@ class StudentEngineSpec:
 
     ``top_k`` is how many of its own best tokens it returns at each position, where the objective
     needs them; ``grader`` gives the task reward, where there is one. With a ``seed`` every rollout
-    is drawn by one of its own, from this and its uid.
+    is drawn by one of its own, from this and its uid. ``life`` counts the restarts.
     """
 
     name: str
@@ -27,6 +27,12 @@ class StudentEngineSpec:
     top_k: int = 0
     grader: str | None = None
     seed: int | None = None
+    life: int = 0
+
+    @property
+    def consumer(self) -> str:
+        """What the queue knows it by: another one after each restart, for it has left for good."""
+        return f"{self.name}#{self.life}"
 
     def seed_of(self, uid: str) -> int | None:
         """The seed of a rollout: 63 bits of BLAKE2b over the run's seed and the uid."""

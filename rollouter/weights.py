@@ -4,10 +4,13 @@ vLLM loads ``register`` in every one of its processes (entry point ``vllm.genera
 GPUs vLLM's own ``nccl`` backend serves; this one does the same over gloo where there are none:
 
     init_transfer_engine    join the group                           once per rendezvous
-    start_weight_update     begin a layer-wise reload   ┐
-    receive_weights         chunk by chunk: receive,    │ every sync
+    receive_weights         receive all chunks, then    ┐
+                            begin a layer-wise reload,  │ every sync
                             unpack, load                │
     finish_weight_update    finish the reload           ┘
+
+Nothing is loaded before everything is here, which takes the memory of one more copy of the
+weights: a transfer that breaks off half-way leaves the old ones as they were.
 """
 
 from __future__ import annotations
@@ -34,6 +37,8 @@ from async_opd.core.orphans import die_with_parent
 from async_opd.core.weights import WeightMeta, chunk_plan
 
 BACKEND = "async_opd_gloo"
+UNTOUCHED = "no weight was replaced"
+"""Part of the error of a transfer that broke off before anything was loaded."""
 
 
 @dataclass
@@ -82,15 +87,16 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         self._chunk_bytes = init_info.chunk_bytes
 
     def start_weight_update(self) -> None:
-        """Begins a layer-wise reload; the engine must be paused."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        initialize_layerwise_reload(self.model)
+        """Nothing yet; the engine must be paused."""
 
     def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receives all chunks. Each has a buffer of its own: layers keep references to it."""
+        """Receives all chunks, then loads them layer by layer."""
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
         if self._group is None:
-            raise RuntimeError("weights were sent before this engine joined a transfer group")
+            raise RuntimeError(
+                f"{UNTOUCHED}: weights were sent before this engine joined a transfer group"
+            )
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         meta = WeightMeta(
             names=tuple(update_info.names),
@@ -98,15 +104,26 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             shapes=tuple(tuple(shape) for shape in update_info.shapes),
             itemsizes=tuple(dtype.itemsize for dtype in dtypes),
         )
-        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
-            sizes = [meta.sizes[index] for index in chunk]
-            buffer = torch.empty(sum(sizes), dtype=torch.uint8)
-            self._group.broadcast(buffer, 0).wait()
-            pieces = torch.split(buffer, sizes)
+        try:
+            chunks = self._chunks(meta)
+        except RuntimeError as error:
+            raise RuntimeError(f"{UNTOUCHED}: {error}") from error
+        initialize_layerwise_reload(self.model)
+        for chunk, buffer in chunks:
+            pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
             self.model.load_weights(
                 (meta.names[index], piece.clone().view(dtypes[index]).view(meta.shapes[index]))
                 for index, piece in zip(chunk, pieces, strict=True)
             )
+
+    def _chunks(self, meta: WeightMeta) -> list[tuple[range, torch.Tensor]]:
+        """Each has a buffer of its own: layers keep references to it."""
+        chunks = []
+        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
+            buffer = torch.empty(sum(meta.sizes[index] for index in chunk), dtype=torch.uint8)
+            self._group.broadcast(buffer, 0).wait()
+            chunks.append((chunk, buffer))
+        return chunks
 
     def finish_weight_update(self) -> None:
         """Finishes the reload, and rebuilds the head's packed copy, which the reload leaves stale.

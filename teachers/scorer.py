@@ -32,8 +32,12 @@ class ScorerStage:
         batch_sizes: Mapping[str, int],
         health: Mapping[str, Health] | None = None,
         rebuild: Rebuild | None = None,
+        consumer: str = "",
     ) -> None:
-        """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it."""
+        """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
+
+        ``consumer`` is what the queue knows this stage by.
+        """
         health = health or {}
         self._pools = {
             name: TeacherPool(name, replicas, health.get(name, HealthConfig()), rebuild)
@@ -42,6 +46,7 @@ class ScorerStage:
         self._queue = queue
         self._batch_sizes = dict(batch_sizes)
         self._rebuild = rebuild
+        self._consumer = consumer
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -73,9 +78,9 @@ class ScorerStage:
     async def _next(self, teacher: str, done: int | None) -> Lease:
         topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
         try:
-            return await self._queue.get(topic, size, ack=done)
+            return await self._queue.get(topic, size, ack=done, consumer=self._consumer)
         except LeaseExpired:  # its rollouts are scored again; the trainer knows them
-            return await self._queue.get(topic, size)
+            return await self._queue.get(topic, size, consumer=self._consumer)
 
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec

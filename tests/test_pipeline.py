@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class FakeStudent:
     """The real feed, and no engine."""
 
     def __init__(self, name: str, queue: MessageQueue, n: int, pace: Pace) -> None:
-        self.name = name
+        self.name = self.consumer = name
         self.version = 0
         self.pace = pace
         self.feed = Feed(name, queue, Slots(4, n), self._sample)
@@ -75,6 +75,9 @@ class FakeStudent:
 
     async def run(self) -> None:
         await self.feed.run()
+
+    async def alive(self) -> None: ...
+    async def stop(self) -> None: ...
 
     async def _sample(self, prompt: Prompt, uid: str) -> Rollout:
         if self.fail_at is not None and len(self.started) >= self.fail_at:
@@ -97,6 +100,37 @@ class FakeStudent:
 
     async def report(self) -> StageReport:
         return StageReport(gauges={"version": float(self.version)})
+
+
+class MortalQueue:
+    """The real queue, which can die: calls break off and are made again, as ``QueueProxy`` does."""
+
+    def __init__(self, build: Callable[[], MessageQueue]) -> None:
+        self._build = build
+        self._queue, self._death = build(), asyncio.Event()
+        self.deaths = 0
+        self.died = asyncio.Event()
+
+    def die(self) -> None:
+        self._death.set()
+        self._queue, self._death = self._build(), asyncio.Event()
+        self.deaths += 1
+        self.died.set()
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **named: Any) -> Any:
+            while True:
+                end = asyncio.create_task(self._death.wait())
+                work = asyncio.create_task(getattr(self._queue, name)(*args, **named))
+                try:
+                    await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
+                    if not end.done():
+                        return await work
+                finally:
+                    end.cancel()
+                    work.cancel()
+
+        return call
 
 
 class FakeTeacher:
@@ -251,6 +285,7 @@ class World:
     log: FakeLog
     rollouter: RollouterStage
     scorer: ScorerStage
+    pace: Pace
 
 
 def world(
@@ -287,7 +322,9 @@ def world(
         }
     )
     pace = pace or Pace(seed)
-    queue = MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0, kept=(PROMPTS,))
+    queue: Any = MortalQueue(
+        lambda: MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0, kept=(PROMPTS,))
+    )
     students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
     teachers = {name: FakeTeacher(pace) for name in TEACHERS}
     intake = Intake(
@@ -303,8 +340,16 @@ def world(
     parts: Any = type("Parts", (), {})()
     parts.queue, parts.rollouter, parts.scorer = queue, rollouter, scorer
     parts.trainer, parts.sync = trainer, sync
+
+    async def keep(reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            await queue.died.wait()
+            queue.died.clear()
+            await reissue()
+
+    parts.keep = keep
     pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log)
-    return World(pipeline, students, teachers, trainer, sync, queue, log, rollouter, scorer)
+    return World(pipeline, students, teachers, trainer, sync, queue, log, rollouter, scorer, pace)
 
 
 async def test_a_run_trains_every_step_and_then_ends() -> None:
@@ -613,6 +658,30 @@ def test_replicas_that_die_lose_nothing_while_one_is_left(fail_at: int, **shape:
         return made
 
     assert_each_trained_once(asyncio.run(run()), shape["steps"])
+
+
+@settings(deadline=None, max_examples=60)
+@given(**shapes, deaths=st.lists(st.integers(0, 60), min_size=1, max_size=4))
+def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
+    deaths: list[int], **shape: Any
+) -> None:
+    async def run() -> World:
+        made = world(**shape, pace=Straggling(shape["seed"]))
+
+        async def kill() -> None:
+            for pause in deaths:
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+                made.queue.die()  # type: ignore[attr-defined]
+
+        killer = asyncio.create_task(kill())
+        await asyncio.wait_for(made.pipeline.run(), 20)
+        killer.cancel()
+        return made
+
+    made = asyncio.run(run())
+    assert_each_trained_once(made, shape["steps"])
+    assert made.pipeline.ledger.counts["in_flight"] == 0
 
 
 @settings(deadline=None, max_examples=40)

@@ -14,7 +14,14 @@ from typing import Any
 
 import ray
 
-from async_opd.core.errors import EngineStartError, StageError, StageTimeout, first_cause
+from async_opd.core.errors import (
+    EngineStartError,
+    ProcessDied,
+    ProcessRestarts,
+    StageError,
+    StageTimeout,
+    first_cause,
+)
 
 
 class Host:
@@ -22,18 +29,29 @@ class Host:
 
     def __init__(self) -> None:
         self._object: Any = None
+        self._built = asyncio.Event()
 
     async def pid(self) -> int:
         """The actor's process id."""
         return os.getpid()
 
+    async def is_built(self) -> bool:
+        """Whether it has an object."""
+        return self._built.is_set()
+
+    async def forever(self) -> None:
+        """Does not return: whoever waits for it is told when the process ends."""
+        await asyncio.Event().wait()
+
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
         """Imports ``module:callable`` and calls it."""
         module, _, name = factory.partition(":")
         self._object = getattr(importlib.import_module(module), name)(*args)
+        self._built.set()
 
     async def call(self, method: str, args: tuple[Any, ...]) -> Any:
-        """Awaits a method of the object."""
+        """Awaits a method of the object; in a process that was restarted, until it is built."""
+        await self._built.wait()
         try:
             return await getattr(self._object, method)(*args)
         except ExceptionGroup as group:
@@ -46,8 +64,9 @@ class Remote:
     Every call maps Ray's errors to ours: a dead process, an error inside, a wait without end.
     """
 
-    def __init__(self, name: str, handle: Any, timeout_s: float) -> None:
+    def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
         self.name = name
+        self._restarts = restarts
         self._handle = handle
         self._timeout_s = timeout_s
 
@@ -59,23 +78,26 @@ class Remote:
         timeout_s: float,
         env: dict[str, str] | None = None,
         gpus: int = 0,
+        restarts: bool = False,
     ) -> Remote:
-        """Starts the process. It reserves no CPU: actors that mostly wait would block others.
+        """Starts the process, and, with ``restarts``, another one without an object when it dies.
 
-        With an environment of its own it also knows its name, and so do its children:
-        ``ASYNC_OPD_BOX``.
+        It reserves no CPU: actors that mostly wait would block others.
+
+        It knows its name, and so do its children: ``ASYNC_OPD_BOX``.
         """
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
-        if env:
-            options["runtime_env"] = {"env_vars": {**env, "ASYNC_OPD_BOX": name}}
+        options["runtime_env"] = {"env_vars": {**(env or {}), "ASYNC_OPD_BOX": name}}
         if gpus:
             options["num_gpus"] = gpus
-        return cls(name, ray.remote(Host).options(**options).remote(), timeout_s)
+        if restarts:
+            options["max_restarts"] = -1
+        return cls(name, ray.remote(Host).options(**options).remote(), timeout_s, restarts)
 
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
         """Builds the object; EngineStartError with the process's last words if that fails."""
         try:
-            pid = await self._bounded(self._handle.pid.remote(), timeout_s, "starting a process")
+            pid = await self._started(timeout_s)
             await self._bounded(self._handle.build.remote(factory, args), timeout_s, "building")
         except StageError as error:
             words = last_words(pid) if "pid" in locals() else ""
@@ -86,10 +108,27 @@ class Remote:
                 error.remedy,
             ) from error
 
+    async def _started(self, timeout_s: float) -> int:
+        while True:
+            try:
+                reference = self._handle.pid.remote()
+                return int(await self._bounded(reference, timeout_s, "starting a process"))
+            except ProcessRestarts:
+                continue  # that was the one before
+
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Calls a method with the default or another bound; ``float('inf')`` for none."""
         bound = self._timeout_s if timeout_s is None else timeout_s
         return await self._bounded(self._handle.call.remote(method, args), bound, method)
+
+    async def call_again(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """As ``call``, made again whenever the process dies under it and another one comes."""
+        while True:
+            try:
+                return await self.call(method, *args, timeout_s=timeout_s)
+            except ProcessRestarts as error:
+                if error.stage != self.name:
+                    raise
 
     async def _bounded(self, reference: Any, timeout_s: float, what: str) -> Any:
         try:
@@ -102,7 +141,9 @@ class Remote:
                 "see timeouts.* in the config",
             ) from error
         except ray.exceptions.RayActorError as error:
-            raise StageError(
+            again = isinstance(error, ray.exceptions.ActorUnavailableError)
+            kind = ProcessRestarts if again and self._restarts else ProcessDied
+            raise kind(
                 self.name,
                 f"its process died during {what}: {' '.join(str(error).split())[:500]}",
                 "see its log in Ray's session directory; running out of memory is the most "
@@ -116,8 +157,28 @@ class Remote:
                 self.name, f"{what} failed: {type(cause).__name__}: {cause}"
             ) from error
 
+    async def pid(self, timeout_s: float) -> int:
+        """The id of its process now."""
+        return int(await self._bounded(self._handle.pid.remote(), timeout_s, "a sign of life"))
+
+    async def is_built(self, timeout_s: float) -> bool:
+        """Whether its process has an object: one that was restarted has none."""
+        return bool(await self._bounded(self._handle.is_built.remote(), timeout_s, "a question"))
+
+    async def end(self) -> ProcessDied:
+        """Waits until the process that runs now has died."""
+        try:
+            await self._bounded(self._handle.forever.remote(), float("inf"), "its run")
+        except ProcessDied as error:
+            return error
+        raise StageError(self.name, "a call without end has returned")
+
+    def restart(self) -> None:
+        """Ends the process; Ray starts another one, whose object is still to be built."""
+        ray.kill(self._handle, no_restart=False)
+
     def kill(self) -> None:
-        """Ends the process and its children."""
+        """Ends the process and its children for good."""
         ray.kill(self._handle)
 
 

@@ -8,7 +8,8 @@ queue ─┬─ student/0 … student/N-1     rollouter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from async_opd.cluster.proxies import (
     TrainerProxy,
 )
 from async_opd.cluster.session import ray_session
+from async_opd.cluster.singles import QueueBox, ScorerBox, Singles, Teachers, TrainerBox
 from async_opd.core.config import (
     EndpointTeacher,
     EngineTeacher,
@@ -33,11 +35,11 @@ from async_opd.core.config import (
     VllmTeacher,
 )
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
-from async_opd.core.errors import ConfigError, Problem, StageError, first_cause
+from async_opd.core.errors import ConfigError, Problem, ProcessDied, StageError, first_cause
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.pools import pools
 from async_opd.core.refresh import RefreshingSync
-from async_opd.core.stages import DEAD, PROMPTS, STALE, SamplingSpec, WeightSync, topics
+from async_opd.core.stages import SamplingSpec, WeightSync
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
@@ -45,8 +47,6 @@ from teachers.endpoint import EndpointReplica
 from teachers.endpoint_spec import endpoint_spec
 from teachers.pool import Weights
 from teachers.spec import TeacherEngineSpec
-
-Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,25 @@ class Stages:
     scorer: ScorerProxy
     trainer: TrainerProxy
     sync: WeightSync
+    broadcast: BroadcastSync
+    singles: Singles
+
+    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See async_opd.pipeline.Stages."""
+        await self.singles.keep(reissue)
+
+    async def rewind(self, error: ProcessDied, *, to_start: bool) -> None:
+        """After the trainer died: all stages are as new, and the engines as they are.
+
+        They get the first weights ``to_start``, otherwise it is left to who knows of others.
+        Raises the error if the trainer died too often.
+        """
+        await self.rollouter.halt()
+        await self.singles.renew(error)
+        await self.broadcast.forget()
+        if to_start:
+            await self.sync.snapshot(0)
+            await self.sync.push()
 
 
 @dataclass(frozen=True)
@@ -77,7 +96,7 @@ class Factories:
     trainer: Factory = Factory("async_opd.cluster.trainer:build_trainer")
 
 
-def _nobody(name: str, error: Exception) -> None:
+def _nobody(text: str) -> None:
     """Is told, and does nothing."""
 
 
@@ -88,18 +107,18 @@ async def launch(
     device: Device,
     eos_ids: tuple[int, ...],
     factories: Factories | None = None,
-    on_lost: Callable[[str, Exception], None] = _nobody,
+    tell: Callable[[str], None] = _nobody,
 ) -> AsyncIterator[Stages]:
     """Starts Ray and all actors; ends every one of their processes on the way out.
 
-    ``on_lost(name, error)`` is told of a rollout replica that died while others are left.
+    ``tell`` gets a line about everything that died and was restarted.
 
     Raises EngineStartError naming the first box that did not come up.
     """
     async with ray_session(config):
         if device == "cuda":
             _enough_gpus(config)
-        boxes = _Boxes(config, device, eos_ids, factories or Factories(), on_lost)
+        boxes = _Boxes(config, device, eos_ids, factories or Factories(), tell)
         try:
             yield await _build(boxes)
         finally:
@@ -108,7 +127,8 @@ async def launch(
 
 async def _build(boxes: _Boxes) -> Stages:
     config = boxes.config
-    queue = QueueProxy(await boxes.queue())
+    queue_box = await boxes.queue()
+    queue = QueueProxy(queue_box.remote)
     try:
         async with asyncio.TaskGroup() as group:
             student_tasks = [
@@ -127,36 +147,62 @@ async def _build(boxes: _Boxes) -> Stages:
         raise first_cause(errors) from errors
     students = [task.result() for task in student_tasks]
     teachers = {name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()}
-    trainer = TrainerProxy(trainer_task.result())
-    receivers = [StudentProxy(student) for student in students]
+    training = trainer_task.result()
+    trainer = TrainerProxy(training.remote)
+    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students)
+    scoring = await boxes.scorer(teachers, queue)
+    scorer = ScorerProxy(scoring.remote)
+    return Stages(
+        queue,
+        rollouter,
+        scorer,
+        trainer,
+        _refreshing(config, broadcast, trainer, scorer, scoring.weights),
+        broadcast,
+        Singles(config, boxes.tell, queue_box, scoring, training),
+    )
+
+
+async def _rollouts(
+    boxes: _Boxes, queue: QueueProxy, trainer: TrainerProxy, students: list[StudentProxy]
+) -> tuple[RollouterStage, BroadcastSync]:
+    """The pool of student replicas, and the weight sync to them: each tells the other of a loss."""
+    config = boxes.config
+    names = [student.name for student in students]
     sync = BroadcastSync(
         trainer,
-        receivers,
-        await asyncio.gather(*(student.ready() for student in receivers)),
+        students,
+        await asyncio.gather(*(student.ready() for student in students)),
         on_sync=config.async_.on_sync,
         timeout_s=config.sync.timeout_s,
         rolling=config.sync.rolling,
         drain_timeout_s=(config.timeouts.request_s if config.async_.on_sync == "finish" else None),
+        tries=config.sync.tries,
+        lost=lambda index, error: rollouter.lose(names[index], error),
+    )
+    rollouter = RollouterStage(
+        dict(zip(names, students, strict=True)),
+        queue,
+        _RebuildStudent(boxes, queue, sync, names),
+        config.supervision,
+        lost=lambda name, error: sync.lose(names.index(name)),
+        tell=boxes.tell,
     )
     await sync.connect()
-
-    def lost(name: str, error: Exception) -> None:
-        sync.lose([student.name for student in receivers].index(name))
-        boxes.on_lost(name, error)
-
-    rollouter = RollouterStage(
-        {student.name: student for student in receivers},
-        queue,
-        lost=lost,
-    )
-    scorer = ScorerProxy(await boxes.scorer(teachers, queue))
-    return Stages(queue, rollouter, scorer, trainer, _refreshing(config, sync, trainer, scorer))
+    return rollouter, sync
 
 
 def _refreshing(
-    config: RunConfig, sync: WeightSync, trainer: TrainerProxy, scorer: ScorerProxy
+    config: RunConfig,
+    sync: WeightSync,
+    trainer: TrainerProxy,
+    scorer: ScorerProxy,
+    newest: dict[str, Weights],
 ) -> WeightSync:
-    """The sync, which also refreshes teachers that are the student itself."""
+    """The sync, which also refreshes teachers that are the student itself.
+
+    ``newest`` gets what each has, for a scoring stage that is restarted.
+    """
     every = {
         name: teacher.refresh_every
         for name, teacher in config.teachers.items()
@@ -166,7 +212,7 @@ def _refreshing(
         return sync
 
     async def load(teacher: str, version: int, directory: str) -> None:
-        weights = Weights(version, directory, config.timeouts.engine_start_s)
+        newest[teacher] = weights = Weights(version, directory, config.timeouts.engine_start_s)
         await scorer.load(teacher, weights)
 
     directory = Path(config.run_dir or ".").absolute() / "teachers"
@@ -181,20 +227,19 @@ class _Boxes:
     device: Device
     eos_ids: tuple[int, ...]
     factories: Factories
-    on_lost: Callable[[str, Exception], None]
+    tell: Callable[[str], None]
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
 
-    async def queue(self) -> Remote:
+    async def queue(self) -> QueueBox:
         """The message queue."""
-        config = self.config
-        limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
-        return await self._start("queue", "async_opd.core.queue:MessageQueue", args)
+        queue = QueueBox(self._create("queue", restarts=True), self.config)
+        await queue.build()
+        return queue
 
-    async def student(self, index: int, queue: QueueProxy) -> Remote:
-        """One replica of the student."""
+    async def student(self, index: int, queue: QueueProxy, life: int = 0) -> StudentProxy:
+        """One replica of the student; ``life`` counts its restarts."""
         config = self.config
         rollout = config.rollout
         name = f"student/{index}"
@@ -217,13 +262,15 @@ class _Boxes:
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=config.reward.grader if config.reward else None,
             seed=config.seed if rollout.reproducible else None,
+            life=life,
         )
-        return await self._start(
+        remote = await self._start(
             name,
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             engine_gpus=rollout.tensor_parallel,
         )
+        return StudentProxy(remote, spec.consumer)
 
     async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
         """One replica of a teacher; a server of somebody else needs no actor."""
@@ -260,25 +307,29 @@ class _Boxes:
             engine_gpus=teacher.tensor_parallel,
         )
 
-    async def trainer(self, queue: QueueProxy) -> Remote:
+    async def trainer(self, queue: QueueProxy) -> TrainerBox:
         """The trainer."""
-        return await self._start(
+        remote = self._create(
             "trainer",
-            self.factories.trainer.path,
-            (self.config, self.device, queue, *self.factories.trainer.extra),
             env={"OMP_NUM_THREADS": str(self.config.train.threads)},
             gpus=int(self.device == "cuda"),
+            restarts=True,
         )
+        factory = self.factories.trainer
+        args = (self.config, self.device, queue, *factory.extra)
+        trainer = TrainerBox(remote, self.config, factory.path, args)
+        await trainer.build()
+        return trainer
 
-    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> Remote:
+    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerBox:
         """The scoring stage."""
-        sizes = {name: t.batch_size for name, t in self.config.teachers.items()}
-        health = {name: teacher.health for name, teacher in self.config.teachers.items()}
-        rebuild = _Rebuild(replace(self, on_lost=_nobody, started=[], engines=[], stages=[]))
-        args = (teachers, queue, sizes, health, rebuild)
-        remote = await self._start("scorer", "teachers.scorer:ScorerStage", args)
-        self.stages.append(remote)
-        return remote
+        rebuild = _Rebuild(replace(self, tell=_nobody, started=[], engines=[], stages=[]))
+        scorer = ScorerBox(
+            self._create("scorer", restarts=True), self.config, teachers, queue, rebuild
+        )
+        await scorer.build()
+        self.stages.append(scorer.remote)
+        return scorer
 
     async def close(self) -> None:
         """Stops stages that would mend engines, shuts engines down, then kills every process."""
@@ -301,16 +352,60 @@ class _Boxes:
         engine_gpus: int = 0,
         gpus: int = 0,
     ) -> Remote:
-        timeouts = self.config.timeouts
         if engine_gpus:
             env = engine_env(self.device)
             gpus = engine_gpus if self.device == "cuda" else 0
-        remote = Remote.create(name, timeout_s=timeouts.request_s, env=env, gpus=gpus)
-        self.started.append(remote)
-        await remote.build(factory, args, timeouts.engine_start_s)
+        remote = self._create(name, env=env, gpus=gpus)
+        try:
+            await remote.build(factory, args, self.config.timeouts.engine_start_s)
+        except BaseException:
+            remote.kill()
+            raise
         if engine_gpus:
             self.engines.append(remote)  # what is not built cannot be shut down, only killed
         return remote
+
+    def _create(
+        self,
+        name: str,
+        *,
+        env: dict[str, str] | None = None,
+        gpus: int = 0,
+        restarts: bool = False,
+    ) -> Remote:
+        remote = Remote.create(
+            name,
+            timeout_s=self.config.timeouts.request_s,
+            env=env,
+            gpus=gpus,
+            restarts=restarts,
+        )
+        self.started.append(remote)
+        return remote
+
+
+@dataclass
+class _RebuildStudent:
+    """Builds replicas of the student anew, and has them join the weight sync."""
+
+    boxes: _Boxes
+    queue: QueueProxy
+    sync: BroadcastSync
+    names: list[str]
+    lives: Counter[str] = field(default_factory=Counter)
+
+    async def __call__(self, name: str, old: StudentProxy) -> StudentProxy:
+        """See rollouter.rollouter.Rebuild."""
+        old.kill()
+        self.lives[name] += 1
+        index = self.names.index(name)
+        student = await self.boxes.student(index, self.queue, self.lives[name])
+        try:
+            await self.sync.rejoin(index, student, await student.ready())
+        except BaseException:
+            student.kill()
+            raise
+        return student
 
 
 @dataclass

@@ -18,14 +18,17 @@ ENDLESS = float("inf")
 
 
 class QueueProxy:
-    """``async_opd.core.stages.Queue`` in the queue actor. Batches travel by value."""
+    """``async_opd.core.stages.Queue`` in the queue actor. Batches travel by value.
+
+    Outlives the actor's process: calls wait until it is restarted.
+    """
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     async def put(self, topic: str, batch: Batch) -> None:
         """See MessageQueue.put."""
-        await self._remote.call("put", topic, batch, timeout_s=ENDLESS)
+        await self._remote.call_again("put", topic, batch, timeout_s=ENDLESS)
 
     async def get(
         self,
@@ -38,15 +41,15 @@ class QueueProxy:
     ) -> Lease:
         """See MessageQueue.get."""
         args = (topic, at_most, at_least, ack, consumer, share)
-        return cast(Lease, await self._remote.call("get", *args, timeout_s=ENDLESS))
+        return cast(Lease, await self._remote.call_again("get", *args, timeout_s=ENDLESS))
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See MessageQueue.ack."""
-        await self._remote.call("ack", topic, lease_id)
+        await self._remote.call_again("ack", topic, lease_id)
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See MessageQueue.nack."""
-        return bool(await self._remote.call("nack", topic, lease_id))
+        return bool(await self._remote.call_again("nack", topic, lease_id))
 
     async def contents(self, topic: str) -> tuple[Batch, ...]:
         """See MessageQueue.contents."""
@@ -54,22 +57,23 @@ class QueueProxy:
 
     async def release(self, topic: str, consumer: str) -> int:
         """See MessageQueue.release."""
-        return int(await self._remote.call("release", topic, consumer))
+        return int(await self._remote.call_again("release", topic, consumer))
 
     async def stats(self) -> dict[str, TopicStats]:
         """See MessageQueue.stats."""
-        return cast(dict[str, TopicStats], await self._remote.call("stats"))
+        return cast(dict[str, TopicStats], await self._remote.call_again("stats"))
 
 
 class StudentProxy:
     """A student replica: for the rollout stage and, as a receiver, for the weight sync."""
 
-    def __init__(self, remote: Remote) -> None:
+    def __init__(self, remote: Remote, consumer: str) -> None:
         self.name = remote.name
+        self.consumer = consumer
         self._remote = remote
 
     async def run(self) -> None:
-        """See StudentReplica.run."""
+        """See StudentReplica.run; ended by the pool's heartbeat if it hangs."""
         await self._remote.call("run", timeout_s=ENDLESS)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
@@ -80,6 +84,18 @@ class StudentProxy:
     async def report(self) -> StageReport:
         """See StudentReplica.report."""
         return cast(StageReport, await self._remote.call("report"))
+
+    async def stop(self) -> None:
+        """See StudentReplica.stop."""
+        await self._remote.call("stop")
+
+    async def alive(self) -> None:
+        """See StudentReplica.alive."""
+        await self._remote.call("alive")
+
+    def kill(self) -> None:
+        """Ends the process and its children."""
+        self._remote.kill()
 
     async def ready(self) -> int:
         """See StudentReplica.ready."""
@@ -139,20 +155,23 @@ class TeacherProxy:
 
 
 class ScorerProxy:
-    """``async_opd.core.stages.TeacherScorer`` in the scoring stage's actor."""
+    """``async_opd.core.stages.TeacherScorer`` in the scoring stage's actor.
+
+    Outlives the actor's process: calls wait until it is restarted.
+    """
 
     def __init__(self, remote: Remote) -> None:
         self._remote = remote
 
     async def run(self) -> None:
         """See ScorerStage.run."""
-        await self._remote.call("run", timeout_s=ENDLESS)
+        await self._remote.call_again("run", timeout_s=ENDLESS)
 
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """See ScorerStage.generate."""
-        rollouts = await self._remote.call(
+        rollouts = await self._remote.call_again(
             "generate", teacher, prompts, sampling, timeout_s=ENDLESS
         )
         return cast(list[Rollout], rollouts)
@@ -163,7 +182,7 @@ class ScorerProxy:
 
     async def report(self) -> dict[str, StageReport]:
         """See ScorerStage.report."""
-        return cast(dict[str, StageReport], await self._remote.call("report"))
+        return cast(dict[str, StageReport], await self._remote.call_again("report"))
 
 
 class TrainerProxy:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from threading import Thread
 
 import ray
 
@@ -24,13 +26,15 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
     address = config.cluster.address or "local"
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
-            await asyncio.to_thread(
-                ray.init,
-                address=address,
-                include_dashboard=False if address == "local" else None,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-                configure_logging=False,
+            await _in_a_daemon(
+                partial(
+                    ray.init,
+                    address=address,
+                    include_dashboard=False if address == "local" else None,
+                    log_to_driver=False,
+                    logging_level=logging.ERROR,
+                    configure_logging=False,
+                )
             )
     except (ConnectionError, RuntimeError, TimeoutError) as error:
         raise StageError(
@@ -42,4 +46,25 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        await asyncio.to_thread(ray.shutdown)
+        with suppress(TimeoutError):  # Ray's processes end with this one then
+            async with asyncio.timeout(config.timeouts.shutdown_s):
+                await _in_a_daemon(ray.shutdown)
+
+
+async def _in_a_daemon(work: Callable[[], object]) -> None:
+    """Waits for a blocking call in a thread that holds up no exit, should the wait end before."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
+    errors: list[BaseException] = []
+
+    def body() -> None:
+        try:
+            work()
+        except BaseException as error:
+            errors.append(error)
+        with suppress(RuntimeError):  # nobody waits any more
+            loop.call_soon_threadsafe(done.set)
+
+    Thread(target=body, name="ray", daemon=True).start()
+    await done.wait()
+    if errors:
+        raise errors[0]

@@ -38,11 +38,16 @@ def build_intake(config: RunConfig, queue: Queue) -> Intake:
     )
 
 
+GROUP_SHARE = 0.75
+"""Of ``sync.timeout_s``: a collective ends before the call that waits for it, so that who still
+answers is known not to be the one that hangs."""
+
+
 def _transport(config: RunConfig, device: Device) -> Transport:
     host = own_address() if config.cluster.address else "127.0.0.1"
-    chunk_bytes = config.sync.chunk_mib << 20
+    chunk_bytes, timeout_s = config.sync.chunk_mib << 20, config.sync.timeout_s * GROUP_SHARE
     if device == "cuda" and config.sync.backend != "gloo":
         from rollouter.nccl_transport import NcclTransport
 
-        return NcclTransport(host, config.sync.timeout_s, chunk_bytes)
-    return GlooTransport(host, config.sync.timeout_s, chunk_bytes)
+        return NcclTransport(host, timeout_s, chunk_bytes)
+    return GlooTransport(host, timeout_s, chunk_bytes)

@@ -48,6 +48,8 @@ class Alarm:
             task.cancel()
         if late.is_set() and task.cancelled():
             raise StageTimeout(
-                self._name, f"{what} took longer than {seconds:g} s", "see teachers.*.health"
+                self._name,
+                f"{what} took longer than {seconds:g} s",
+                "see supervision and teachers.*.health",
             )
         return task.result()

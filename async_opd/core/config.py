@@ -26,6 +26,7 @@ from async_opd.core.loss_config import SampledConfig as SampledConfig
 from async_opd.core.loss_config import nucleus_faults
 from async_opd.core.plan_config import PlanConfig as PlanConfig
 from async_opd.core.section import Section as Section
+from async_opd.core.supervision_config import SupervisionConfig as SupervisionConfig
 from async_opd.core.teacher_config import EndpointHealth as EndpointHealth
 from async_opd.core.teacher_config import EndpointTeacher as EndpointTeacher
 from async_opd.core.teacher_config import EngineTeacher as EngineTeacher
@@ -143,6 +144,9 @@ class SyncConfig(Section):
     takes longer in all, and for a moment replicas have different versions."""
     timeout_s: float = Field(default=120, gt=0)
     """Bound of the rendezvous and of each part of a sync."""
+    tries: PositiveInt = 3
+    """Times that a sync is made which fails although no replica is to blame; then the run ends. A
+    replica that is to blame is rebuilt, and the others' sync is made again."""
 
 
 class QueueConfig(Section):
@@ -279,6 +283,7 @@ class RunConfig(Section):
     shutdown: ShutdownConfig = ShutdownConfig()
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
     plan: PlanConfig | None = None
     """Speeds for ``async_opd plan``; a run does not read them."""
 

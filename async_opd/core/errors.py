@@ -4,7 +4,11 @@
     ├── ConfigError        bad input, found before any engine starts      exit code 2
     ├── StageError         a replica, stage or actor failed or died       exit code 1
     │   ├── EngineStartError
+    │   ├── ProcessDied
+    │   │   └── ProcessRestarts
     │   ├── WeightSyncError
+    │   │   ├── TransferAborted
+    │   │   └── SyncTimeout   (also a StageTimeout)
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
     │   ├── RolloutFault   a prompt or its grader is to blame, nobody died: a dead letter
@@ -78,6 +82,18 @@ class WeightSyncError(StageError):
     """New weights did not reach a rollout replica."""
 
 
+class ProcessDied(StageError):
+    """The process of an actor died before it had answered a call."""
+
+
+class ProcessRestarts(ProcessDied):
+    """The same, and another process takes its place: the call can be made again."""
+
+
+class TransferAborted(WeightSyncError):
+    """A transfer of weights broke off before the first of them was replaced."""
+
+
 class LeaseExpired(StageError):
     """Samples were acknowledged after their lease had expired: others may work on them too."""
 
@@ -104,6 +120,10 @@ class CheckpointError(StageError):
 
 class StageTimeout(StageError, TimeoutError):
     """A wait reached its bound."""
+
+
+class SyncTimeout(WeightSyncError, StageTimeout):
+    """A part of a weight sync reached its bound."""
 
 
 class QueueClosed(AsyncOPDError):

@@ -28,9 +28,15 @@ class Outbox:
             self._senders[topic] = asyncio.create_task(self._send(topic), name=f"outbox {topic}")
         await future
 
+    def close(self) -> None:
+        """Nothing more leaves."""
+        for sender in self._senders.values():
+            sender.cancel()
+        self._waiting.clear()
+
     async def _send(self, topic: str) -> None:
         try:
-            while self._waiting[topic]:
+            while self._waiting.get(topic):
                 entries, self._waiting[topic] = self._waiting[topic], []
                 try:
                     await self._queue.put(topic, Batch.pack(item for item, _ in entries))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -107,13 +108,18 @@ class Topic:
     _nbytes: int = 0
     _getters: deque[_Getter] = field(default_factory=deque)
     _putters: deque[_Putter] = field(default_factory=deque)
-    _next_lease: int = 0
+    _first_lease: int = field(default_factory=time.time_ns)
+    _next_lease: int = field(init=False)
     _closed: bool = False
     _released: set[str] = field(default_factory=set)
     _put: int = 0
     _acked: int = 0
     _returned: int = 0
     _expired: int = 0
+
+    def __post_init__(self) -> None:
+        """Leases are numbered from the time of birth: no number comes twice, whoever restarts."""
+        self._next_lease = self._first_lease
 
     async def put(self, batch: Batch) -> None:
         """Appends a batch, in the order of the calls; waits while there is no room."""
@@ -157,7 +163,12 @@ class Topic:
             raise
 
     def ack(self, lease_id: int) -> bool:
-        """The lease's samples are done with. False if it had expired or was given back before."""
+        """The lease's samples are done with. False if it had expired or was given back before.
+
+        One of a queue that died before this one was born is nobody's: True.
+        """
+        if lease_id < self._first_lease:
+            return True
         loan = self._take_back(lease_id)
         if loan is None:
             return False

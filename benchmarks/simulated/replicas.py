@@ -32,12 +32,13 @@ class SimulatedStudent:
         lengths: Lengths,
         sync_s: float,
     ) -> None:
+        self.consumer = spec.consumer
         self._decoder = Decoder(speed)
         self._lengths = lengths
         self._sync_s = sync_s
         self._version = 0
         slots = Slots(speed.slots, spec.sampling.n)
-        self._feed = Feed(spec.name, queue, slots, self._roll)
+        self._feed = Feed(spec.consumer, queue, slots, self._roll)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -47,8 +48,19 @@ class SimulatedStudent:
         return 1
 
     async def run(self) -> None:
-        """Answers groups until cancelled."""
-        await self._feed.run()
+        """Answers groups until stopped."""
+        self._work = asyncio.create_task(self._feed.run())
+        try:
+            await asyncio.wait({self._work})
+            if not self._work.cancelled():
+                self._work.result()
+        finally:
+            self._work.cancel()
+
+    async def stop(self) -> None:
+        """Ends ``run``."""
+        self._work.cancel()
+        await asyncio.wait({self._work})
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._lengths.sample(self._random)
@@ -67,6 +79,9 @@ class SimulatedStudent:
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Nothing to evaluate."""
         return []
+
+    async def alive(self) -> None:
+        """It works."""
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """There is no group."""

@@ -60,10 +60,10 @@ class Running:
         )
         self.family: dict[int, psutil.Process] = {}
 
-    def until(self, text: str) -> None:
-        """Waits until the output holds a text."""
+    def until(self, text: str, times: int = 1) -> None:
+        """Waits until the output holds a text so many times."""
         deadline = time.monotonic() + BOUND_S
-        while text not in self.read():
+        while self.read().count(text) < times:
             assert self.process.poll() is None, self.read()
             assert time.monotonic() < deadline, self.read()
             self.look()

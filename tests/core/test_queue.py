@@ -311,3 +311,14 @@ async def test_several_leases_are_acknowledged_in_one_call() -> None:
     leases = [(await messages.get("t", 1)).id for _ in range(2)]
     await messages.get("t", 1, ack=tuple(leases))
     assert (await messages.stats())["t"].acked == 2
+
+
+async def test_a_lease_of_a_queue_that_died_is_settled_already() -> None:
+    old = MessageQueue(("t",), 10, 1 << 20, 10.0)
+    await old.put("t", batch("a"))
+    lease = await old.get("t", 1)
+    new = MessageQueue(("t",), 10, 1 << 20, 10.0)
+    await new.put("t", batch("a"))
+    await new.get("t", 1)
+    await new.ack("t", lease.id)
+    assert (await new.stats())["t"].leased == 1

@@ -166,10 +166,19 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     )
     rollouter = RollouterStage(students, queue)
     parts: Any = SimpleNamespace(
-        queue=queue, rollouter=rollouter, scorer=scorer, trainer=trainer, sync=sync
+        queue=queue,
+        rollouter=rollouter,
+        scorer=scorer,
+        trainer=trainer,
+        sync=sync,
+        keep=_nothing_dies,
     )
     prompts = Prompts(names, round(setting.prompt_tokens), random.Random(run))
     return trainer, Pipeline(_config(setting), parts, prompts, None, Log())
+
+
+async def _nothing_dies(reissue: Any) -> None:
+    await asyncio.Event().wait()
 
 
 def _students(setting: Setting, queue: MessageQueue, run: int) -> dict[str, SimulatedStudent]:

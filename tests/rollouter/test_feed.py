@@ -142,7 +142,7 @@ async def test_an_evaluation_that_a_prompt_ends_kills_no_replica() -> None:
 
     lost: list[str] = []
     replicas: Any = {"student/0": Refusing(), "student/1": Refusing()}
-    stage = RollouterStage(replicas, queue(), lambda name, error: lost.append(name))
+    stage = RollouterStage(replicas, queue(), lost=lambda name, error: lost.append(name))
     with pytest.raises(RolloutFault, match="refuses p/0"):
         await stage.generate([make_prompt("p")], SamplingSpec(4, 0.0, 1.0, 1))
     assert lost == []

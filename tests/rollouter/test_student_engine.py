@@ -6,6 +6,7 @@ One scenario per model (tied and untied head); the tests state what it must have
 from __future__ import annotations
 
 import asyncio
+import copy
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,7 +18,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_opd.core.errors import WeightSyncError
 from async_opd.core.samples import Group, Prompt
+from async_opd.core.weights import chunk_plan
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
 pytestmark = pytest.mark.engine
@@ -41,6 +44,8 @@ class Seen:
     topk: list[TopK] = field(default_factory=list)
     without_topk: bool = False
     refused: dict[str, str] = field(default_factory=dict)  # uid -> reason
+    broken_off: tuple[str, float] = ("", 1.0)
+    made_again: float = 1.0
 
 
 @dataclass
@@ -104,7 +109,7 @@ class World:
         long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
         spec = StudentEngineSpec("student/0", kwargs(path), long, EOS, "gloo", top_k=K)
         self.replica = StudentReplica(spec, self.queue)
-        publisher = Publisher(
+        self.publisher = publisher = Publisher(
             lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
             lambda: GlooTransport("127.0.0.1", 30.0, 100_000),
         )
@@ -119,6 +124,31 @@ class World:
         self.sync._on_sync = on_sync
         await self.sync.snapshot(self.version)
         await self.sync.push()
+
+    async def transfer_that_breaks_off(self) -> tuple[str, float]:
+        """Its error, and the engine's distance from its old weights. The new ones stay behind."""
+        from trainer.publish import _pack
+
+        old = copy.deepcopy(self.model)
+        for parameter in self.model.parameters():
+            perturb(parameter)
+        transport: Any = self.publisher._transports[0]
+
+        def first_chunk_only(weights: Any, meta: Any) -> None:
+            (chunk, *_) = chunk_plan(meta.sizes, 100_000)
+            transport._group.broadcast(_pack(weights, chunk), 0).wait()
+            transport._group = None  # the connection closes
+            raise RuntimeError("broke off")
+
+        transport.broadcast = first_chunk_only
+        try:
+            await self.push()
+        except WeightSyncError as error:
+            new, self.model = self.model, old
+            distance = await self.error()
+            self.model = new
+            return str(error), distance
+        return "", 1.0
 
     async def answer_that_arrives_during_a_sync(self) -> float:
         """Its distance from the new weights; blocks of its prompt are cached under the old."""
@@ -249,6 +279,9 @@ async def scenario(path: Path) -> Seen:
                 else 0.0
             )
         feed.cancel()
+        seen.broken_off = await w.transfer_that_breaks_off()
+        await w.push()
+        seen.made_again = await w.error()
         seen.after_a_pause = await w.answer_that_arrives_during_a_sync()
     return seen
 
@@ -259,6 +292,16 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     if request.param == "untied":
         path = untied_copy(tmp_path_factory.mktemp("models"))
     return asyncio.run(scenario(path))
+
+
+def test_a_transfer_that_breaks_off_half_way_leaves_the_old_weights_generating(seen: Seen) -> None:
+    words, distance = seen.broken_off
+    assert "broke off" in words
+    assert distance < 1e-4
+
+
+def test_and_can_be_made_again(seen: Seen) -> None:
+    assert seen.made_again < 1e-4
 
 
 def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:

@@ -1,0 +1,162 @@
+"""The stages of which there is one: queue, scorer, trainer. Each can be built again.
+
+queue    dies: built again, empty; the ledger issues again what is in flight
+scorer   dies: built again; what it had taken from the queue goes back
+trainer  dies: the run goes on from a checkpoint (async_opd.run); queue and scorer are emptied
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from async_opd.cluster.host import Remote
+from async_opd.cluster.keeper import Keeper
+from async_opd.cluster.proxies import QueueProxy, TeacherProxy
+from async_opd.core.alarm import Alarm
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout
+from async_opd.core.stages import DEAD, PROMPTS, STALE, rollouts_topic, topics
+from async_opd.core.supervision import Restarts
+from teachers.endpoint import EndpointReplica
+from teachers.pool import Rebuild, Weights
+
+Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
+
+
+class Single(Protocol):
+    """A stage in a process of its own."""
+
+    @property
+    def remote(self) -> Remote: ...
+
+    async def build(self) -> None:
+        """Builds its object, in a process that has none or in place of the one there."""
+
+
+@dataclass
+class QueueBox:
+    """The message queue."""
+
+    remote: Remote
+    config: RunConfig
+
+    async def build(self) -> None:
+        """See Single."""
+        config = self.config
+        limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
+        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
+        path = "async_opd.core.queue:MessageQueue"
+        await self.remote.build(path, args, config.timeouts.engine_start_s)
+
+
+@dataclass
+class TrainerBox:
+    """The trainer. Built, it is at step 0, with the student's first weights."""
+
+    remote: Remote
+    config: RunConfig
+    path: str
+    args: tuple[Any, ...]
+
+    async def build(self) -> None:
+        """See Single."""
+        await self.remote.build(self.path, self.args, self.config.timeouts.engine_start_s)
+
+
+@dataclass
+class ScorerBox:
+    """The scoring stage. Built again it has another name, and what those before had goes back."""
+
+    remote: Remote
+    config: RunConfig
+    teachers: Teachers
+    queue: QueueProxy
+    rebuild: Rebuild
+    life: int = 0
+    released: int = 1
+    weights: dict[str, Weights] = field(default_factory=dict)
+    """The newest of teachers that are the student itself, for replicas that are rebuilt."""
+
+    async def build(self) -> None:
+        """See Single."""
+        self.life += 1
+        config = self.config
+        sizes = {name: t.batch_size for name, t in config.teachers.items()}
+        health = {name: teacher.health for name, teacher in config.teachers.items()}
+        consumer = f"scorer#{self.life}"
+        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer)
+        path = "teachers.scorer:ScorerStage"
+        await self.remote.build(path, args, config.timeouts.engine_start_s)
+        for life in range(self.released, self.life):
+            for name in self.teachers:
+                await self.queue.release(rollouts_topic(name), f"scorer#{life}")
+        self.released = self.life
+        for name, weights in self.weights.items():
+            await self.remote.call("load", name, weights)
+
+
+@dataclass
+class Singles:
+    """Keeps them alive while a run goes on, and empties them before it goes on from elsewhere."""
+
+    config: RunConfig
+    tell: Callable[[str], None]
+    queue: QueueBox
+    scorer: ScorerBox
+    trainer: TrainerBox
+    deaths: Restarts = field(init=False)
+
+    def __post_init__(self) -> None:
+        """The trainer has not died yet."""
+        self.deaths = Restarts(self.config.supervision)
+
+    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """See async_opd.pipeline.Stages. Raises ProcessDied of the trainer: it has lost a state."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keeper(self.queue).run(reissue))
+            group.create_task(self._keeper(self.scorer).run())
+            group.create_task(self._watch_trainer())
+
+    async def renew(self, error: ProcessDied) -> None:
+        """After the trainer's death: all three as new. Raises the error if it died too often."""
+        delay = self.deaths.next_delay()
+        if delay is None:
+            raise error
+        await Alarm("trainer").pause(delay)
+        await self._end_trainer()
+        await self._end(self.scorer, "shutdown")
+        await self._end(self.queue, "close")
+        await self.queue.build()
+        await asyncio.gather(self.scorer.build(), self.trainer.build())
+
+    async def _watch_trainer(self) -> None:
+        error = await self._keeper(self.trainer).death()
+        raise ProcessDied(self.trainer.remote.name, error.cause, error.remedy)
+
+    async def _end_trainer(self) -> None:
+        """One that hangs in a collective is not dead yet."""
+        remote = self.trainer.remote
+        try:
+            if await remote.is_built(self.config.supervision.timeout_s):
+                remote.restart()
+        except ProcessDied:
+            return
+        except StageTimeout:
+            remote.restart()
+
+    async def _end(self, single: Single, method: str) -> None:
+        """Its object stops; if it does not, its process ends."""
+        try:
+            await single.remote.call(method, timeout_s=self.config.supervision.timeout_s)
+        except ProcessDied:
+            return
+        except StageTimeout:
+            single.remote.restart()
+        except StageError as error:
+            self.tell(f"{single.remote.name} did not end well: {error}")
+
+    def _keeper(self, single: Single) -> Keeper:
+        return Keeper(single.remote, single.build, self.config.supervision, self.tell)

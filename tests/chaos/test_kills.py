@@ -1,0 +1,63 @@
+"""Processes killed and stopped, one after the other, in one real run with one student replica.
+
+Without it nothing can be trained: the run waits for each repair, and the next blow comes after it.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.test_run import Run, Running
+
+pytestmark = pytest.mark.engine
+
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "kills",
+        f"train.steps={STEPS}",
+        "eval.every=0",
+        "eval.teachers=false",
+        "supervision.heartbeat_s=2",
+        "supervision.timeout_s=20",
+        "log.wandb=off",
+    )
+    running.until("step 0, version 0")
+    running.processes("student/0")["engine"].kill()
+    running.until("student/0 is rebuilt")
+    running.processes("student/0")["actor"].kill()
+    running.until("student/0 is rebuilt", times=2)
+    running.processes("student/0")["engine"].suspend()
+    running.until("student/0 is rebuilt", times=3)
+    running.processes("queue")["actor"].kill()
+    running.until("queue is restarted")
+    running.processes("scorer")["actor"].kill()
+    running.processes("teacher sort/0")["engine"].kill()
+    running.until("scorer is restarted")
+    running.look()
+    return running.end()
+
+
+def test_the_run_completes(survived: Run) -> None:
+    assert (survived.code, survived.summary["status"]) == (0, "completed"), survived.output
+
+
+def test_no_sample_is_lost_and_none_trained_twice(survived: Run) -> None:
+    states = ("trained", "in_flight", "dead_lettered")
+    counts = [survived.summary[f"ledger/{state}"] for state in states]
+    assert counts == [STEPS * 128, 0, 0]
+
+
+def test_the_stopped_engine_is_found_by_its_silence(survived: Run) -> None:
+    assert "a sign of life took longer than 20 s" in survived.output
+
+
+def test_every_rebuild_is_counted(survived: Run) -> None:
+    assert survived.summary["rollout/rebuilds"] == 3
+
+
+def test_no_process_is_left_behind(survived: Run) -> None:
+    assert survived.left == []

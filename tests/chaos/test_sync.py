@@ -1,0 +1,50 @@
+"""A replica stopped for ever just before a weight sync: the sync finds it, and the run goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.cluster.test_run import Run, Running
+
+pytestmark = pytest.mark.engine
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "sync",
+        "rollout.replicas=2",
+        f"train.steps={STEPS}",
+        "async.sync_steps=1",
+        "eval.every=0",
+        "eval.teachers=false",
+        "supervision.heartbeat_s=600",
+        "sync.timeout_s=8",
+        "log.wandb=off",
+    )
+    running.until("step 0, version 0")
+    running.processes("student/1")["engine"].suspend()
+    running.until("student/1 left the pool")
+    running.look()
+    return running.end()
+
+
+def test_the_sync_names_who_did_not_answer(survived: Run) -> None:
+    assert "pausing student/0…1 took longer than 8 s" in survived.output
+
+
+def test_the_sync_is_made_again_and_the_run_completes(survived: Run) -> None:
+    assert (survived.code, survived.summary["status"]) == (0, "completed"), survived.output
+    assert max(line.get("sync/rounds", 0) for line in survived.metrics) == 2
+
+
+def test_no_sample_is_lost_and_none_trained_twice(survived: Run) -> None:
+    states = ("trained", "in_flight", "dead_lettered")
+    counts = [survived.summary[f"ledger/{state}"] for state in states]
+    assert counts == [STEPS * 128, 0, 0]
+
+
+def test_no_process_is_left_behind_not_even_the_stopped_one(survived: Run) -> None:
+    assert survived.left == []
