@@ -23,6 +23,8 @@ from async_opd.core.sample_file import read_samples, write_samples
 from async_opd.core.samples import Sample
 
 Tensors = dict[str, torch.Tensor]
+WRONG = (AttributeError, KeyError, TypeError, ValueError)
+"""What a file raises that is a safetensors file and not one of ours."""
 STATE, SCORED = "trainer.safetensors", "scored.safetensors"
 
 
@@ -90,7 +92,7 @@ def read_state(folder: Path) -> TrainerState:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         samples = tuple(read_samples(folder / SCORED))
         return TrainerState(int(numbers["step"]), int(numbers["version"]), tensors, samples)
-    except (OSError, SafetensorError, KeyError, TypeError, ValueError) as error:
+    except (OSError, SafetensorError, *WRONG) as error:
         kind = type(error).__name__
         raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
 

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from async_opd.core.checkpoint import Checkpoints
 from async_opd.core.load import load_config
 from async_opd.core.text import Text
 
@@ -208,6 +209,13 @@ def test_an_interrupted_run_says_so(interrupted: Run) -> None:
 
 def test_an_interrupted_run_keeps_the_model(interrupted: Run) -> None:
     assert (interrupted.directory / "model" / "model.safetensors").is_file()
+
+
+def test_an_interrupted_run_leaves_a_checkpoint(interrupted: Run) -> None:
+    store = Checkpoints(interrupted.directory / "checkpoints", 2)
+    newest = store.newest(pytest.fail)
+    assert newest is not None
+    assert newest.cut.ledger.trained == 128 * newest.cut.step
 
 
 def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
@@ -26,7 +30,7 @@ from async_opd.core.stages import SCORED, topics
 from tests.conftest import make_rollout, make_sample
 from tests.trainer.models import random_sample
 from tests.trainer.test_learner import learner
-from trainer.checkpoint import read_state
+from trainer.checkpoint import TrainerState, read_state, write_state
 from trainer.intake import Intake
 from trainer.stage import TrainerStage
 
@@ -131,6 +135,45 @@ def test_a_file_that_is_no_checkpoint_is_a_checkpoint_error(tmp_path: Path) -> N
     (tmp_path / "trainer.safetensors").write_bytes(b"\x80\x04nonsense")
     with pytest.raises(CheckpointError, match="cannot be read"):
         read_state(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tensors = {"rng/cpu": torch.zeros(2, dtype=torch.uint8)}
+    samples = [Sample(make_rollout("p/1", version=3), kind) for kind in scores()]
+    write_state(folder, TrainerState(1, 2, tensors, ()), samples)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@given(data=st.data())
+def test_whatever_is_in_the_files_it_is_read_or_a_checkpoint_error(
+    files: dict[str, bytes], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = bytearray(files[name])
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+        content[at] = data.draw(st.integers(0, 255))
+    for old, new in data.draw(st.lists(st.sampled_from(LIES), max_size=2)):
+        content = content.replace(old, new)  # of the same length: the header stays one
+    with tempfile.TemporaryDirectory() as folder:
+        for other, original in files.items():
+            (Path(folder) / other).write_bytes(bytes(content) if other == name else original)
+        with suppress(CheckpointError):
+            read_state(Path(folder))
+
+
+LIES = [
+    (b"response_ids", b"response_idz"),
+    (b"TopK", b"Topk"),
+    (b"spans", b"spams"),
+    (b"bfloat16", b"bfloat61"),
+    (b'\\"stop\\"', b"[      ]"),
+    (b"step", b"stop"),
+    (b"I32", b"F32"),
+    (b"[[3, 0, 4]]", b"[[3, 1, 4]]"),
+    (b"[[3, 0, 4]]", b"          3"),
+]
 
 
 def scores() -> list[Scores]:
