@@ -11,18 +11,27 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
 from async_opd.cluster.launch import Stages, launch
+from async_opd.cluster.singles import TRAINER
 from async_opd.core.checkpoint import Checkpoint, Checkpoints
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
-from async_opd.core.errors import AsyncOPDError, ConfigError, Problem, StageError, first_cause
+from async_opd.core.errors import (
+    AsyncOPDError,
+    ConfigError,
+    Problem,
+    ProcessDied,
+    StageError,
+    first_cause,
+)
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import load_grader
 from async_opd.core.interruption import Interruption
@@ -152,7 +161,6 @@ async def _distil(job: Job) -> None:
     """Launches the cluster, runs the pipeline, keeps what there is however it ends."""
     config, log = job.config, job.log
     text = Text(config.student.model, config.data.chat_template)
-    prompts = _prompts(job, text)
     started = time.time()
     log.message("starting Ray and the engines")
     ends = eos_ids(config.student.model)
@@ -160,25 +168,82 @@ async def _distil(job: Job) -> None:
     async with launch(config, device=device, eos_ids=ends, tell=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        evaluation = _evaluation(config, job.inputs, text)
-        checkpointer = _checkpointer(job, stages)
-        pipeline = Pipeline(
-            config, stages, prompts, evaluation, log, job.journal, checkpointer, job.start
-        )
-        training = time.time()
+        training = Training(job, stages, text)
+        began = time.time()
         try:
-            await pipeline.run()
+            await training.run()
         except asyncio.CancelledError:
-            await _keep(pipeline, log)
+            await _keep(training.pipeline, log)
             await _save_what_there_is(stages, job)
             raise
         except Exception:
-            await _keep(pipeline, log)
+            await _keep(training.pipeline, log)
             raise
         finally:
-            log.summarize({"perf/run_s": time.time() - training})
-            _write_trace(pipeline, job.run_dir, training)
+            log.summarize({"perf/run_s": time.time() - began})
+            _write_trace(training.pipeline, job.run_dir, began)
         await _unbroken(_save(stages, job.run_dir, log))
+
+
+@dataclass
+class Training:
+    """The pipeline of a run; after its trainer died another one, from the newest checkpoint."""
+
+    job: Job
+    stages: Stages
+    text: Text
+
+    def __post_init__(self) -> None:
+        """The first one."""
+        self._evaluation = _evaluation(self.job.config, self.job.inputs, self.text)
+        self._checkpointer = _checkpointer(self.job, self.stages)
+        self.pipeline = self._pipeline()
+
+    async def run(self) -> None:
+        """Until every step is trained. Raises the first error, but for the trainer's deaths."""
+        while True:
+            try:
+                await self.pipeline.run()
+            except ProcessDied as error:
+                if error.stage != TRAINER:
+                    raise
+                self.job.message(f"the trainer failed: {error}")
+                await self._rewind(error)
+            else:
+                return
+
+    def _pipeline(self) -> Pipeline:
+        job = self.job
+        return Pipeline(
+            job.config,
+            self.stages,
+            _prompts(job, self.text),
+            self._evaluation,
+            job.log,
+            job.journal,
+            self._checkpointer,
+            job.start,
+        )
+
+    async def _rewind(self, error: ProcessDied) -> None:
+        """Everything but the engines goes back to the newest checkpoint, or to the start."""
+        job = self.job
+        with suppress(TimeoutError):
+            async with asyncio.timeout(job.config.supervision.timeout_s):
+                await self._checkpointer.settled()
+        notes: list[str] = []
+        start = await asyncio.to_thread(job.store.newest, notes.append)
+        for note in notes:
+            job.message(note)
+        await self.stages.rewind(error, to_start=start is None)
+        cut = start.cut if start else None
+        job.log.rewind(cut_files(job.run_dir, cut))
+        job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
+        self.job = replace(job, start=start)
+        self.pipeline = self._pipeline()
+        job.message(
+            f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
+        )
 
 
 def _prompts(job: Job, text: Text) -> PromptStream:

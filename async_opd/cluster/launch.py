@@ -26,7 +26,7 @@ from async_opd.cluster.proxies import (
     TrainerProxy,
 )
 from async_opd.cluster.session import ray_session
-from async_opd.cluster.singles import QueueBox, ScorerBox, Singles, Teachers, TrainerBox
+from async_opd.cluster.singles import TRAINER, QueueBox, ScorerBox, Singles, Teachers, TrainerBox
 from async_opd.core.config import (
     EndpointTeacher,
     EngineTeacher,
@@ -310,7 +310,7 @@ class _Boxes:
     async def trainer(self, queue: QueueProxy) -> TrainerBox:
         """The trainer."""
         remote = self._create(
-            "trainer",
+            TRAINER,
             env={"OMP_NUM_THREADS": str(self.config.train.threads)},
             gpus=int(self.device == "cuda"),
             restarts=True,

@@ -26,6 +26,10 @@ from teachers.pool import Rebuild, Weights
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
 
+TRAINER = "trainer"
+"""The name of its process, in errors."""
+
+
 class Single(Protocol):
     """A stage in a process of its own."""
 
@@ -134,7 +138,7 @@ class Singles:
 
     async def _watch_trainer(self) -> None:
         error = await self._keeper(self.trainer).death()
-        raise ProcessDied(self.trainer.remote.name, error.cause, error.remedy)
+        raise ProcessDied(TRAINER, error.cause, error.remedy)
 
     async def _end_trainer(self) -> None:
         """One that hangs in a collective is not dead yet."""

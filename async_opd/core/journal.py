@@ -57,6 +57,11 @@ class Journal:
         """Bytes written so far."""
         return self._file.tell()
 
+    def rewind(self, size: int) -> None:
+        """Forgets what came after so many bytes."""
+        self._file.truncate(size)
+        self._file.seek(0, os.SEEK_END)
+
     def sync(self) -> None:
         """Everything written so far is on the disk when this returns."""
         os.fsync(self._file.fileno())

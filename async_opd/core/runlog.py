@@ -112,6 +112,17 @@ class RunLog:
             self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
         self._each(lambda sink: sink.log(step, metrics))
 
+    def rewind(self, before: Mapping[str, float]) -> None:
+        """The run goes on from a checkpoint, to which the files of its directory were cut.
+
+        ``before`` as in ``__init__``.
+        """
+        self._metrics_file.close()
+        self._metrics_file = self._open(METRICS)
+        self._last = dict(before)
+        self._steps = 0
+        self._dead_letters = int(self._last.get("ledger/dead_lettered", 0))
+
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Keeps the values for the summary, where they win over logged ones."""
         self._summarized |= metrics

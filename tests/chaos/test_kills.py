@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 
+from async_opd.core.audit import audit
 from tests.cluster.test_run import Run, Running
 
 pytestmark = pytest.mark.engine
@@ -23,6 +24,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "eval.teachers=false",
         "supervision.heartbeat_s=2",
         "supervision.timeout_s=20",
+        "checkpoint.every=1",
         "log.wandb=off",
     )
     running.until("step 0, version 0")
@@ -37,6 +39,9 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running.processes("scorer")["actor"].kill()
     running.processes("teacher sort/0")["engine"].kill()
     running.until("scorer is restarted")
+    running.until("checkpoint of step 4")
+    running.processes("trainer")["actor"].kill()
+    running.until("the run goes on after step")
     running.look()
     return running.end()
 
@@ -46,9 +51,17 @@ def test_the_run_completes(survived: Run) -> None:
 
 
 def test_no_sample_is_lost_and_none_trained_twice(survived: Run) -> None:
-    states = ("trained", "in_flight", "dead_lettered")
-    counts = [survived.summary[f"ledger/{state}"] for state in states]
-    assert counts == [STEPS * 128, 0, 0]
+    found = audit(survived.directory)
+    assert (len(found.trained), found.lost, found.duplicated) == (STEPS * 128, (), ())
+
+
+def test_the_trainer_goes_on_after_a_checkpoint_and_the_engines_are_not_restarted(
+    survived: Run,
+) -> None:
+    assert "the run goes on after step 0" not in survived.output
+    assert survived.output.count("everything is up") == 1
+    steps = [line["step"] for line in survived.metrics if "loss/total" in line]
+    assert steps == list(range(1, STEPS + 1))
 
 
 def test_the_stopped_engine_is_found_by_its_silence(survived: Run) -> None:

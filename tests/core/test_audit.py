@@ -101,3 +101,13 @@ def test_a_restored_ledger_samples_again_what_was_in_flight_and_not_finished() -
     assert two.counts == one.counts
     again = [(group.prompt.uid, group.members) for group in two.again({"q/0"})]
     assert again == [("p", (1,)), ("q", (1,))]
+
+
+def test_a_journal_that_goes_back_forgets_what_came_later(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0", "p/1"])
+        size = journal.size
+        journal.trained(1, ["p/0"])
+        journal.rewind(size)
+        journal.trained(1, ["p/1"])
+    assert audit(tmp_path).trained == ("p/1",)

@@ -112,6 +112,22 @@ def test_a_resumed_run_appends_to_the_metrics(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
 
 
+def test_a_run_that_goes_back_to_a_checkpoint_writes_into_the_file_that_was_cut(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"a": float(step)})
+        cut = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]
+        (tmp_path / "cut").write_text("".join(cut))
+        (tmp_path / "cut").replace(tmp_path / "metrics.jsonl")
+        log.rewind({"a": 1.0})
+        log.log(2, {"b": 2.0})
+        log.finish("completed")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert (summary(tmp_path)["a"], summary(tmp_path)["steps"]) == (1.0, 2)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_a_value_that_is_not_finite_is_written_as_null(tmp_path: Path, value: float) -> None:
     with opened(tmp_path) as log:

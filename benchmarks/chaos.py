@@ -1,0 +1,234 @@
+"""What random kills cost a run: processes die every so many seconds, then the ledger is audited.
+
+    python -m benchmarks.chaos --minutes M --seed S [--every 30] [--out DIR] [a.b.c=value …]
+
+Two runs of the quickstart (two student replicas; ``eval.every=0``). The first is left alone and
+interrupted after M minutes of training; the second has as many steps as the first had made, and
+every ``--every`` seconds one process of it, drawn at random, is killed (-9) or, one in six, stopped
+(SIGSTOP): a student's or a teacher's engine or actor, the scorer, the queue, the trainer. Nothing
+is killed while the victim of the blow before is still down.
+
+    time lost per kill   (seconds of the second run - those of the first, at equal steps) / kills
+    throughput_ratio     the first's seconds over the second's
+
+Prints every kill and recovery, and one JSON line last: ``kills``, ``recoveries``, ``lost``,
+``duplicated``, ``lost_s_per_kill``, ``status``, ``throughput_ratio``. About 2·M minutes and more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from async_opd.core.audit import audit
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+OVERRIDES = (
+    *("rollout.replicas=2", "eval.every=0", "eval.teachers=false", "eval.max_prompts=16"),
+    *("supervision.tries=50", "supervision.heartbeat_s=2", "supervision.timeout_s=15"),
+    *("teachers.sort.health.rebuilds=50", "teachers.reverse.health.rebuilds=50"),
+    *("teachers.sort.health.timeout_s=15", "teachers.reverse.health.timeout_s=15"),
+    *("sync.timeout_s=15", "checkpoint.every=5", "log.wandb=off", "log.console=plain"),
+)
+BOXES = (
+    "student/0",
+    "student/1",
+    "teacher sort/0",
+    "teacher reverse/0",
+    "scorer",
+    "queue",
+    "trainer",
+)
+RECOVERED = ("is rebuilt", "is restarted", "serves again")
+POLL_S = 0.2
+STALL_S = 600.0
+
+
+@dataclass
+class Run:
+    """``async_opd run`` in a process of its own, seen through its files."""
+
+    directory: Path
+    steps: int
+    overrides: tuple[str, ...]
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Starts it."""
+        command = [sys.executable, "-m", "async_opd.cli", "run", str(EXAMPLE)]
+        command += ["--run-dir", str(self.directory), f"train.steps={self.steps}"]
+        with (self.directory.parent / f"{self.directory.name}.txt").open("wb") as output:
+            self.process = subprocess.Popen(
+                [*command, *OVERRIDES, *self.overrides],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def log(self) -> str:
+        """``run.log`` so far."""
+        path = self.directory / "run.log"
+        return path.read_text() if path.exists() else ""
+
+    @property
+    def times(self) -> list[float]:
+        """When each step was logged that its weights have made, then those after a rewind."""
+        path = self.directory / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [e["time"] for e in map(json.loads, lines) if "loss/total" in e]
+
+    @property
+    def status(self) -> str:
+        """completed, failed or interrupted."""
+        path = self.directory / "summary.json"
+        return str(json.loads(path.read_text())["status"]) if path.exists() else "killed"
+
+    def until_training(self) -> bool:
+        """Waits for the first step; false if the run ends before."""
+        while not self.times and self.process.poll() is None:
+            time.sleep(POLL_S)
+        return bool(self.times)
+
+    def victims(self, box: str) -> dict[str, psutil.Process]:
+        """The processes of a box: its ``actor`` and perhaps its ``engine``."""
+        found = {}
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            try:
+                if child.environ().get("ASYNC_OPD_BOX") == box:
+                    words = f"{child.name()} {child.cmdline()}"
+                    for role, word in (("actor", "ray::"), ("engine", "EngineCore")):
+                        if word in words:
+                            found[role] = child
+            except psutil.Error:
+                continue  # gone meanwhile
+        return found
+
+
+def undisturbed(out: Path, minutes: float, overrides: tuple[str, ...]) -> tuple[int, float]:
+    """Steps after the first, and the seconds they took."""
+    run = Run(out / "undisturbed", 100_000, ("train.warmup_steps=10", *overrides))
+    if run.until_training():
+        time.sleep(60 * minutes)
+    run.process.send_signal(signal.SIGINT)
+    run.process.wait(300)
+    times = run.times
+    if len(times) < 2:
+        raise RuntimeError(f"{run.directory} made no step; see {run.directory}.txt")
+    return len(times), times[-1] - times[0]
+
+
+@dataclass
+class Blows:
+    """Kills at random, one after the other."""
+
+    run: Run
+    random: random.Random
+    every: float
+    kills: int = 0
+    recoveries: int = 0
+
+    def strike(self) -> None:
+        """Until the run ends; a blow waits until the one before is repaired."""
+        while not self._ends_within(self.every):
+            heard = self._heard()
+            what = self._kill()
+            if what is None:
+                continue
+            self.kills += 1
+            began = time.monotonic()
+            print(f"{time.strftime('%X')} kill {self.kills}: {what}", flush=True)
+            while self._heard() == heard and not self._ends_within(POLL_S):
+                if time.monotonic() - began > STALL_S:
+                    print(f"no recovery within {STALL_S:g} s", flush=True)
+                    self.run.process.send_signal(signal.SIGINT)
+                    return
+            if self._heard() > heard:
+                self.recoveries += 1
+                took = time.monotonic() - began
+                print(f"{time.strftime('%X')} repaired after {took:.1f} s", flush=True)
+
+    def _kill(self) -> str | None:
+        box = self.random.choice(BOXES)
+        processes = self.run.victims(box)
+        if not processes:
+            return None
+        role = self.random.choice(sorted(processes))
+        stop = self.random.random() < 1 / 6
+        try:
+            processes[role].send_signal(signal.SIGSTOP if stop else signal.SIGKILL)
+        except psutil.NoSuchProcess:
+            return None
+        return f"{box}, its {role}, {'stopped' if stop else 'killed'}"
+
+    def _heard(self) -> int:
+        """How often the run has told of a repair."""
+        log = self.run.log
+        return sum(log.count(words) for words in RECOVERED)
+
+    def _ends_within(self, seconds: float) -> bool:
+        try:
+            self.run.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+
+def disturbed(
+    out: Path, steps: int, seed: int, every: float, overrides: tuple[str, ...]
+) -> dict[str, Any]:
+    """The figures of the second run, but for those that need the first."""
+    run = Run(out / "disturbed", steps, ("train.warmup_steps=10", *overrides))
+    blows = Blows(run, random.Random(seed), every)
+    began = run.times[0] if run.until_training() else 0.0
+    if began:
+        blows.strike()
+    run.process.wait(STALL_S)
+    found, times = audit(run.directory), run.times
+    return {
+        "kills": blows.kills,
+        "recoveries": blows.recoveries,
+        "lost": len(found.lost) + len(found.in_flight),
+        "duplicated": len(found.duplicated),
+        "status": run.status,
+        "seconds": times[-1] - began if times else 0.0,
+    }
+
+
+def main() -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=float, default=30.0)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("overrides", nargs="*")
+    args = parser.parse_args()
+    out = args.out or Path(tempfile.mkdtemp(prefix="chaos"))
+    out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    overrides = tuple(args.overrides)
+    steps, calm = undisturbed(out, args.minutes, overrides)
+    print(f"undisturbed: {steps} steps in {calm:.1f} s; runs in {out}", flush=True)
+    result = disturbed(out, steps, args.seed, args.every, overrides)
+    seconds = result.pop("seconds")
+    result["lost_s_per_kill"] = (seconds - calm) / max(result["kills"], 1)
+    result["throughput_ratio"] = calm / seconds if seconds else 0.0
+    print(f"disturbed: {seconds:.1f} s")
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""A trainer that dies, again and again, in a run that goes on: on fakes, with real files."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd import run as runs
+from async_opd.core.audit import audit
+from async_opd.core.errors import ProcessDied
+from async_opd.core.journal import LEDGER, Journal
+from async_opd.core.runlog import RunLog
+from async_opd.run import Job, Training
+from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
+
+B = 4
+DIED = ProcessDied("trainer", "its process died")
+
+
+class Mortal:
+    """Handles that stay while what they stand for is replaced, as the cluster's are."""
+
+    def __init__(self, shape: dict[str, Any], tries: int | None) -> None:
+        """With ``tries`` the trainer dies at once each time, until it may not be restarted."""
+        self.shape, self.tries = shape, tries
+        self.deaths = 0
+        self.rewinds: list[bool] = []
+        self._begin()
+        self.trainer: Any = Handle(self)
+
+    def _begin(self) -> None:
+        self.death = asyncio.Event()
+        seed = self.shape["seed"] + self.deaths
+        self.world: World = world(**self.shape | {"seed": seed}, pace=Straggling(seed))
+
+    def die(self) -> None:
+        self.deaths += 1
+        self.death.set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.world.pipeline.stages, name)
+
+    async def rewind(self, error: ProcessDied, *, to_start: bool) -> None:
+        if len(self.rewinds) == self.tries:
+            raise error
+        self.rewinds.append(to_start)
+        self._begin()
+        if self.tries is not None:
+            self.die()
+
+
+class Handle:
+    """Calls break off with ProcessDied when the trainer dies."""
+
+    def __init__(self, stages: Mortal) -> None:
+        self._stages = stages
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any) -> Any:
+            end = asyncio.create_task(self._stages.death.wait())
+            work = asyncio.create_task(getattr(self._stages.world.trainer, name)(*args))
+            try:
+                await asyncio.wait({end, work}, return_when=asyncio.FIRST_COMPLETED)
+                if end.done():
+                    raise DIED
+                return work.result()
+            finally:
+                end.cancel()
+                work.cancel()
+
+        return call
+
+
+async def train(
+    folder: Path, deaths: list[int], shape: dict[str, Any], tries: int | None = None
+) -> Mortal:
+    stages = Mortal(shape, tries)
+    config = stages.world.pipeline.config
+    config = config.model_copy(
+        update={
+            "checkpoint": config.checkpoint.model_copy(update={"every": 1}),
+            "log": config.log.model_copy(update={"console": "off", "wandb": "off"}),
+        }
+    )
+    text: Any = SimpleNamespace(encode=None)
+    inputs: Any = SimpleNamespace(train=(), eval=())
+
+    async def kill() -> None:
+        for turns in deaths:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            stages.die()
+
+    with RunLog(config, folder, sinks=[]) as log, Journal(folder / LEDGER) as journal:
+        job = Job(config, inputs, folder, None, log, journal)
+        training = Training(job, stages, text)  # type: ignore[arg-type]
+        killer = asyncio.create_task(kill())
+        try:
+            await training.run()
+        finally:
+            killer.cancel()
+        log.finish("completed")
+    return stages
+
+
+def from_cursor(job: Job, text: object) -> FakePrompts:
+    return FakePrompts(job.start.cut.cursor if job.start else 0)
+
+
+@settings(deadline=None, max_examples=30)
+@given(deaths=st.lists(st.integers(0, 400), max_size=4), **shapes)
+def test_whenever_the_trainer_dies_each_sample_is_trained_once(
+    deaths: list[int], **shape: Any
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        asyncio.run(train(Path(name), deaths, shape))
+        found = audit(name)
+    prompts = shape["steps"] * B // shape["n"]
+    wanted = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
+    assert Counter(found.trained) == wanted
+    assert (found.lost, found.duplicated, found.steps) == ((), (), shape["steps"])
+
+
+SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "_prompts", from_cursor)
+    monkeypatch.setattr(runs, "identity", lambda config, rows: "{}")
+
+
+async def test_before_the_first_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
+    stages = await train(tmp_path, [5], SHAPE)
+    assert stages.rewinds == [True]
+
+
+async def test_a_trainer_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    with pytest.raises(ProcessDied, match="trainer: its process died"):
+        await train(tmp_path, [5], SHAPE, tries=2)
