@@ -43,7 +43,7 @@ UNKNOWN = -100.0
 """Log-probability of a token that the teacher has no row for, where the student's vocabulary is
 padded further. As good as never (4e-44), and finite: sums and gradients stay so."""
 HEADS = 1 << 16
-"""Beginnings of sequences that are remembered."""
+"""Beginnings of sequences that are remembered, by their hashes."""
 NAMES: dict[torch.dtype, StateDtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -67,7 +67,7 @@ class Scoring:
         self._dtype = NAMES[model.dtype]
         self._vocabulary = int(model.get_vocab_size())
         self._block = int(engine.vllm_config.cache_config.block_size)
-        self._heads: dict[bytes, None] = {}
+        self._heads: dict[int, None] = {}
         self._by_vllm = spec.device == "cuda" and spec.kind in ("sampled", "student_topk")
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
@@ -113,7 +113,7 @@ class Scoring:
         end = ((len(prompt) - 1) // block + 1) * block
         if rollout.tokens - 1 < end:
             return True
-        head = np.concatenate([prompt, rollout.response_ids[: end - len(prompt)]]).tobytes()
+        head = hash(np.concatenate([prompt, rollout.response_ids[: end - len(prompt)]]).tobytes())
         known = head in self._heads
         self._heads[head] = None
         if len(self._heads) > HEADS:
