@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 ARGUMENT = "async_opd_rows"
 """Key of ``SamplingParams.extra_args``."""
-CHUNK_BYTES = {"cpu": 64 << 20}
+CHUNK_BYTES = {"cpu": 16 << 20}
 CHUNK_BYTES_GPU = 256 << 20
-"""Most bytes of float32 logits at a time."""
+"""Most bytes of float32 logits at a time. On a CPU larger chunks leave the cache: at a vocabulary of
+131,072 a row takes a quarter more time with 64 MiB, and with 8 MiB the product is too thin."""
 NOTHING = torch.empty((0, 0), dtype=torch.int32)
 
 
