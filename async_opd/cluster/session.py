@@ -8,7 +8,7 @@ import os
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from threading import Thread
+from threading import Event, Thread
 
 import ray
 
@@ -52,7 +52,10 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:
-    """Waits for a blocking call in a thread that holds up no exit, should the wait end before."""
+    """Waits for a blocking call in a thread that holds up no exit, should the wait end before.
+
+    The thread outlives the call: processes that Ray started die with the thread that started them.
+    """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
     errors: list[BaseException] = []
 
@@ -63,6 +66,7 @@ async def _in_a_daemon(work: Callable[[], object]) -> None:
             errors.append(error)
         with suppress(RuntimeError):  # nobody waits any more
             loop.call_soon_threadsafe(done.set)
+        Event().wait()
 
     Thread(target=body, name="ray", daemon=True).start()
     await done.wait()
