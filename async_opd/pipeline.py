@@ -167,7 +167,8 @@ class Pipeline:
     def _cut(self, captured: Captured) -> Cut:
         """The accounts that belong to the captured weights.
 
-        Whoever was interrupted may not have heard of the trainer's last step: it counts.
+        Whoever was interrupted may not have heard of the trainer's last step: it counts, and opens
+        the version that it completes.
         """
         if captured.step == self._done + 1:
             report = StepReport(captured.step, captured.trained, (), {}, skipped=captured.skipped)
@@ -178,13 +179,17 @@ class Pipeline:
             )
         return Cut(
             step=captured.step,
-            version=captured.version,
+            version=self._versions_after(captured.step),
             cursor=self.prompts.cursor,
             admitted=self.admission.admitted,
             ledger=self.ledger.state(),
             dead_letters=self.dead_letters.state(),
             guardrail=self.guardrail.state(),
         )
+
+    def _versions_after(self, step: int) -> int:
+        config = self.config
+        return config.versions if step == config.train.steps else step // config.async_.sync_steps
 
     def _restore(self, cut: Cut) -> None:
         """The accounts are those of the checkpoint from the beginning.

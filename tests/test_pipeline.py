@@ -197,7 +197,7 @@ class FakeTrainer:
         last = self.trained[-self.last :] if self.last else []
         headers = tuple(Header(uid, 1, 1, version, "a") for uid, version in last)
         self.state = (self.steps, self.version, self.intake.held)
-        return Captured(self.steps, self.version, headers)
+        return Captured(self.steps, headers)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         steps, version, held = self.state

@@ -65,6 +65,39 @@ def files_fail_after(operations: int | None) -> Iterator[None]:
         yield
 
 
+def _students_die(world: World) -> None:
+    for student in world.students:
+        student.fail_at = 0
+
+
+def _teachers_die(world: World) -> None:
+    for teacher in world.teachers.values():
+        teacher.fail = True
+
+
+def _sync_fails(world: World) -> None:
+    world.sync.fail = True
+
+
+def _trainer_fails(world: World) -> None:
+    """After its next step, of which nobody hears."""
+    step = world.trainer.step
+
+    async def unheard() -> Any:
+        await step()
+        raise StageError("trainer", "its answer was lost")
+
+    world.trainer.step = unheard  # type: ignore[method-assign]
+
+
+BLOWS = {
+    "students": _students_die,
+    "teachers": _teachers_die,
+    "sync": _sync_fails,
+    "trainer": _trainer_fails,
+}
+
+
 class Life:
     """One process of a run: from its start or the newest checkpoint to its end or its death."""
 
@@ -97,24 +130,34 @@ class Life:
             self.start,
         )
 
-    async def live(self, ticks: int | None, checkpoint_at_the_end: bool = False) -> bool:
-        """Runs for some turns of the event loop, or to the end. Whether it came there."""
+    async def live(self, ticks: int | None, end: str = "kill") -> bool:
+        """Runs for some turns of the event loop, or to the end. Whether it came there.
+
+        Then it is killed, or a signal or the failure of a stage ends it, with a last checkpoint.
+        """
         work = asyncio.create_task(self.pipeline.run())
-        for _ in range(10**6 if ticks is None else ticks):
-            await asyncio.sleep(0)
-            if work.done() or (self.checkpointer._writing and self._writer_died()):
-                break
-        if work.done() and not _killed(work.exception()):
-            await work
+        await self._turn(work, ticks)
+        if end in BLOWS and not work.done():
+            BLOWS[end](self.world)
+            await self._turn(work, 3000)  # some failures are mended for a while
+        if work.done() and not work.cancelled() and work.exception() is None:
             return True
+        if ticks is None:
+            await work  # nobody has disturbed it
         work.cancel()
-        with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup):
+        with suppress(asyncio.CancelledError, Killed, BaseExceptionGroup, StageError):
             await work
-        if checkpoint_at_the_end:
+        if end != "kill":
             with suppress(StageError):  # the trainer had not read the checkpoint yet
                 await self.pipeline.checkpoint()
         await self._kill_writer()
         return False
+
+    async def _turn(self, work: asyncio.Task[None], ticks: int | None) -> None:
+        for _ in range(10**6 if ticks is None else ticks):
+            await asyncio.sleep(0)
+            if work.done() or self._writer_died():
+                return
 
     def _writer_died(self) -> bool:
         writing = self.checkpointer._writing
@@ -125,12 +168,6 @@ class Life:
             self.checkpointer._writing.cancel()
             with suppress(asyncio.CancelledError, Killed):
                 await self.checkpointer._writing
-
-
-def _killed(error: BaseException | None) -> bool:
-    if isinstance(error, BaseExceptionGroup):
-        return error.subgroup(Killed) is not None
-    return isinstance(error, Killed)
 
 
 def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:
@@ -157,9 +194,9 @@ def tear(folder: Path, chance: random.Random) -> None:
 
 kills = st.lists(
     st.tuples(
-        st.integers(0, 600),  # turns of the event loop until the kill
-        st.sampled_from([None, None, *range(14)]),  # file operations until the kill
-        st.booleans(),  # a signal instead of a kill: one more checkpoint
+        st.integers(0, 600),  # turns of the event loop until the end
+        st.sampled_from(["kill", "kill", "signal", *BLOWS]),
+        st.sampled_from([None, None, *range(14)]),  # file operations until a kill
     ),
     max_size=4,
 )
@@ -169,14 +206,14 @@ kills = st.lists(
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**6), kills=kills, **{k: v for k, v in shapes.items() if k != "seed"})
 def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
-    seed: int, kills: list[tuple[int, int | None, bool]], **shape: Any
+    seed: int, kills: list[tuple[int, str, int | None]], **shape: Any
 ) -> None:
     chance = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        for number, (ticks, operations, signal) in enumerate(kills):
-            how = {"operations": None if signal else operations, "checkpoint_at_the_end": signal}
-            if live(folder, seed + number, shape, ticks, **how):
+        for number, (ticks, end, operations) in enumerate(kills):
+            operations = operations if end == "kill" else None
+            if live(folder, seed + number, shape, ticks, end=end, operations=operations):
                 break
             tear(folder, chance)
         else:
@@ -192,7 +229,7 @@ SHAPE = {"steps": 6, "n": 2, "k": 2, "s": 0.5}
 
 
 def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:
-    live(tmp_path, 3, SHAPE, 150, checkpoint_at_the_end=True)
+    live(tmp_path, 3, SHAPE, 150, end="signal")
 
     async def resumed() -> Life:
         start = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
@@ -249,7 +286,7 @@ def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) 
 
             trainer.step = unheard  # type: ignore[method-assign]
             with files_fail_after(None):
-                await life.live(3000, checkpoint_at_the_end=True)
+                await life.live(3000, end="signal")
             return trainer.steps
 
     assert asyncio.run(run()) == 4

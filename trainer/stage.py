@@ -118,7 +118,7 @@ class TrainerStage:
             tensors = await asyncio.to_thread(self._learner.state)
             held = self._intake.held
             self._captured = TrainerState(self._step, self._version, tensors, held)
-        return Captured(self._step, self._version, self._trained, self._skipped)
+        return Captured(self._step, self._trained, self._skipped)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         """Writes what was captured, in a thread; see Trainer.checkpoint."""

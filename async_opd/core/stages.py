@@ -133,14 +133,13 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Captured:
-    """A copy of the trainer's state is taken, after ``step`` steps, with weights of ``version``.
+    """A copy of the trainer's state is taken, after ``step`` steps.
 
     ``trained`` and ``skipped`` are that last step's, as in its report: who did not hear of it
     learns it here.
     """
 
     step: int
-    version: int
     trained: tuple[Header, ...]
     skipped: str = ""
 
