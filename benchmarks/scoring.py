@@ -4,7 +4,8 @@
     engine    the same sequences with prompt_logprobs=64; results are dropped as they arrive, before
               the front end makes Python lists of them
     objects   the same, read the ordinary way: one Logprob object per token and candidate
-    groups    as stage, four rollouts to a prompt
+    groups    as stage, four rollouts to a prompt, which is 8 tokens longer: of a prompt that ends
+              with a block of the cache, the last row would be in it
 
 All on one engine and in turn; every sequence is a new one, so that none but groups profits from
 the prefix cache. Short: 8 layers, hidden 256, vocabulary 32,000, prompts of 64 and responses of 192
@@ -60,6 +61,11 @@ def rollouts(
             source = Prompt(uid, "s", "s", ids[:prompt])
         made.append(Rollout(uid, source, ids[prompt:], zeros, (span,), "length"))
     return made
+
+
+def of_groups(count: int, prompt: int, response: int, vocabulary: int) -> list[Rollout]:
+    """Four rollouts to each prompt."""
+    return rollouts(count, prompt + 8, response, vocabulary, group=4)
 
 
 class Way(Protocol):
@@ -170,7 +176,7 @@ async def measure(
         found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
         for _ in range(repeats):
             for name, runs in found.items():
-                items = rollouts(*sizes, group=4 if name == "groups" else 1)
+                items = of_groups(*sizes) if name == "groups" else rollouts(*sizes)
                 runs.append(await timed(getattr(ways, name), items))
                 print(sizes, name, [round(rate) for rate in runs[-1]], flush=True)
         same = rollouts(2, *sizes[1:])
@@ -214,7 +220,7 @@ def main() -> None:
     """Measures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--rollouts", type=int, default=48)
+    parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--long-rollouts", type=int, default=8)
     arguments = parser.parse_args()
     os.environ.update(engine_env("cpu"))
