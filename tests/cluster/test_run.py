@@ -224,22 +224,26 @@ def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:
 
 @pytest.fixture(scope="module")
 def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    running = Running(tmp_path_factory.mktemp("runs") / "killed", "train.steps=500")
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "killed", "train.steps=500", "supervision.tries=0"
+    )
     running.until("step 0, version 0: eval_teacher")
     running.processes("student/0")["engine"].kill()
     return running.end()
 
 
-def test_a_run_whose_engine_dies_exits_1(engine_killed: Run) -> None:
+def test_a_run_whose_engine_dies_once_too_often_exits_1(engine_killed: Run) -> None:
     assert engine_killed.code == 1, engine_killed.output
 
 
-def test_a_run_whose_engine_dies_names_the_stage(engine_killed: Run) -> None:
+def test_a_run_whose_engine_dies_once_too_often_names_the_stage(engine_killed: Run) -> None:
     assert engine_killed.summary["status"] == "failed"
     assert "student/0" in engine_killed.summary["error"]
 
 
-def test_a_run_whose_engine_dies_leaves_no_process_behind(engine_killed: Run) -> None:
+def test_a_run_whose_engine_dies_once_too_often_leaves_no_process_behind(
+    engine_killed: Run,
+) -> None:
     assert engine_killed.left == []
 
 
