@@ -114,6 +114,7 @@ def _check(arguments: argparse.Namespace) -> int:
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
+        each += f", {pool.shares}'s" if pool.shares else ""
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     Console().print(table)
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")

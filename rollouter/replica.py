@@ -29,7 +29,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
+from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
+from async_opd.core.gate import Gate
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -88,6 +90,7 @@ class StudentReplica:
         self._flowing = asyncio.Event()
         self._syncing = asyncio.Event()
         self._flowing.set()
+        self._gate = Gate()
 
     async def ready(self) -> int:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""
@@ -152,6 +155,14 @@ class StudentReplica:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
+        async with self._gate:
+            rollout = await self._answer(prompt, uid, params, top_k)
+        return rollout or await self._sample(prompt, uid, sampling, top_k)
+
+    async def _answer(
+        self, prompt: Prompt, uid: str, params: SamplingParams, top_k: int
+    ) -> Rollout | None:
+        """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
         await self._flowing.wait()
         version = self._version
         request = TokensPrompt(
@@ -162,12 +173,9 @@ class StudentReplica:
                 if output.finished:
                     self._tokens += len(output.outputs[0].token_ids)
                     rollout = _rollout(uid, prompt, output.outputs[0], top_k)
-                    if output.num_cached_tokens and _first_version(rollout) > version:
-                        break  # overtaken by a pause: its prefix may be of older weights
-                    return rollout
-            else:
-                raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
-        return await self._sample(prompt, uid, sampling, top_k)
+                    overtaken = output.num_cached_tokens and _first_version(rollout) > version
+                    return None if overtaken else rollout
+        raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
@@ -233,6 +241,22 @@ class StudentReplica:
         paused_s = self._activity.clock() - self._pause_started
         self._paused_s += paused_s
         self._held_s += paused_s
+
+    # ── turns with teachers on the same GPUs ───────────────────────────────────────────────────
+
+    async def idle(self) -> None:
+        """Returns when the engine has nothing to do."""
+        await self._gate.empty()
+
+    async def rest(self) -> None:
+        """Finishes what is in flight, and leaves the GPU; new requests wait."""
+        await self._gate.close()
+        await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
+
+    async def wake(self) -> None:
+        """Takes the GPU back; the weights are those it had."""
+        await self._engine.wake_up()
+        self._gate.open()
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 

@@ -123,6 +123,11 @@ class RollouterStage:
             self._tell(f"{name} left the pool: {_words(error)}")
             self._lost(name, error)
 
+    @property
+    def replicas(self) -> dict[str, Replica]:
+        """Those that serve, by name."""
+        return {seat.name: seat.replica for seat in self._serving()}
+
     async def halt(self) -> None:
         """After ``run`` was cancelled: the replicas stop too. ``run`` can begin again."""
         await asyncio.gather(*(self._stop(seat) for seat in self._serving()))

@@ -65,6 +65,15 @@ class Reloadable(Replica, Protocol):
     async def load(self, directory: str) -> None: ...
 
 
+@runtime_checkable
+class Sleeper(Replica, Protocol):
+    """A replica that can leave its GPUs to others for a while."""
+
+    async def sleep(self) -> None: ...
+
+    async def wake(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Weights:
     """A version of the student's weights in a directory, and how long taking them may take."""
@@ -104,6 +113,7 @@ class _Seat:
     index: int
     replica: Replica
     mending: bool = False
+    gone: bool = False
     stale: bool = False
     rebuilds: int = 0
 
@@ -118,9 +128,11 @@ class TeacherPool:
         health: Health,
         rebuild: Rebuild | None = None,
         *,
+        asleep: bool = False,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``."""
         self._teacher = name
         self._name = f"teacher {name}"
         self._health = health
@@ -137,6 +149,9 @@ class TeacherPool:
         self._example: Batch | None = None  # one rollout that could be scored, for probes
         self._last_failure = ""
         self._weights: Weights | None = None
+        self._asleep = asleep
+        self._whole = asyncio.Event()  # nothing is being mended
+        self._whole.set()
 
     async def run(self) -> None:
         """Mends replicas as they fail."""
@@ -243,6 +258,7 @@ class TeacherPool:
         if seat.mending or seat.replica is not replica:
             return  # known already, or a late answer of one that has been replaced
         seat.mending = True
+        self._whole.clear()
         self.balancer.eject(seat)
         self._note(seat, f"ejected: {self._last_failure}")
         self._suspects.put_nowait(seat)
@@ -326,12 +342,49 @@ class TeacherPool:
 
     def _give_up(self, seat: _Seat) -> None:
         self._note(seat, "is gone for good")
+        seat.gone = True
         self.balancer.remove(seat)
+        self._settled()
 
     def _serves_again(self, seat: _Seat, words: str) -> None:
         seat.mending = False
+        self._settled()
         self.balancer.restore(seat)
         self._note(seat, words)
+
+    def _settled(self) -> None:
+        if not any(seat.mending and not seat.gone for seat in self._seats):
+            self._whole.set()
+
+    # ── turns ──────────────────────────────────────────────────────────────────────────────────
+
+    async def wake(self) -> None:
+        """The replicas have their GPUs; one that does not wake is mended, as any that fails."""
+        self._asleep = False
+        await self._each("waking up", lambda replica: replica.wake())
+
+    async def sleep(self) -> None:
+        """Waits for what is being mended, then all replicas leave their GPUs."""
+        failed = True
+        while failed:
+            await self._whole.wait()
+            failed = await self._each("going to sleep", lambda replica: replica.sleep())
+        self._asleep = True
+
+    async def _each(self, what: str, work: Callable[[Sleeper], Coroutine[Any, Any, None]]) -> bool:
+        """Does it with every replica that serves. Whether one failed."""
+
+        async def one(seat: _Seat) -> bool:
+            replica = seat.replica
+            assert isinstance(replica, Sleeper)
+            try:
+                await self._alarm.within(self._health.timeout_s, what, work(replica))
+            except Exception as error:
+                self._failed(seat, replica, error)
+                return True
+            return False
+
+        return any(await asyncio.gather(*(one(seat) for seat in self._seats if not seat.mending)))
 
     async def _lives(self, seat: _Seat) -> bool:
         return await self._succeeds(self._health.timeout_s, "a sign of life", seat.replica.ready())
@@ -390,6 +443,7 @@ class TeacherPool:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
         notes, self._notes = tuple(self._notes), []
         waits = merged.waits_for if self.balancer.serving else "a replica that works"
+        waits = "its turn" if self._asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits, notes=notes)
 
     async def _part(self, seat: _Seat) -> StageReport | None:
@@ -399,7 +453,8 @@ class TeacherPool:
         except StageTimeout:
             return None
         except Exception as error:
-            self._failed(seat, replica, error)
+            if not self._asleep:  # else it is found out, and mended, when it is its turn
+                self._failed(seat, replica, error)
             return None
 
 

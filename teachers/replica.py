@@ -17,6 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
@@ -106,6 +107,14 @@ class TeacherReplica:
         await self._engine.collective_rpc("reload_from", args=(directory,))
         await self._engine.resume_generation()
         self._flowing.set()
+
+    async def sleep(self) -> None:
+        """Leaves the GPU to others: weights go to the host's memory, the KV cache is dropped."""
+        await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
+
+    async def wake(self) -> None:
+        """Takes the GPU back."""
+        await self._engine.wake_up()
 
     async def report(self) -> StageReport:
         """What happened since the last report; raises if the engine has died."""

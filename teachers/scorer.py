@@ -3,6 +3,8 @@
     topic rollouts/<teacher> ──lease──► pool ──► topic scored
                                          └─────► topic dead: what no replica could score
 
+A colocated teacher's rollouts are held by its host's ``Shift`` in between, until its turn.
+
 One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
 produces samples, waits for rollouts, for a free place on a replica and for room in the queue. A
 lease is acknowledged with the next get, after its samples are in the queue.
@@ -12,14 +14,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from async_opd.core.batch import Batch
 from async_opd.core.config import HealthConfig
-from async_opd.core.errors import LeaseExpired
+from async_opd.core.errors import LeaseExpired, first_cause
 from async_opd.core.queue import Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
-from teachers.pool import IN_FLIGHT, Health, Rebuild, Replica, TeacherPool, Weights
+from teachers.pool import IN_FLIGHT, Health, Rebuild, Replica, Scored, TeacherPool, Weights
+from teachers.shift import Shift
 
 
 class ScorerStage:
@@ -33,16 +37,33 @@ class ScorerStage:
         health: Mapping[str, Health] | None = None,
         rebuild: Rebuild | None = None,
         consumer: str = "",
+        hosts: Mapping[str, str] | None = None,
+        wave: int = 1,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
-        ``consumer`` is what the queue knows this stage by.
+        ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
+        colocated teacher takes turns with, ``wave`` is how many rollouts are enough for a turn.
         """
         health = health or {}
+        self._hosts = dict(hosts or {})
         self._pools = {
-            name: TeacherPool(name, replicas, health.get(name, HealthConfig()), rebuild)
+            name: TeacherPool(
+                name,
+                replicas,
+                health.get(name, HealthConfig()),
+                rebuild,
+                asleep=name in self._hosts,
+            )
             for name, replicas in teachers.items()
         }
+        self._shifts = {
+            host: Shift([name for name, of in self._hosts.items() if of == host], wave)
+            for host in self._hosts.values()
+        }
+        self._awake = set(self._hosts)  # maybe
+        self._slept = asyncio.Event()
+        self._group = asyncio.TaskGroup()
         self._queue = queue
         self._batch_sizes = dict(batch_sizes)
         self._rebuild = rebuild
@@ -59,8 +80,12 @@ class ScorerStage:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
+            self._group = group
             for name, pool in self._pools.items():
                 group.create_task(pool.run(), name=f"teacher {name}")
+                if name in self._hosts:
+                    group.create_task(self._hold(name), name=f"teacher {name} holds")
+                    continue
                 for index in range(IN_FLIGHT * len(pool.balancer.replicas)):
                     group.create_task(self._score(name), name=f"teacher {name} loop {index}")
 
@@ -68,12 +93,14 @@ class ScorerStage:
         done: int | None = None
         while True:
             lease = await self._next(teacher, done)
-            scored = await self._pools[teacher].score(Batch.join(lease.batches))
-            if scored.samples:
-                await self._queue.put(SCORED, Batch.join(scored.samples))
-            if scored.lost:
-                await self._queue.put(DEAD, Batch.pack(scored.lost))
+            await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
             done = lease.id
+
+    async def _put(self, scored: Scored) -> None:
+        if scored.samples:
+            await self._queue.put(SCORED, Batch.join(scored.samples))
+        if scored.lost:
+            await self._queue.put(DEAD, Batch.pack(scored.lost))
 
     async def _next(self, teacher: str, done: int | None) -> Lease:
         topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
@@ -82,11 +109,94 @@ class ScorerStage:
         except LeaseExpired:  # its rollouts are scored again; the trainer knows them
             return await self._queue.get(topic, size, consumer=self._consumer)
 
+    # ── turns ──────────────────────────────────────────────────────────────────────────────────
+
+    async def asleep(self, host: str) -> None:
+        """See async_opd.core.turns.Guests."""
+        while any(self._hosts[name] == host for name in self._awake):
+            self._slept.clear()
+            await self._slept.wait()
+
+    async def some(self, host: str) -> None:
+        """See async_opd.core.turns.Guests."""
+        await self._shifts[host].some()
+
+    async def full(self, host: str) -> None:
+        """See async_opd.core.turns.Guests."""
+        await self._shifts[host].full()
+
+    async def shift(self, host: str) -> None:
+        """See async_opd.core.turns.Guests. Ends after a wave even if more comes meanwhile."""
+        shift = self._shifts[host]
+        shift.begin()
+        while (teacher := shift.longest) is not None:
+            pool = self._pools[teacher]
+            await pool.wake()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(IN_FLIGHT * len(pool.balancer.replicas)):
+                        group.create_task(self._turn(teacher, shift))
+            except ExceptionGroup as errors:
+                raise first_cause(errors) from errors
+            await pool.sleep()
+        shift.end()
+
+    async def _hold(self, teacher: str) -> None:
+        """Takes rollouts as they come, until it is the teacher's turn.
+
+        Those before this stage may have left it awake.
+        """
+        await self._pools[teacher].sleep()
+        self._awake.discard(teacher)
+        self._slept.set()
+        shift, topic = self._shifts[self._hosts[teacher]], rollouts_topic(teacher)
+        while True:
+            room = await shift.room(teacher)
+            at_most = min(room, self._batch_sizes[teacher])
+            lease = await self._queue.get(topic, at_most, consumer=self._consumer)
+            await shift.hold(teacher, lease)
+
+    async def _turn(self, teacher: str, shift: Shift) -> None:
+        """Scores batches; their samples leave while the next is scored, and after the turn."""
+        pool = self._pools[teacher]
+        while True:
+            question = shift.next_question(teacher)
+            if question is not None:
+                await question()
+                continue
+            leases = shift.next_leases(teacher, self._batch_sizes[teacher])
+            if not leases:
+                return
+            batches = [batch for lease in leases for batch in lease.batches]
+            scored = await pool.score(Batch.join(batches))
+            self._group.create_task(self._leave(teacher, shift, scored, leases))
+
+    async def _leave(
+        self, teacher: str, shift: Shift, scored: Scored, leases: Sequence[Lease]
+    ) -> None:
+        await self._put(scored)
+        for lease in leases:
+            with suppress(LeaseExpired):  # its rollouts are scored again; the trainer knows them
+                await self._queue.ack(rollouts_topic(teacher), lease.id)
+        await shift.out(teacher, sum(len(lease) for lease in leases))
+
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """The teacher's own answers, from one of its replicas."""
-        return await self._pools[teacher].generate(prompts, sampling)
+        pool = self._pools[teacher]
+        if teacher not in self._hosts:
+            return await pool.generate(prompts, sampling)
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+
+        async def question() -> None:
+            try:
+                answer.set_result(await pool.generate(prompts, sampling))
+            except Exception as error:
+                answer.set_exception(error)
+
+        await self._shifts[self._hosts[teacher]].ask(teacher, question)
+        return await answer
 
     async def load(self, teacher: str, weights: Weights) -> None:
         """New weights for all replicas of a teacher."""

@@ -103,6 +103,11 @@ class Learner:
             fused=True,
         )
 
+    def free_cache(self) -> None:
+        """Gives memory of past steps back to the GPU, for others on it."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 

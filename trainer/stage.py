@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from async_opd.core.activity import Activity
 from async_opd.core.batch import unpack_samples
 from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.gate import Gate
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import Captured, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -52,6 +53,7 @@ class TrainerStage:
         self._model_dir = model_dir
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
+        self._gate = Gate()
         self._step = 0
         self._trained: tuple[Header, ...] = ()  # by the last step
         self._skipped = ""
@@ -69,7 +71,7 @@ class TrainerStage:
         wait_s = clock() - asked
         self._waits_for = ""
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
-        async with self._weights:
+        async with self._gate, self._weights:
             with self._activity.busy():
                 report = await asyncio.to_thread(self._learner.train_batch, taken.samples)
             self._step += 1
@@ -157,6 +159,24 @@ class TrainerStage:
             if uid in in_flight
             and all(span.version <= state.version for span in sample.rollout.version_spans)
         ]
+
+    # ── turns with teachers on the same GPU ────────────────────────────────────────────────────
+
+    async def idle(self) -> None:
+        """Returns when no step is under way."""
+        await self._gate.empty()
+
+    async def rest(self) -> None:
+        """Finishes the step, and gives back the memory of activations; the next one waits.
+
+        Weights and the optimizer's state stay on the GPU.
+        """
+        await self._gate.close()
+        await asyncio.to_thread(self._learner.free_cache)
+
+    async def wake(self) -> None:
+        """Trains again."""
+        self._gate.open()
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 

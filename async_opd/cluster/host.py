@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import importlib
 import os
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.core.errors import (
     EngineStartError,
@@ -22,6 +24,18 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
+
+
+@dataclass(frozen=True)
+class Place:
+    """GPUs of a process, which others may share."""
+
+    node: str
+    gpus: tuple[str, ...]
+
+
+LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Ray would hide all GPUs from a process that reserves none."""
 
 
 class Host:
@@ -42,6 +56,12 @@ class Host:
     async def forever(self) -> None:
         """Does not return: whoever waits for it is told when the process ends."""
         await asyncio.Event().wait()
+
+    async def place(self) -> Place:
+        """Where the process is."""
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return Place(context.get_node_id(), tuple(map(str, gpus)))
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
         """Imports ``module:callable`` and calls it."""
@@ -79,20 +99,31 @@ class Remote:
         env: dict[str, str] | None = None,
         gpus: int = 0,
         restarts: bool = False,
+        place: Place | None = None,
     ) -> Remote:
         """Starts the process, and, with ``restarts``, another one without an object when it dies.
 
-        It reserves no CPU: actors that mostly wait would block others.
+        It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
+        no GPU either, and sees those of the process that is there.
 
         It knows its name, and so do its children: ``ASYNC_OPD_BOX``.
         """
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
-        options["runtime_env"] = {"env_vars": {**(env or {}), "ASYNC_OPD_BOX": name}}
+        env = {**(env or {}), "ASYNC_OPD_BOX": name}
+        if place is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}
+        options["runtime_env"] = {"env_vars": env}
         if gpus:
             options["num_gpus"] = gpus
         if restarts:
             options["max_restarts"] = -1
         return cls(name, ray.remote(Host).options(**options).remote(), timeout_s, restarts)
+
+    async def place(self, timeout_s: float) -> Place:
+        """The node and the GPUs of the process."""
+        found = await self._bounded(self._handle.place.remote(), timeout_s, "starting a process")
+        return cast(Place, found)
 
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
         """Builds the object; EngineStartError with the process's last words if that fails."""

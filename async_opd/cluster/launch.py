@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import ray
 
-from async_opd.cluster.host import Remote
+from async_opd.cluster.host import Place, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
     ScorerProxy,
@@ -39,7 +39,8 @@ from async_opd.core.errors import ConfigError, Problem, ProcessDied, StageError,
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.pools import pools
 from async_opd.core.refresh import RefreshingSync
-from async_opd.core.stages import SamplingSpec, WeightSync
+from async_opd.core.stages import SamplingSpec, TeacherScorer, WeightSync
+from async_opd.core.turns import Host, LockedSync, ScorerInTurns, Turns
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
@@ -55,7 +56,7 @@ class Stages:
 
     queue: QueueProxy
     rollouter: RollouterStage
-    scorer: ScorerProxy
+    scorer: TeacherScorer
     trainer: TrainerProxy
     sync: WeightSync
     broadcast: BroadcastSync
@@ -141,26 +142,43 @@ async def _build(boxes: _Boxes) -> Stages:
                     for index in range(teacher.replicas)
                 ]
                 for name, teacher in config.teachers.items()
+                if teacher.host is None
             }
             trainer_task = group.create_task(boxes.trainer(queue))
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
     students = [task.result() for task in student_tasks]
     teachers = {name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()}
+    teachers |= {name: list(seated.values()) for name, seated in boxes.seated.items()}
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
     rollouter, broadcast = await _rollouts(boxes, queue, trainer, students)
     scoring = await boxes.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
+    synced = _refreshing(config, broadcast, trainer, scorer, scoring.weights)
+    turns = _turns(config, scorer, rollouter, trainer)
     return Stages(
         queue,
         rollouter,
-        scorer,
+        ScorerInTurns(scorer, list(turns.values())) if turns else scorer,
         trainer,
-        _refreshing(config, broadcast, trainer, scorer, scoring.weights),
+        LockedSync(synced, turns["rollout"].lock) if "rollout" in turns else synced,
         broadcast,
         Singles(config, boxes.tell, queue_box, scoring, training),
     )
+
+
+def _turns(
+    config: RunConfig, scorer: ScorerProxy, rollouter: RollouterStage, trainer: TrainerProxy
+) -> dict[str, Turns]:
+    """One for each pool that shares its GPUs with teachers."""
+    hosts: dict[str, Callable[[], Mapping[str, Host]]] = {
+        "rollout": lambda: cast(Mapping[str, Host], rollouter.replicas),
+        "train": lambda: {"trainer": trainer},
+    }
+    shared = {teacher.host for teacher in config.teachers.values() if teacher.host is not None}
+    bound = config.timeouts.request_s
+    return {name: Turns(name, hosts[name], scorer, rest_timeout_s=bound) for name in sorted(shared)}
 
 
 async def _rollouts(
@@ -231,6 +249,8 @@ class _Boxes:
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
+    places: dict[tuple[str, int], Place] = field(default_factory=dict)
+    seated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
 
     async def queue(self) -> QueueBox:
         """The message queue."""
@@ -252,6 +272,7 @@ class _Boxes:
                 tensor_parallel=rollout.tensor_parallel,
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
+                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
             ),
             sampling=SamplingSpec(
                 rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.n
@@ -269,6 +290,7 @@ class _Boxes:
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             engine_gpus=rollout.tensor_parallel,
+            host=("rollout", index),
         )
         return StudentProxy(remote, spec.consumer)
 
@@ -279,9 +301,32 @@ class _Boxes:
         if isinstance(teacher, EndpointTeacher):
             spec = endpoint_spec(self.config, teacher, name, teacher.urls[index])
             return EndpointReplica(spec)
-        return TeacherProxy(await self._engine(teacher, teacher_name, name))
+        place = self.places.get((teacher.host or "", index))
+        return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
 
-    async def _engine(self, teacher: EngineTeacher, teacher_name: str, name: str) -> Remote:
+    async def _seat(self, host: str, index: int, remote: Remote) -> None:
+        """Builds the teachers that share a host's GPUs, one by one: each is asleep before the next.
+
+        All are before the host's own engine is built, which then finds the memory free.
+        """
+        config = self.config
+        guests = [
+            name
+            for name, teacher in config.teachers.items()
+            if teacher.host == host and index < teacher.replicas
+            if index not in self.seated.get(name, {})  # they outlive their host
+        ]
+        if guests and self.device == "cuda":
+            self.places[host, index] = await remote.place(config.timeouts.engine_start_s)
+        for name in guests:
+            teacher = await self.teacher(name, index)
+            assert isinstance(teacher, TeacherProxy)
+            await teacher.sleep()
+            self.seated.setdefault(name, {})[index] = teacher
+
+    async def _engine(
+        self, teacher: EngineTeacher, teacher_name: str, name: str, place: Place | None
+    ) -> Remote:
         config = self.config
         spec = TeacherEngineSpec(
             name=name,
@@ -294,6 +339,7 @@ class _Boxes:
                 trust_remote_code=(
                     teacher if isinstance(teacher, VllmTeacher) else config.student
                 ).trust_remote_code,
+                sleeps=teacher.host is not None,
             ),
             kind=score_kind(config.loss),
             top_k=scored_top_k(config.loss),
@@ -305,6 +351,7 @@ class _Boxes:
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             engine_gpus=teacher.tensor_parallel,
+            place=place,
         )
 
     async def trainer(self, queue: QueueProxy) -> TrainerBox:
@@ -318,12 +365,14 @@ class _Boxes:
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
         trainer = TrainerBox(remote, self.config, factory.path, args)
+        await self._seat("train", 0, remote)
         await trainer.build()
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerBox:
         """The scoring stage."""
-        rebuild = _Rebuild(replace(self, tell=_nobody, started=[], engines=[], stages=[]))
+        boxes = replace(self, tell=_nobody, started=[], engines=[], stages=[], seated={})
+        rebuild = _Rebuild(boxes)
         scorer = ScorerBox(
             self._create("scorer", restarts=True), self.config, teachers, queue, rebuild
         )
@@ -351,12 +400,17 @@ class _Boxes:
         env: dict[str, str] | None = None,
         engine_gpus: int = 0,
         gpus: int = 0,
+        place: Place | None = None,
+        host: tuple[str, int] | None = None,
     ) -> Remote:
+        """``place``: on whose GPUs it is; ``host``: it may have guests on its own."""
         if engine_gpus:
             env = engine_env(self.device)
-            gpus = engine_gpus if self.device == "cuda" else 0
-        remote = self._create(name, env=env, gpus=gpus)
+            gpus = engine_gpus if self.device == "cuda" and place is None else 0
+        remote = self._create(name, env=env, gpus=gpus, place=place)
         try:
+            if host is not None:
+                await self._seat(*host, remote)
             await remote.build(factory, args, self.config.timeouts.engine_start_s)
         except BaseException:
             remote.kill()
@@ -372,6 +426,7 @@ class _Boxes:
         env: dict[str, str] | None = None,
         gpus: int = 0,
         restarts: bool = False,
+        place: Place | None = None,
     ) -> Remote:
         remote = Remote.create(
             name,
@@ -379,6 +434,7 @@ class _Boxes:
             env=env,
             gpus=gpus,
             restarts=restarts,
+            place=place,
         )
         self.started.append(remote)
         return remote

@@ -121,6 +121,18 @@ class StudentProxy:
         """See StudentReplica.resume."""
         await self._remote.call("resume")
 
+    async def idle(self) -> None:
+        """See async_opd.core.turns.Host."""
+        await self._remote.call("idle", timeout_s=ENDLESS)
+
+    async def rest(self) -> None:
+        """See async_opd.core.turns.Host, which bounds it."""
+        await self._remote.call("rest", timeout_s=ENDLESS)
+
+    async def wake(self) -> None:
+        """See async_opd.core.turns.Host, which bounds it."""
+        await self._remote.call("wake", timeout_s=ENDLESS)
+
 
 class TeacherProxy:
     """A teacher replica, for the scoring stage."""
@@ -144,6 +156,14 @@ class TeacherProxy:
     async def ready(self) -> int:
         """See TeacherReplica.ready."""
         return cast(int, await self._remote.call("ready"))
+
+    async def sleep(self) -> None:
+        """See TeacherReplica.sleep; the pool bounds it."""
+        await self._remote.call("sleep", timeout_s=ENDLESS)
+
+    async def wake(self) -> None:
+        """See TeacherReplica.wake; the pool bounds it."""
+        await self._remote.call("wake", timeout_s=ENDLESS)
 
     async def load(self, directory: str) -> None:
         """See TeacherReplica.load; the pool bounds it."""
@@ -175,6 +195,22 @@ class ScorerProxy:
             "generate", teacher, prompts, sampling, timeout_s=ENDLESS
         )
         return cast(list[Rollout], rollouts)
+
+    async def asleep(self, host: str) -> None:
+        """See ScorerStage.asleep."""
+        await self._remote.call_again("asleep", host, timeout_s=ENDLESS)
+
+    async def some(self, host: str) -> None:
+        """See ScorerStage.some."""
+        await self._remote.call_again("some", host, timeout_s=ENDLESS)
+
+    async def full(self, host: str) -> None:
+        """See ScorerStage.full."""
+        await self._remote.call_again("full", host, timeout_s=ENDLESS)
+
+    async def shift(self, host: str) -> None:
+        """See ScorerStage.shift: its pools bound it."""
+        await self._remote.call_again("shift", host, timeout_s=ENDLESS)
 
     async def load(self, teacher: str, weights: Weights) -> None:
         """See ScorerStage.load, which bounds it."""
@@ -234,3 +270,15 @@ class TrainerProxy:
     async def send(self, wave: int) -> None:
         """See TrainerStage.send."""
         await self._remote.call("send", wave)
+
+    async def idle(self) -> None:
+        """See async_opd.core.turns.Host."""
+        await self._remote.call("idle", timeout_s=ENDLESS)
+
+    async def rest(self) -> None:
+        """See async_opd.core.turns.Host, which bounds it."""
+        await self._remote.call("rest", timeout_s=ENDLESS)
+
+    async def wake(self) -> None:
+        """See async_opd.core.turns.Host, which bounds it."""
+        await self._remote.call("wake", timeout_s=ENDLESS)

@@ -91,7 +91,9 @@ class ScorerBox:
         sizes = {name: t.batch_size for name, t in config.teachers.items()}
         health = {name: teacher.health for name, teacher in config.teachers.items()}
         consumer = f"scorer#{self.life}"
-        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer)
+        hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
+        turns = (hosts, config.train.batch_size)
+        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer, *turns)
         path = "teachers.scorer:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for life in range(self.released, self.life):

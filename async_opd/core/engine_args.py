@@ -22,10 +22,11 @@ def engine_kwargs(
     tensor_parallel: int,
     seed: int,
     trust_remote_code: bool,
+    sleeps: bool = False,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.AsyncEngineArgs`` for one replica. ``engine.extra`` has the last word.
 
-    No engine loads a tokenizer: token ids come and go.
+    No engine loads a tokenizer: token ids come and go. ``sleeps``: it shares its GPU with others.
     """
     kwargs: dict[str, Any] = {
         "model": model,
@@ -52,9 +53,15 @@ def engine_kwargs(
         }
     else:
         kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        kwargs["enable_sleep_mode"] = sleeps
         if engine.dtype == "auto":
             kwargs["dtype"] = "bfloat16"
     return kwargs | engine.extra
+
+
+def sleep_level(kwargs: dict[str, Any]) -> int:
+    """vLLM's: 1 frees a GPU's memory, 0 only stops scheduling, all that can be had on a CPU."""
+    return 1 if kwargs.get("enable_sleep_mode") else 0
 
 
 def engine_env(device: Device) -> dict[str, str]:

@@ -17,6 +17,7 @@ from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.pools import Pool as Pool
+from async_opd.core.pools import misplaced
 from async_opd.core.pools import pools as pools
 from async_opd.core.prompts import filled
 from async_opd.core.sources import Row, SourceError, read_source
@@ -158,9 +159,18 @@ class _Check:
             self._heads()
 
     def _refreshed(self, kind: ScoreKind) -> None:
-        """The trainer's copy of a teacher's head would keep the initial weights."""
+        """The trainer's copy of a head would stay the initial one; who sleeps takes no weights."""
         for name, teacher in self.config.teachers.items():
-            if isinstance(teacher, SelfTeacher) and teacher.refresh_every and kind == "hidden":
+            if not isinstance(teacher, SelfTeacher) or not teacher.refresh_every:
+                continue
+            if teacher.host is not None:
+                self.problem(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but it is colocated, and sleeps when its "
+                    "weights come",
+                    "0, or placement dedicated",
+                )
+            if kind == "hidden":
                 self.problem(
                     f"teachers.{name}.refresh_every",
                     f"found {teacher.refresh_every}, but with full_vocab its head is the "
@@ -208,6 +218,8 @@ class _Check:
 
     def hardware(self, gpus: int) -> None:
         """The pools fit the machine."""
+        for key, fault, remedy in misplaced(self.config):
+            self.problem(key, f"found {fault}", remedy)
         device = resolve_device(self.config, gpus)
         if device == "cpu":
             self._head_sizes()
@@ -217,7 +229,7 @@ class _Check:
         wanted = pools(self.config)
         total = sum(pool.gpus for pool in wanted)
         if total > gpus:
-            sums = " + ".join(f"{p.name} {p.replicas}·{p.gpus_per_replica}" for p in wanted)
+            sums = " + ".join(pool.words for pool in wanted)
             self.problem(
                 "cluster",
                 f"the pools take {total} GPUs ({sums}), this machine has {gpus}",

@@ -4,7 +4,8 @@
     push        ──► those load the copy ──► inner push
 
 Teachers come first: what the students sample with version v is scored by no older teacher than v
-asks for. The newest copy stays, for replicas that are rebuilt.
+asks for. The newest copy stays, for replicas that are rebuilt. A resumed run begins with a version
+that is not the first: its teachers take that one if they had been refreshed before.
 """
 
 from __future__ import annotations
@@ -47,13 +48,17 @@ class RefreshingSync:
         self._due: list[str] = []
         self._copies: dict[str, Path] = {}  # the newest that each teacher has taken
         self._copy = directory
-        self._version = 0
+        self._version: int | None = None
 
     async def snapshot(self, version: int) -> None:
         """See WeightSync.snapshot."""
         await self._inner.snapshot(version)
+        self._due = [
+            name
+            for name, every in self._every.items()
+            if version % every == 0 or (self._version is None and version >= every)
+        ]
         self._version, self._copy = version, self._directory / f"version_{version}"
-        self._due = [name for name, every in self._every.items() if version % every == 0]
         if self._due:
             await self._save(str(self._copy))
 
@@ -61,7 +66,7 @@ class RefreshingSync:
         """See WeightSync.push."""
         if not self._due:
             return await self._inner.push()
-        started, version, copy = self._clock(), self._version, self._copy
+        started, version, copy = self._clock(), self._version or 0, self._copy
         await asyncio.gather(*(self._load(name, version, str(copy)) for name in self._due))
         self._copies |= dict.fromkeys(self._due, copy)
         await asyncio.to_thread(self._tidy)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.core.engine_config import EngineConfig
 from async_opd.core.section import Section
@@ -74,6 +74,11 @@ class Teacher(Section):
         """GPUs of each replica."""
 
     @property
+    def host(self) -> Literal["rollout", "train"] | None:
+        """The pool whose GPUs it shares, if any."""
+        return None
+
+    @property
     @abstractmethod
     def batch_size(self) -> int:
         """The most rollouts in one call to a replica."""
@@ -89,10 +94,27 @@ class EngineTeacher(Teacher):
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
     health: HealthConfig = HealthConfig()
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """On GPUs of its own; or on those of another pool, with which it takes turns: it sleeps, wakes
+    when a batch's worth of rollouts waits for teachers or the pool has nothing to do, scores all
+    of them, and sleeps again."""
+    with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")
+    """The pool whose GPUs a colocated teacher shares, one replica on those of each engine."""
 
     @property
     def gpus(self) -> int:
         return self.tensor_parallel
+
+    @property
+    def host(self) -> Literal["rollout", "train"] | None:
+        """The pool it takes turns with, if it is colocated."""
+        return self.with_ if self.placement == "colocated" else None
+
+    @model_validator(mode="after")
+    def _colocated_with_somebody(self) -> Self:
+        if (self.placement == "colocated") != (self.with_ is not None):
+            raise ValueError("'placement: colocated' and 'with: rollout' or 'with: train' together")
+        return self
 
     @property
     def batch_size(self) -> int:

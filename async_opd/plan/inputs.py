@@ -122,7 +122,13 @@ def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
 
 def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:
     problems = []
-    for name in config.teachers:
+    for name, teacher in config.teachers.items():
+        if teacher.host is not None:
+            message = "the planner knows no pools that take turns, and this teacher is colocated"
+            remedy = (
+                "plan it as dedicated: that is the upper bound, with its GPUs beside the others"
+            )
+            problems.append(Problem(where, f"teachers.{name}.placement", message, remedy))
         if name not in plan.teachers:
             remedy = "add at least tokens_per_s"
             problems.append(Problem(where, f"plan.teachers.{name}", "is missing", remedy))

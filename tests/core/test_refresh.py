@@ -84,3 +84,15 @@ async def test_a_teacher_that_does_not_take_it_ends_the_push(tmp_path: Path) -> 
     await sync.snapshot(1)
     with pytest.raises(StageError, match="no replica took"):
         await sync.push()
+
+
+async def test_after_a_restart_a_teacher_that_was_refreshed_before_takes_the_first_version(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path)
+    sync = world.sync(a=3, b=9)
+    for version in (7, 8):
+        await sync.snapshot(version)
+        await sync.push()
+    loads = [seen for seen in world.seen if seen.startswith(("a ", "b "))]
+    assert loads == ["a 7 version_7"]

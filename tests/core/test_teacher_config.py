@@ -151,3 +151,53 @@ def test_a_template_with_a_field_that_rows_lack_is_refused() -> None:
 def test_a_prompt_that_is_too_long_for_the_teacher_only_is_refused() -> None:
     template = "sort {answer}=" * 20
     assert problems(SELF | {"prompt_template": template})
+
+
+# ── placement ──────────────────────────────────────────────────────────────────────────────────
+
+COLOCATED = {"placement": "colocated", "with": "rollout"}
+MODEL = str(EXAMPLE.parent / "quickstart" / "models" / "teacher-sort")
+
+
+def vllm(**others: Any) -> dict[str, Any]:
+    return {"model": MODEL, **COLOCATED, **others}
+
+
+def test_a_colocated_teacher_takes_no_gpu_of_its_own() -> None:
+    (pool,) = [pool for pool in pools(load(vllm())) if pool.name == "teachers.sort"]
+    assert (pool.gpus, pool.shares, pool.words) == (0, "rollout", "teachers.sort 0 (on rollout's)")
+
+
+def test_gpus_that_are_shared_are_counted_once() -> None:
+    gpus = "cluster.device=cuda"
+    other = "teachers.reverse.placement=colocated", "teachers.reverse.with=train"
+    config = load(vllm(), gpus, *other)
+    assert preflight(config, "c.yaml", 2).problems == []
+    (problem,) = preflight(config, "c.yaml", 1).problems
+    assert "take 2 GPUs (rollout 1·1 + teachers.sort 0 (on rollout's)" in problem.message
+
+
+def test_a_colocated_teacher_says_with_whom(tmp_path: Path) -> None:
+    assert [p.key for p in problems({"model": MODEL, "placement": "colocated"})] == [
+        "teachers.sort"
+    ]
+    assert [p.key for p in problems({"model": MODEL, "with": "train"})] == ["teachers.sort"]
+    config = load(vllm())
+    (tmp_path / "c.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "c.yaml") == config
+
+
+def test_more_replicas_than_hosts_are_refused_with_both_numbers() -> None:
+    (problem,) = problems(vllm(replicas=3), "rollout.replicas=2")
+    assert problem.key == "teachers.sort.replicas"
+    assert "found 3, but rollout has 2" in problem.message
+
+
+def test_another_number_of_gpus_than_the_hosts_is_refused() -> None:
+    (problem,) = problems(vllm(**{"with": "train", "tensor_parallel": 2}))
+    assert problem.key == "teachers.sort.tensor_parallel"
+
+
+def test_a_refreshed_teacher_cannot_be_colocated() -> None:
+    (problem,) = problems(SELF | COLOCATED | {"refresh_every": 1})
+    assert problem.key == "teachers.sort.refresh_every"

@@ -94,6 +94,16 @@ def test_no_more_servers_of_somebody_else_are_advised_than_there_are(tmp_path: P
     assert split["rollout"] + split["ranks"] <= 12
 
 
+def test_pools_that_take_turns_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = write_config(tmp_path, SPEEDS)
+    turns = "teachers.a.placement=colocated", "teachers.a.with=rollout"
+    said = refused(capsys, file, *turns)
+    assert "teachers.a.placement" in said
+    assert "take turns" in said
+
+
 def test_the_advised_threshold_keeps_nearly_all_of_the_throughput(tmp_path: Path) -> None:
     advice = planned(write_config(tmp_path, SPEEDS), tmp_path)["advice"]
     _, most = advice["by_threshold"][-1]

@@ -1,0 +1,45 @@
+"""Work goes through a gate; who closes it waits until what is inside has come out."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Gate:
+    """Open at first. Enter with ``async with``; while it is closed, entering waits."""
+
+    def __init__(self) -> None:
+        self._inside = 0
+        self._open = asyncio.Event()
+        self._open.set()
+        self._empty = asyncio.Event()
+        self._empty.set()
+
+    async def __aenter__(self) -> None:
+        while not self._open.is_set():
+            await self._open.wait()
+        self._inside += 1
+        self._empty.clear()
+
+    async def __aexit__(self, *error: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._empty.set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether work may enter."""
+        return self._open.is_set()
+
+    async def empty(self) -> None:
+        """Returns when nothing is inside."""
+        await self._empty.wait()
+
+    async def close(self) -> None:
+        """Nothing enters any more; returns when nothing is inside."""
+        self._open.clear()
+        await self._empty.wait()
+
+    def open(self) -> None:
+        """Who waited enters."""
+        self._open.set()

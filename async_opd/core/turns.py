@@ -1,0 +1,177 @@
+"""Teachers on the GPUs of another pool: the pool and its teachers take turns.
+
+    WORK ──a wave is held, or the hosts are idle and something is──► REST ──► SHIFT ──► WORK
+    hosts work, teachers sleep                         hosts finish what     teachers, one after
+                                                       they do, and sleep    the other
+
+``lock`` is held from REST to the end of SHIFT, and by a weight sync: who sleeps takes no weights.
+
+Never stops for ever: a shift waits for nothing but engines, since samples leave outside of it; and
+without a shift the hosts come to rest by themselves, as the staleness budget ends what they may do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol
+
+from async_opd.core.errors import StageError, StageTimeout, first_cause
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import (
+    SamplingSpec,
+    StageReport,
+    SyncReport,
+    TeacherScorer,
+    WeightSync,
+)
+
+
+class Host(Protocol):
+    """One engine, or the trainer, whose GPUs the teachers take over for a while."""
+
+    async def idle(self) -> None:
+        """Returns when it has nothing to do."""
+
+    async def rest(self) -> None:
+        """Begins nothing more, finishes what it does, frees its GPUs."""
+
+    async def wake(self) -> None:
+        """Works again."""
+
+
+class Guests(Protocol):
+    """The teachers of all hosts: the scoring stage."""
+
+    async def asleep(self, host: str) -> None:
+        """Returns when all teachers of the host sleep; for the beginning, and a restart."""
+
+    async def some(self, host: str) -> None:
+        """Returns when a teacher of the host has something to do."""
+
+    async def full(self, host: str) -> None:
+        """Returns when the host's teachers hold a wave together, or one is asked a question."""
+
+    async def shift(self, host: str) -> None:
+        """They wake one after the other, most work first, do all they have, and sleep again."""
+
+
+class Turns:
+    """Alternates the hosts of one kind and their teachers. ``run`` never ends by itself."""
+
+    def __init__(
+        self,
+        name: str,
+        hosts: Callable[[], Mapping[str, Host]],
+        guests: Guests,
+        *,
+        rest_timeout_s: float,
+    ) -> None:
+        """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish its work."""
+        self.lock = asyncio.Lock()
+        self.shifts = 0
+        self._name = name
+        self._hosts = hosts
+        self._guests = guests
+        self._timeout_s = rest_timeout_s
+        self._idle: asyncio.Task[object] | None = None
+        self._full: asyncio.Task[object] | None = None
+
+    async def run(self) -> None:
+        """One shift after the other."""
+        try:
+            await self._guests.asleep(self._name)
+            await self._all("wake up", lambda host: host.wake())  # after a shift that broke off
+            while True:
+                await self._due()
+                async with self.lock:
+                    await self._all("rest", lambda host: host.rest())
+                    await self._guests.shift(self._name)
+                    await self._all("wake up", lambda host: host.wake())
+                self.shifts += 1
+                self._idle = None  # they were idle in the shift: that says nothing of now
+        finally:
+            for waiting in (self._idle, self._full):
+                if waiting is not None:
+                    waiting.cancel()
+
+    async def _due(self) -> None:
+        """Waits for work, then for enough of it or for hosts that have none.
+
+        What is still waited for after the first of the two is kept for the next time.
+        """
+        await self._guests.some(self._name)
+        self._full = self._full or asyncio.create_task(self._guests.full(self._name))
+        self._idle = self._idle or asyncio.create_task(self._all_idle())
+        await asyncio.wait({self._full, self._idle}, return_when=asyncio.FIRST_COMPLETED)
+        if self._full.done():
+            self._full.result()
+            self._full = None
+
+    async def _all_idle(self) -> None:
+        """One that died has nothing to do either."""
+        idle = (host.idle() for host in self._hosts().values())
+        await asyncio.gather(*idle, return_exceptions=True)
+
+    async def _all(self, what: str, work: Callable[[Host], Awaitable[None]]) -> None:
+        """Of all hosts. One that dies meanwhile is its own pool's business."""
+        hosts = self._hosts()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                results = await asyncio.gather(
+                    *(work(host) for host in hosts.values()), return_exceptions=True
+                )
+        except TimeoutError:
+            raise StageTimeout(
+                self._name,
+                f"not all of {', '.join(hosts)} could {what} in {self._timeout_s:g} s",
+                "raise timeouts.request_s if a response can take so long",
+            ) from None
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, StageError):
+                raise result
+
+
+class LockedSync:
+    """A weight sync that waits for the end of a shift, and is waited for by the next."""
+
+    def __init__(self, inner: WeightSync, lock: asyncio.Lock) -> None:
+        self._inner = inner
+        self._lock = lock
+
+    async def snapshot(self, version: int) -> None:
+        """See WeightSync.snapshot."""
+        await self._inner.snapshot(version)
+
+    async def push(self) -> SyncReport:
+        """See WeightSync.push."""
+        async with self._lock:
+            return await self._inner.push()
+
+
+class ScorerInTurns:
+    """The scoring stage, with the turns of its colocated teachers."""
+
+    def __init__(self, inner: TeacherScorer, turns: Sequence[Turns]) -> None:
+        self._inner = inner
+        self._turns = turns
+
+    async def run(self) -> None:
+        """See TeacherScorer.run."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._inner.run(), name="scorer")
+                for turns in self._turns:
+                    group.create_task(turns.run(), name="turns")
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+
+    async def generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        """See TeacherScorer.generate."""
+        return await self._inner.generate(teacher, prompts, sampling)
+
+    async def report(self) -> dict[str, StageReport]:
+        """See TeacherScorer.report."""
+        return await self._inner.report()

@@ -1,0 +1,47 @@
+"""A run whose two teachers take turns with the student's engine."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from tests.cluster.test_run import Run, Running
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "shared",
+        *(f"teachers.{name}.placement=colocated" for name in ("sort", "reverse")),
+        *(f"teachers.{name}.with=rollout" for name in ("sort", "reverse")),
+        *("eval.every=0", "log.wandb=off"),
+    )
+    return running.end()
+
+
+def test_it_trains_every_sample(shared: Run) -> None:
+    assert (shared.code, shared.summary["ledger/trained"]) == (0, 6 * 128), shared.output
+
+
+def test_the_teachers_answer_their_tasks_in_their_turns(shared: Run) -> None:
+    for source in ("sort", "reverse"):
+        assert shared.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
+
+
+def test_the_student_and_its_teachers_never_work_at_the_same_time(shared: Run) -> None:
+    events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
+    work = [
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("ph") == "X" and event["name"] in ("generate", "score")
+    ]
+    work.sort()
+    late = [
+        (one, two) for one, two in itertools.pairwise(work) if one[2] != two[2] and two[0] < one[1]
+    ]
+    assert work
+    assert late == []
