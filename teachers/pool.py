@@ -174,7 +174,7 @@ class TeacherPool:
         """What the teacher itself answers, from one replica."""
         tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
         outcome = await self._tries(
-            self._health.tries, "generate", tokens, lambda r: r.generate(prompts, sampling)
+            self._health.tries, "generate", tokens, None, lambda r: r.generate(prompts, sampling)
         )
         if isinstance(outcome, Exception):
             raise outcome
@@ -183,7 +183,7 @@ class TeacherPool:
     async def _score(self, batch: Batch, tries: int) -> Scored:
         whole = tries if len(batch) == 1 else math.ceil(tries / 2)
         outcome = await self._tries(
-            whole, "score", _tokens(batch), lambda r: self._scored(r, batch)
+            whole, "score", _tokens(batch), _group(batch), lambda r: self._scored(r, batch)
         )
         if isinstance(outcome, Batch):
             self._example = batch.split(1)[0]
@@ -206,6 +206,7 @@ class TeacherPool:
         tries: int,
         what: str,
         tokens: int,
+        group: str | None,
         work: Callable[[Replica], Coroutine[Any, Any, Result]],
     ) -> Result | Exception:
         """What the first replica that can makes of the work, or the last error."""
@@ -213,7 +214,7 @@ class TeacherPool:
         for _ in range(tries):
             self._totals["retries"] += failure is not None
             try:
-                return await self._on_a_replica(what, tokens, work)
+                return await self._on_a_replica(what, tokens, group, work)
             except NoReplica:
                 raise
             except Exception as error:
@@ -222,10 +223,14 @@ class TeacherPool:
         return failure
 
     async def _on_a_replica(
-        self, what: str, tokens: int, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+        self,
+        what: str,
+        tokens: int,
+        group: str | None,
+        work: Callable[[Replica], Coroutine[Any, Any, Result]],
     ) -> Result:
         try:
-            place = await self.balancer.take(tokens)
+            place = await self.balancer.take(tokens, group)
         except NoReplica as error:
             raise self._all_gone() from error
         seat, replica, started = place.replica, place.replica.replica, self._clock()
@@ -460,6 +465,12 @@ class TeacherPool:
 
 def _tokens(batch: Batch) -> int:
     return sum(header.tokens for header in batch.headers)
+
+
+def _group(batch: Batch) -> str | None:
+    """The prompt of rollouts that are all of one group: a replica may have it in its cache."""
+    prompts = {header.uid.rpartition("/")[0] for header in batch.headers}
+    return prompts.pop() if len(prompts) == 1 else None
 
 
 def _singles(batch: Batch) -> list[Batch]:

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from async_opd.core.errors import NoReplica
-from async_opd.core.queue import Cancellable, Timer
 
 Replica = TypeVar("Replica")
 
@@ -44,12 +43,11 @@ class _Member(Generic[Replica]):
 
 @dataclass(slots=True, eq=False)
 class Place(Generic[Replica]):
-    """A place on a replica, until it is released or its lease ends."""
+    """A place on a replica, until it is released."""
 
     replica: Replica
     tokens: int
     _member: _Member[Replica] = field(repr=False)
-    _lease: Cancellable | None = field(default=None, repr=False)
     _held: bool = field(default=True, repr=False)
 
     @property
@@ -68,8 +66,7 @@ class _Waiter(Generic[Replica]):
 class Balancer(Generic[Replica]):
     """Counts what each replica has in flight. Replicas are told apart by equality, and hashable.
 
-    ``name`` is what the errors call the pool. ``lease_s`` bounds how long a place may be held: a
-    client that dies without releasing it frees its share after that time; by default for ever.
+    ``name`` is what the errors call the pool.
     """
 
     def __init__(
@@ -78,14 +75,11 @@ class Balancer(Generic[Replica]):
         max_in_flight: int,
         *,
         name: str = "pool",
-        lease_s: float | None = None,
-        timer: Timer | None = None,
     ) -> None:
-        self.expired = 0
         self._name = name
+        if max_in_flight < 1:
+            raise ValueError(f"{name}: {max_in_flight} in flight per replica would stop all work")
         self._max_in_flight = max_in_flight
-        self._lease_s = lease_s
-        self._timer = timer or (lambda s, call: asyncio.get_running_loop().call_later(s, call))
         self._members: dict[Replica, _Member[Replica]] = {}
         self._heap: list[tuple[int, int, _Member[Replica]]] = []
         self._turn = 0
@@ -129,12 +123,10 @@ class Balancer(Generic[Replica]):
             raise
 
     def release(self, place: Place[Replica]) -> None:
-        """Gives the place back; a second time, or after its lease has ended, does nothing."""
+        """Gives the place back; a second time does nothing."""
         if not place._held:
             return
         place._held = False
-        if place._lease is not None:
-            place._lease.cancel()
         member = place._member
         member.in_flight -= 1
         member.tokens -= place.tokens
@@ -143,12 +135,11 @@ class Balancer(Generic[Replica]):
 
     # ── replicas ───────────────────────────────────────────────────────────────────────────────
 
-    def add(self, replica: Replica, max_in_flight: int | None = None) -> None:
+    def add(self, replica: Replica) -> None:
         """A replica joins, and takes waiting work at once."""
         if replica in self._members:
             raise ValueError(f"{self._name}: {replica!r} is a member already")
-        limit = self._max_in_flight if max_in_flight is None else max_in_flight
-        self._members[replica] = member = _Member(replica, self._at_least_one(limit))
+        self._members[replica] = member = _Member(replica, self._max_in_flight)
         self._changed(member)
         self._serve()
 
@@ -174,12 +165,6 @@ class Balancer(Generic[Replica]):
     def restore(self, replica: Replica) -> None:
         """An ejected replica serves again."""
         self._members[replica].ejected = False
-        self._changed(self._members[replica])
-        self._serve()
-
-    def resize(self, replica: Replica, max_in_flight: int) -> None:
-        """From now on the replica holds so many; what is above it finishes first."""
-        self._members[replica].max_in_flight = self._at_least_one(max_in_flight)
         self._changed(self._members[replica])
         self._serve()
 
@@ -218,10 +203,7 @@ class Balancer(Generic[Replica]):
         member.in_flight += 1
         member.tokens += tokens
         self._changed(member)
-        place = Place(member.replica, tokens, member)
-        if self._lease_s is not None:
-            place._lease = self._timer(self._lease_s, lambda: self._expire(place))
-        return place
+        return Place(member.replica, tokens, member)
 
     def _by_affinity(self, best: _Member[Replica], tokens: int, key: Hashable) -> _Member[Replica]:
         liked = self._members.get(self._liked.pop(key, best.replica), best)
@@ -258,16 +240,6 @@ class Balancer(Generic[Replica]):
             waiter = self._waiters.popleft()
             if not waiter.future.done():
                 waiter.future.set_result(self._place(member, waiter.tokens, waiter.key))
-
-    def _expire(self, place: Place[Replica]) -> None:
-        if place._held:
-            self.expired += 1
-            self.release(place)
-
-    def _at_least_one(self, limit: int) -> int:
-        if limit < 1:
-            raise ValueError(f"{self._name}: {limit} in flight per replica would stop all work")
-        return limit
 
     def _none_left(self) -> NoReplica:
         return NoReplica(

@@ -67,7 +67,7 @@ class Turns:
         *,
         rest_timeout_s: float,
     ) -> None:
-        """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish its work."""
+        """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish."""
         self.lock = asyncio.Lock()
         self.shifts = 0
         self._name = name

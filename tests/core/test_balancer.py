@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -13,23 +12,6 @@ from hypothesis import strategies as st
 
 from async_opd.core.balancer import Balancer, Place
 from async_opd.core.errors import NoReplica
-
-
-class HandTimer:
-    """Fires when told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[Callable[[], None]] = []
-
-    def __call__(self, delay: float, call: Callable[[], None]) -> HandTimer:
-        self.calls.append(call)
-        return self
-
-    def cancel(self) -> None: ...
-
-    def fire(self) -> None:
-        for call in list(self.calls):
-            call()
 
 
 async def settle() -> None:
@@ -95,18 +77,6 @@ async def test_a_place_released_twice_counts_once() -> None:
     balancer.release(other)
 
 
-async def test_a_place_whose_client_died_is_free_when_its_lease_ends() -> None:
-    timer = HandTimer()
-    balancer = Balancer(["a"], 1, lease_s=60, timer=timer)
-    forgotten = await balancer.take(5)
-    waiting = asyncio.create_task(balancer.take(1))
-    await settle()
-    timer.fire()
-    await asyncio.wait_for(waiting, 1)
-    balancer.release(forgotten)  # the client was only slow: no harm
-    assert (balancer.expired, balancer.in_flight, balancer.outstanding_tokens) == (1, 1, (1,))
-
-
 def test_no_replica_is_refused_at_once_with_the_arithmetic() -> None:
     with pytest.raises(NoReplica, match="0 replicas x 4 in flight each can serve 0 requests"):
         Balancer([], 4)
@@ -170,28 +140,6 @@ async def test_while_all_are_ejected_work_waits_and_goes_on_with_the_first_resto
     assert (waiting.done(), balancer.serving) == (False, 0)
     balancer.restore("b")
     assert (await asyncio.wait_for(waiting, 1)).replica == "b"
-
-
-async def test_a_larger_replica_takes_waiting_work_at_once() -> None:
-    balancer = Balancer(["a"], 1)
-    await balancer.take(1)
-    waiting = asyncio.create_task(balancer.take(1))
-    await settle()
-    balancer.resize("a", 2)
-    await asyncio.wait_for(waiting, 1)
-
-
-async def test_a_smaller_replica_finishes_what_it_has_first() -> None:
-    balancer = Balancer(["a"], 3)
-    places = [await balancer.take(1) for _ in range(3)]
-    balancer.resize("a", 1)
-    waiting = asyncio.create_task(balancer.take(1))
-    done = []
-    for place in places:
-        balancer.release(place)
-        await settle()
-        done.append(waiting.done())
-    assert done == [False, False, True]
 
 
 async def test_work_with_a_key_stays_on_its_replica() -> None:
@@ -271,7 +219,7 @@ class Model:
 events = st.lists(
     st.tuples(
         st.sampled_from(
-            ["take", "take", "take", "release", "release", "cancel", "eject", "restore", "resize"]
+            ["take", "take", "take", "release", "release", "cancel", "eject", "restore"]
         ),
         st.integers(0, 99),
     ),
@@ -294,9 +242,6 @@ def act(model: Model, event: str, number: int) -> None:
     elif event == "restore":
         model.ejected.discard(replica)
         model.balancer.restore(replica)
-    elif event == "resize":
-        model.limits[replica] = number % 4 + 1
-        model.balancer.resize(replica, model.limits[replica])
 
 
 @settings(deadline=None, max_examples=200)

@@ -351,8 +351,12 @@ async def test_a_server_that_stays_away_is_given_up_and_then_work_fails() -> Non
     async with pool_of(replica, clock, lambda: time[0]) as pool:
         scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
         await until(lambda: pool.balancer.serving == 0)
-        time[0] = 200.0
-        await until(scoring.done, lambda: clock.pass_(30))
+
+        async def pass_() -> None:
+            time[0] += 50
+            await clock.pass_(30)
+
+        await until(scoring.done, pass_)
         with pytest.raises(NoReplica, match="cannot be reached"):
             scoring.result()
     await replica.close()

@@ -457,6 +457,17 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
     asyncio.run(run())
 
 
+async def test_rollouts_of_a_group_go_where_its_prompt_was_prefilled() -> None:
+    both = Fake(), Fake()
+    async with pool(*both) as (teacher, _):
+        for uid in ("p/0", "q/0", "q/1", "p/1", "q/2"):
+            await teacher.score(rollouts(uid))
+    assert [fake.scored for fake in both] == [
+        [("p/0",), ("p/1",)],
+        [("q/0",), ("q/1",), ("q/2",)],
+    ]
+
+
 # ── new weights ────────────────────────────────────────────────────────────────────────────────
 
 
