@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -304,10 +305,12 @@ class _Boxes:
         place = self.places.get((teacher.host or "", index))
         return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
 
-    async def _seat(self, host: str, index: int, remote: Remote) -> None:
-        """Builds the teachers that share a host's GPUs, one by one: each is asleep before the next.
+    async def _seat(
+        self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Builds a host, after the teachers that share its GPUs, each asleep before the next.
 
-        All are before the host's own engine is built, which then finds the memory free.
+        So each finds the memory free. On a CPU there is nothing to wait for.
         """
         config = self.config
         guests = [
@@ -316,13 +319,20 @@ class _Boxes:
             if teacher.host == host and index < teacher.replicas
             if index not in self.seated.get(name, {})  # they outlive their host
         ]
-        if guests and self.device == "cuda":
+        if self.device == "cpu":
+            await asyncio.gather(build(), *(self._guest(name, index) for name in guests))
+            return
+        if guests:
             self.places[host, index] = await remote.place(config.timeouts.engine_start_s)
         for name in guests:
-            teacher = await self.teacher(name, index)
-            assert isinstance(teacher, TeacherProxy)
-            await teacher.sleep()
-            self.seated.setdefault(name, {})[index] = teacher
+            await self._guest(name, index)
+        await build()
+
+    async def _guest(self, name: str, index: int) -> None:
+        teacher = await self.teacher(name, index)
+        assert isinstance(teacher, TeacherProxy)
+        await teacher.sleep()
+        self.seated.setdefault(name, {})[index] = teacher
 
     async def _engine(
         self, teacher: EngineTeacher, teacher_name: str, name: str, place: Place | None
@@ -365,8 +375,7 @@ class _Boxes:
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
         trainer = TrainerBox(remote, self.config, factory.path, args)
-        await self._seat("train", 0, remote)
-        await trainer.build()
+        await self._seat("train", 0, remote, trainer.build)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerBox:
@@ -409,9 +418,8 @@ class _Boxes:
             gpus = engine_gpus if self.device == "cuda" and place is None else 0
         remote = self._create(name, env=env, gpus=gpus, place=place)
         try:
-            if host is not None:
-                await self._seat(*host, remote)
-            await remote.build(factory, args, self.config.timeouts.engine_start_s)
+            build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
+            await (build() if host is None else self._seat(*host, remote, build))
         except BaseException:
             remote.kill()
             raise
