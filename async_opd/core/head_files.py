@@ -79,8 +79,13 @@ class HeadFiles:
             )
         weight = _weight(path, places, settings)
         bias = [p for n, p in places.items() if n.endswith(".bias") and _module(n) in HEADS]
-        soft_cap = settings.get("final_logit_softcapping") or None
-        return cls(weight, bias[0] if bias else None, _scale(settings), soft_cap)
+        try:
+            soft_cap = float(settings.get("final_logit_softcapping") or 0.0) or None
+            scale = _scale(settings)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            message = f"{path}/config.json scales its logits by what is no number: {error}"
+            raise ModelError(message, "save the model again") from error
+        return cls(weight, bias[0] if bias else None, scale, soft_cap)
 
 
 def _places(path: Path) -> dict[str, TensorPlace]:

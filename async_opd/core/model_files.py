@@ -97,6 +97,8 @@ def missing_shards(path: Path) -> list[str]:
     except ValueError as error:
         message = f"{path}/model.safetensors.index.json is no valid JSON: {error}"
         raise ModelError(message, "save the model again") from error
-    named = index.get("weight_map")
-    files = set(named.values()) if isinstance(named, dict) else set()
-    return sorted(name for name in files if not (path / name).is_file())
+    named = index.get("weight_map", {})
+    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
+        message = f"{path}/model.safetensors.index.json: weight_map does not map names to files"
+        raise ModelError(message, "save the model again")
+    return sorted({name for name in named.values() if not os.path.isfile(path / name)})

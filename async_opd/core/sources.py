@@ -43,6 +43,8 @@ def read_source(source: FileSource | ReasoningGymSource, index: int, data: DataC
     path = Path(source.path)
     if not os.path.exists(path):
         raise SourceError(str(path), "does not exist")
+    if not (path.is_file() or path.is_dir()):
+        raise SourceError(str(path), "is no file")  # reading a pipe might never end
     try:
         rows = [
             _row(fields, f"{index}:{number - 1}", number, path, data)
@@ -63,10 +65,10 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         import pyarrow.parquet as parquet
 
         try:
-            table = parquet.read_table(path)
-        except (OSError, ValueError, NotImplementedError) as error:
-            raise SourceError(str(path), f"is no valid parquet: {error}") from error
-        yield from enumerate(table.to_pylist(), 1)
+            rows = parquet.read_table(path).to_pylist()
+        except Exception as error:  # broken files find their way deep into it
+            raise SourceError(str(path), f"is no valid parquet: {_words(error)}") from error
+        yield from enumerate(rows, 1)
     elif path.is_dir():
         yield from enumerate(_datasets(path), 1)
     else:
@@ -80,7 +82,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 continue
             try:
                 fields = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise SourceError(str(path), f"is no JSON: {error}", number) from error
             if not isinstance(fields, dict):
                 raise SourceError(str(path), f"is {type(fields).__name__}, not an object", number)
@@ -92,11 +94,16 @@ def _datasets(path: Path) -> Iterator[dict[str, Any]]:
 
     try:
         loaded = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise SourceError(str(path), f"is no datasets directory: {error}") from error
+        rows = [] if isinstance(loaded, datasets.DatasetDict) else [dict(row) for row in loaded]
+    except Exception as error:  # it trusts its own JSON files
+        raise SourceError(str(path), f"is no datasets directory: {_words(error)}") from error
     if isinstance(loaded, datasets.DatasetDict):
         raise SourceError(str(path), f"holds splits {sorted(loaded)}: name one, as in {path}/train")
-    yield from (dict(row) for row in loaded)
+    yield from rows
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 def _row(fields: dict[str, Any], uid: str, number: int, path: Path, data: DataConfig) -> Row:
