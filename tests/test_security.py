@@ -163,3 +163,23 @@ def test_nothing_of_ours_sets_rays_authentication() -> None:
     for file, tree in sources():
         names = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
         assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTH_MODE"} & set(map(str, names)), file
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_models_is_downloaded_only_where_it_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, trusted: bool
+) -> None:
+    import huggingface_hub
+
+    from async_opd.core.hub import localize
+
+    asked: dict[str, list[str]] = {}
+
+    def download(model: str, allow_patterns: list[str]) -> str:
+        asked[model] = allow_patterns
+        return str(STUDENT)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    overrides = [f"student={{model: a/student, trust_remote_code: {trusted}}}"]
+    localize(load_config(EXAMPLE, overrides), "c.yaml")
+    assert ("*.py" in asked["a/student"]) == trusted

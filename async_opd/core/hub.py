@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os.path
 
-from async_opd.core.config import RunConfig, SelfTeacher
+from async_opd.core.config import RunConfig, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.model_files import HUB_ID
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+CODE = ["*.py"]
+"""Downloaded only with models whose code is trusted."""
 
 
 def localize(config: RunConfig, where: str) -> RunConfig:
@@ -18,26 +20,29 @@ def localize(config: RunConfig, where: str) -> RunConfig:
     """
     problems: list[Problem] = []
 
-    def local(key: str, model: str) -> str:
+    def local(key: str, model: str, trusted: bool) -> str:
         if os.path.isdir(model) or not HUB_ID.match(model):
             return model
         from huggingface_hub import snapshot_download
 
         try:
-            return str(snapshot_download(model, allow_patterns=FILES))
+            patterns = FILES + CODE if trusted else FILES
+            return str(snapshot_download(model, allow_patterns=patterns))
         except Exception as error:  # the hub's client raises many kinds; all mean: not to be had
             message = f"{model} is no directory and cannot be had from the hub: {error}"
             problems.append(Problem(where, key, message, "check the path or the id"))
             return model
 
-    student = config.student.model_copy(
-        update={"model": local("student.model", config.student.model)}
-    )
-    teachers = {
-        name: teacher.model_copy(update={"model": local(f"teachers.{name}.model", teacher.model)})
-        for name, teacher in config.teachers.items()
-        if not isinstance(teacher, SelfTeacher) and teacher.model is not None
-    }
+    own = config.student
+    model = local("student.model", own.model, own.trust_remote_code)
+    student = own.model_copy(update={"model": model})
+    teachers = {}
+    for name, teacher in config.teachers.items():
+        if isinstance(teacher, SelfTeacher) or teacher.model is None:
+            continue
+        trusted = isinstance(teacher, VllmTeacher) and teacher.trust_remote_code
+        model = local(f"teachers.{name}.model", teacher.model, trusted)
+        teachers[name] = teacher.model_copy(update={"model": model})
     if problems:
         raise ConfigError(problems)
     return config.model_copy(update={"student": student, "teachers": config.teachers | teachers})

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.schema import default_of, key_of, keys_below, keys_called
-from async_opd.core.secrets import names_secret, take_out
+from async_opd.core.secrets import HIDDEN, names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
 
@@ -218,6 +218,8 @@ def _problems(entry: Any, source: _Source) -> Iterator[Problem]:
 def _words(entry: Any, key: str) -> tuple[str, str]:
     """Message and remedy."""
     kind, found = entry["type"], entry["input"]
+    if key.endswith("_env"):
+        found = HIDDEN  # who mistakes it gives the key itself
     if kind == "extra_forbidden":
         return f"unknown key (value {_shown(found)})", _nearest_key(key)
     if kind == "missing":

@@ -114,11 +114,14 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Tokens that end a response: generation_config.json, else config.json."""
+    """Tokens that end a response: generation_config.json, else config.json.
+
+    ValueError or TypeError for what is no token.
+    """
     for name in ("generation_config.json", "config.json"):
         value = read_json(Path(model_dir) / name).get("eos_token_id")
         if value is not None:
-            return tuple(value) if isinstance(value, list) else (int(value),)
+            return tuple(int(one) for one in (value if isinstance(value, list) else [value]))
     return ()
 
 

@@ -89,6 +89,13 @@ def test_a_config_that_holds_a_secret_is_refused_without_showing_it(
     assert "hunter22" not in said
 
 
+def test_a_key_in_place_of_the_name_of_its_variable_is_not_shown(tmp_path: Path) -> None:
+    teacher = "{kind: endpoint, urls: ['http://h:1'], served_model: m, api_key_env: hunter-22}"
+    said = problems(tmp_path, GOOD, f"teachers.math={teacher}")
+    assert "the name of an environment variable, not the key" in said
+    assert "hunter" not in said
+
+
 @pytest.mark.parametrize(
     "override",
     [
