@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from async_opd import __version__
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.secrets import Redactor
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
@@ -37,6 +37,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(Redactor()(str(error)), file=sys.stderr)
         return BAD_INPUT
+    except (AsyncOPDError, OSError) as error:  # before a run has its own record to say it in
+        print(Redactor()(f"failed: {error}"), file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 

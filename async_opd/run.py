@@ -128,9 +128,13 @@ def _start(
 def _is_completed(run_dir: Path) -> bool:
     try:
         summary = json.loads((run_dir / "summary.json").read_text())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
-    return bool(summary.get("status") == "completed") and (run_dir / "model").is_dir()
+    return (
+        isinstance(summary, dict)
+        and bool(summary.get("status") == "completed")
+        and (run_dir / "model").is_dir()
+    )
 
 
 async def _run(job: Job) -> int:

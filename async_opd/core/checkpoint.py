@@ -129,6 +129,9 @@ class Checkpoints:
 def load(folder: Path) -> Checkpoint:
     """Verifies every byte. CheckpointError saying what is wrong."""
     try:
+        strange = [p.name for p in folder.iterdir() if p.is_symlink() or not p.is_file()]
+        if strange:  # reading a pipe or a device might never end
+            raise ValueError(f"{sorted(strange)} are no files")
         manifest = _Manifest.validate_json((folder / MANIFEST).read_bytes())
         found = {path.name for path in folder.iterdir()} - {MANIFEST}
         if found != set(manifest):
@@ -150,7 +153,7 @@ def load(folder: Path) -> Checkpoint:
 def _steps(folder: Path) -> Iterator[int]:
     for path in folder.glob("step_*"):
         number = path.name.removeprefix("step_")
-        if number.isdecimal() and path.is_dir():
+        if number.isdecimal() and path.name == f"step_{int(number)}" and path.is_dir():
             yield int(number)
 
 

@@ -47,10 +47,15 @@ def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
 
 def refuse_changes(before: str, now: str) -> None:
     """ConfigError naming every key that may not change."""
-    old, new = json.loads(before), json.loads(now)
+    new = json.loads(now)
     try:
+        old = json.loads(before)
+        data = old["data"]
         known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
-    except ValidationError as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            message, remedy = "its config.json is not what was written", "take another run_dir"
+            raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
         message = f"its config is not one of this version: {error.error_count()} faults"
         remedy = "resume with the version that wrote it"
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
@@ -64,7 +69,7 @@ def refuse_changes(before: str, now: str) -> None:
         )
         for key in _differing(was, is_)
     ]
-    if not problems and old["data"] != new["data"]:
+    if not problems and data != new["data"]:
         message = "the files hold other rows than those the run began with"
         problems = [Problem("--resume", "data.train", message, "put them back")]
     if problems:
@@ -80,14 +85,12 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     step, last, kept = (-1 if cut is None else cut.step), dict[str, float](), []
     for line in _lines(run_dir / METRICS):
         try:
-            entry = json.loads(line)
-            if entry.pop("step") > step:
-                continue
-        except (ValueError, KeyError, TypeError):
+            of, metrics = _logged(line)
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue  # torn by a kill
-        kept.append(line)
-        entry.pop("time", None)
-        last |= {key: value for key, value in entry.items() if value is not None}
+        if of <= step:
+            kept.append(line)
+            last |= metrics
     if (run_dir / METRICS).exists():
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():
@@ -96,6 +99,14 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
             file.truncate(size)
         last["ledger/dead_lettered"] = float(len(_lines(run_dir / DEAD_LETTERS)))
     return last
+
+
+def _logged(line: str) -> tuple[int, dict[str, float]]:
+    """Step and metrics of a line. Raises many things for what is no such line."""
+    entry = dict(json.loads(line))
+    step = int(entry.pop("step"))
+    entry.pop("time", None)
+    return step, {key: float(value) for key, value in entry.items() if value is not None}
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
