@@ -133,7 +133,7 @@ class RunLog:
 
     def message(self, text: str) -> None:
         """A line to ``run.log``, with the time, and to the sinks; secrets in it are hidden."""
-        text = self._redacted(text)
+        text = self._redacted(text).encode(errors="backslashreplace").decode()
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
         self._each(lambda sink: sink.message(text))
         with _written(self._messages_file.name):

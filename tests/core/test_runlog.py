@@ -171,6 +171,14 @@ def test_messages_are_kept_in_run_log(tmp_path: Path) -> None:
     assert texts == ["hello", "failed: no memory"]
 
 
+def test_text_that_is_no_unicode_is_kept_as_escapes(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        log.message("a lone \ud800")
+        log.finish("failed", "\udcff")
+    assert sink.messages() == ["a lone \\ud800", "failed: \\udcff"]
+
+
 def test_the_summary_says_how_the_run_ended_and_its_last_values(tmp_path: Path) -> None:
     clock = Clock()
     with opened(tmp_path, clock=clock) as log:
