@@ -55,7 +55,7 @@ class Replaced:
 
 
 class Supply:
-    """Takes prompts from a stream; ``group_size`` of a ledger's groups that are trained whole."""
+    """Takes prompts from a stream. ``whole_groups``: the size of groups that are trained whole."""
 
     def __init__(
         self,

@@ -44,9 +44,10 @@ class WandbSink:
             if mode != "online":
                 raise
             self._open("offline")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
             return (
-                f"wandb cannot be reached ({type(error).__name__}: {error}): it is offline for "
-                "this run; wandb sync uploads its directory later"
+                f"wandb cannot be reached ({reason}): it is offline for this run; wandb sync "
+                "uploads its directory later"
             )
         return None
 
