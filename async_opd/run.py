@@ -22,6 +22,7 @@ from async_opd.cluster.launch import Stages, launch
 from async_opd.cluster.singles import TRAINER
 from async_opd.core.checkpoint import Checkpoint, Checkpoints
 from async_opd.core.checkpointer import Checkpointer
+from async_opd.core.claim import claimed
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
 from async_opd.core.errors import (
@@ -85,9 +86,14 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
     if resume and _is_completed(run_dir):
         print(f"{run_dir} is completed already")
         return COMPLETED
+    with claimed(run_dir):
+        return _run_in(run_dir, config, inputs, resume)
+
+
+def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> int:
+    """In a directory that no other run works in."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
-    run_dir.mkdir(parents=True, exist_ok=True)
     (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else {}

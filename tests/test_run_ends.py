@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from async_opd.core.checkpoint import Checkpoints
+from async_opd.core.claim import claimed
 from async_opd.core.errors import ConfigError
 from async_opd.core.preflight import Inputs
 from async_opd.core.resume import identity
@@ -39,6 +40,12 @@ def test_a_run_directory_with_checkpoints_is_not_used_for_another_run(tmp_path: 
     kept(tmp_path, "{}")
     with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
         run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+
+
+def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
+    for resume in (False, True):
+        with claimed(tmp_path), pytest.raises(ConfigError, match="a run is going on"):
+            run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
 
 
 def test_a_resumed_run_starts_at_its_newest_checkpoint(tmp_path: Path) -> None:
