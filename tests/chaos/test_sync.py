@@ -19,6 +19,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "rollout.replicas=2",
         f"train.steps={STEPS}",
         "async.sync_steps=1",
+        "async.staleness_threshold=3",  # enough samples beside those that the stopped one holds
         "eval.every=0",
         "eval.teachers=false",
         "supervision.heartbeat_s=600",
