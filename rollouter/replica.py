@@ -121,12 +121,21 @@ class StudentReplica:
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         """RolloutFault for a prompt that the engine refuses."""
         begun = self._activity.clock() - self._held_s
+        self._refuse_foreign_tokens(prompt, uid)
         try:
             rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._request_s += self._activity.clock() - self._held_s - begun
         return rollout
+
+    def _refuse_foreign_tokens(self, prompt: Prompt, uid: str) -> None:
+        """An engine without a tokenizer does not check them, and dies of one it has no row for."""
+        rows = self._engine.vllm_config.model_config.get_vocab_size()
+        ids = prompt.token_ids
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+            cause = f"the engine refuses {uid}: it has a token beyond the {rows} of the model"
+            raise RolloutFault("student", cause)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
