@@ -12,7 +12,8 @@ quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
-	$(BIN)/pytest -n 2 --dist loadscope
+	$(BIN)/pytest -n 2 --dist loadscope -m "not engine"
+	$(BIN)/pytest -m engine
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
