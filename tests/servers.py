@@ -10,6 +10,8 @@ import time
 import urllib.request
 from pathlib import Path
 
+import psutil
+
 from async_opd.core.engine_args import engine_env
 
 UP_S = 240
@@ -50,9 +52,11 @@ class VllmServer:
             time.sleep(0.2)
 
     def kill(self) -> None:
-        """kill -9."""
-        if self.process is not None:
-            self.process.kill()
+        """kill -9, with its engine: that would outlive it."""
+        if self.process is not None and self.process.poll() is None:
+            server = psutil.Process(self.process.pid)
+            for process in (server, *server.children(recursive=True)):
+                process.kill()
             self.process.wait()
 
     def _healthy(self) -> bool:
