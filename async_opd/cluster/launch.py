@@ -1,8 +1,8 @@
 """Builds the cluster of a run: one actor per box, all of them at the same time.
 
-    queue ─┬─ student/0 … student/N-1     rollouter
-           ├─ <teacher>/0 … per teacher   scorer
-           └─ trainer                     (then: rendezvous of trainer and students)
+queue ─┬─ student/0 … student/N-1     rollouter
+       ├─ <teacher>/0 … per teacher   scorer
+       └─ trainer                     (then: rendezvous of trainer and students)
 """
 
 from __future__ import annotations
