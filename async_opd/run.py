@@ -11,7 +11,6 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -238,9 +237,12 @@ class Training:
     async def _rewind(self, error: ProcessDied) -> None:
         """Everything but the engines goes back to the newest checkpoint, or to the start."""
         job = self.job
-        with suppress(TimeoutError):
-            async with asyncio.timeout(job.config.supervision.timeout_s):
+        bound = job.config.supervision.timeout_s
+        try:
+            async with asyncio.timeout(bound):
                 await self._checkpointer.settled()
+        except TimeoutError:
+            job.message(f"a checkpoint was still being written after {bound:g} s: it is left out")
         notes: list[str] = []
         start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:

@@ -33,7 +33,8 @@ import numpy as np
 import psutil
 import uvloop
 
-from async_opd.cluster.launch import Factories, Factory, Stages, launch
+from async_opd.cluster.boxes import Factories, Factory
+from async_opd.cluster.launch import Stages, launch
 from async_opd.core.config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.pipeline import Pipeline

@@ -54,7 +54,7 @@ class SimulatedPublisher:
 def build_simulated_trainer(
     config: RunConfig, device: str, queue: Queue, speed: TrainSpeed
 ) -> TrainerStage:
-    """A factory for ``async_opd.cluster.launch.Factories``."""
+    """A factory for ``async_opd.cluster.boxes.Factories``."""
     learner: Any = SimulatedLearner(speed)
     publisher: Any = SimulatedPublisher(speed)
     return TrainerStage(

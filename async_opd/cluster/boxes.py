@@ -1,0 +1,293 @@
+"""The boxes of a run: starts the Ray actor of each kind, remembers all, and builds them anew.
+
+One box is one process. What is on the GPUs of another (a colocated teacher) is its guest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from async_opd.cluster.host import Place, Remote
+from async_opd.cluster.proxies import (
+    QueueProxy,
+    StudentProxy,
+    TeacherProxy,
+)
+from async_opd.cluster.singles import TRAINER, QueueBox, ScorerBox, Teachers, TrainerBox
+from async_opd.core.config import (
+    EndpointTeacher,
+    EngineTeacher,
+    RunConfig,
+    VllmTeacher,
+)
+from async_opd.core.engine_args import Device, engine_env, engine_kwargs
+from async_opd.core.errors import StageError
+from async_opd.core.loss_config import score_kind, scored_top_k
+from async_opd.core.stages import SamplingSpec
+from rollouter.spec import StudentEngineSpec
+from teachers.endpoint import EndpointReplica
+from teachers.endpoint_spec import endpoint_spec
+from teachers.spec import TeacherEngineSpec
+
+
+@dataclass(frozen=True)
+class Factory:
+    """What an actor builds: ``module:callable``, and arguments after those of every run."""
+
+    path: str
+    extra: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Factories:
+    """The real parts. Benchmarks replace them with simulated ones; no config can."""
+
+    student: Factory = Factory("rollouter.replica:StudentReplica")
+    teacher: Factory = Factory("teachers.replica:TeacherReplica")
+    trainer: Factory = Factory("async_opd.cluster.trainer:build_trainer")
+
+
+def nobody(text: str) -> None:
+    """Is told, and does nothing."""
+
+
+@dataclass
+class Boxes:
+    """Starts each kind of actor, and remembers all of them."""
+
+    config: RunConfig
+    device: Device
+    eos_ids: tuple[int, ...]
+    factories: Factories
+    tell: Callable[[str], None]
+    started: list[Remote] = field(default_factory=list)
+    engines: list[Remote] = field(default_factory=list)
+    stages: list[Remote] = field(default_factory=list)
+    places: dict[tuple[str, int], Place] = field(default_factory=dict)
+    seated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
+
+    async def queue(self) -> QueueBox:
+        """The message queue."""
+        queue = QueueBox(self._create("queue", restarts=True), self.config)
+        await queue.build()
+        return queue
+
+    async def student(self, index: int, queue: QueueProxy, life: int = 0) -> StudentProxy:
+        """One replica of the student; ``life`` counts its restarts."""
+        config = self.config
+        rollout = config.rollout
+        name = f"student/{index}"
+        spec = StudentEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                rollout.engine,
+                model=config.student.model,
+                device=self.device,
+                tensor_parallel=rollout.tensor_parallel,
+                seed=config.seed + index,
+                trust_remote_code=config.student.trust_remote_code,
+                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
+            ),
+            sampling=SamplingSpec(
+                rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.n
+            ),
+            eos_ids=self.eos_ids,
+            transfer_backend=transfer_backend(config, self.device),
+            concurrency=rollout.concurrency,
+            top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
+            grader=config.reward.grader if config.reward else None,
+            seed=config.seed if rollout.reproducible else None,
+            life=life,
+        )
+        remote = await self._start(
+            name,
+            self.factories.student.path,
+            (spec, queue, *self.factories.student.extra),
+            engine_gpus=rollout.tensor_parallel,
+            host=("rollout", index),
+        )
+        return StudentProxy(remote, spec.consumer)
+
+    async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
+        """One replica of a teacher; a server of somebody else needs no actor."""
+        teacher = self.config.teachers[teacher_name]
+        name = f"teacher {teacher_name}/{index}"
+        if isinstance(teacher, EndpointTeacher):
+            spec = endpoint_spec(self.config, teacher, name, teacher.urls[index])
+            return EndpointReplica(spec)
+        place = self.places.get((teacher.host or "", index))
+        return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
+
+    async def _seat(
+        self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Builds a host, after the teachers that share its GPUs, each asleep before the next.
+
+        So each finds the memory free. On a CPU there is nothing to wait for.
+        """
+        config = self.config
+        guests = [
+            name
+            for name, teacher in config.teachers.items()
+            if teacher.host == host and index < teacher.replicas
+            if index not in self.seated.get(name, {})  # they outlive their host
+        ]
+        if self.device == "cpu":
+            await asyncio.gather(build(), *(self._guest(name, index) for name in guests))
+            return
+        if guests:
+            self.places[host, index] = await remote.place(config.timeouts.engine_start_s)
+        for name in guests:
+            await self._guest(name, index)
+        await build()
+
+    async def _guest(self, name: str, index: int) -> None:
+        teacher = await self.teacher(name, index)
+        assert isinstance(teacher, TeacherProxy)
+        await teacher.sleep()
+        self.seated.setdefault(name, {})[index] = teacher
+
+    async def _engine(
+        self, teacher: EngineTeacher, teacher_name: str, name: str, place: Place | None
+    ) -> Remote:
+        config = self.config
+        spec = TeacherEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                teacher.engine,
+                model=config.teacher_model(teacher_name),
+                device=self.device,
+                tensor_parallel=teacher.tensor_parallel,
+                seed=config.seed,
+                trust_remote_code=(
+                    teacher if isinstance(teacher, VllmTeacher) else config.student
+                ).trust_remote_code,
+                sleeps=teacher.host is not None,
+            ),
+            kind=score_kind(config.loss),
+            top_k=scored_top_k(config.loss),
+            eos_ids=self.eos_ids,
+            device=self.device,
+        )
+        return await self._start(
+            name,
+            self.factories.teacher.path,
+            (spec, *self.factories.teacher.extra),
+            engine_gpus=teacher.tensor_parallel,
+            place=place,
+        )
+
+    async def trainer(self, queue: QueueProxy) -> TrainerBox:
+        """The trainer."""
+        remote = self._create(
+            TRAINER,
+            env={"OMP_NUM_THREADS": str(self.config.train.threads)},
+            gpus=int(self.device == "cuda"),
+            restarts=True,
+        )
+        factory = self.factories.trainer
+        args = (self.config, self.device, queue, *factory.extra)
+        trainer = TrainerBox(remote, self.config, factory.path, args)
+        await self._seat("train", 0, remote, trainer.build)
+        return trainer
+
+    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerBox:
+        """The scoring stage."""
+        boxes = replace(self, tell=nobody, started=[], engines=[], stages=[], seated={})
+        rebuild = _Rebuild(boxes)
+        scorer = ScorerBox(
+            self._create("scorer", restarts=True), self.config, teachers, queue, rebuild
+        )
+        await scorer.build()
+        self.stages.append(scorer.remote)
+        return scorer
+
+    async def close(self) -> None:
+        """Stops stages that would mend engines, shuts engines down, then kills every process."""
+        for remotes in (self.stages, self.engines):
+            shutdowns = (
+                remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
+                for remote in remotes
+            )
+            await asyncio.gather(*shutdowns, return_exceptions=True)  # a dead one needs no shutdown
+        for remote in self.started:
+            remote.kill()
+
+    async def _start(
+        self,
+        name: str,
+        factory: str,
+        args: tuple[Any, ...],
+        *,
+        env: dict[str, str] | None = None,
+        engine_gpus: int = 0,
+        gpus: int = 0,
+        place: Place | None = None,
+        host: tuple[str, int] | None = None,
+    ) -> Remote:
+        """``place``: on whose GPUs it is; ``host``: it may have guests on its own."""
+        if engine_gpus:
+            env = engine_env(self.device)
+            gpus = engine_gpus if self.device == "cuda" and place is None else 0
+        remote = self._create(name, env=env, gpus=gpus, place=place)
+        try:
+            build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
+            await (build() if host is None else self._seat(*host, remote, build))
+        except BaseException:
+            remote.kill()
+            raise
+        if engine_gpus:
+            self.engines.append(remote)  # what is not built cannot be shut down, only killed
+        return remote
+
+    def _create(
+        self,
+        name: str,
+        *,
+        env: dict[str, str] | None = None,
+        gpus: int = 0,
+        restarts: bool = False,
+        place: Place | None = None,
+    ) -> Remote:
+        remote = Remote.create(
+            name,
+            timeout_s=self.config.timeouts.request_s,
+            env=env,
+            gpus=gpus,
+            restarts=restarts,
+            place=place,
+        )
+        self.started.append(remote)
+        return remote
+
+
+@dataclass
+class _Rebuild:
+    """Builds teachers' replicas anew; lives in the scoring stage's process, which owns them."""
+
+    boxes: Boxes
+
+    async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
+        """See teachers.pool.Rebuild."""
+        old.kill()
+        replica = await self.boxes.teacher(teacher, index)
+        assert isinstance(replica, TeacherProxy)  # servers are waited for, not rebuilt
+        return replica
+
+    async def close(self) -> None:
+        """See teachers.pool.Rebuild."""
+        await self.boxes.close()
+
+
+def transfer_backend(config: RunConfig, device: Device) -> str:
+    """The collective library of the weight sync. StageError for nccl without a GPU."""
+    backend = config.sync.backend
+    if backend == "nccl" and device == "cpu":
+        raise StageError("weight sync", "sync.backend is nccl but the pools are on CPU", "use auto")
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return backend
