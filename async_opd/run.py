@@ -33,7 +33,7 @@ from async_opd.core.errors import (
     first_cause,
 )
 from async_opd.core.evaluation import Evaluation
-from async_opd.core.graders import load_grader
+from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.interruption import Interruption
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.load import dump_config
@@ -343,10 +343,11 @@ def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | N
             prompts.append(prompt)
     if not prompts:
         return None
-    grader = load_grader(config.eval.grader)
+    graders = Graders(GraderSpec.of(config, config.eval.grader))
 
-    def grade(rollout: Rollout) -> float:
-        return grader(text.decode(rollout.response_ids.tolist()), rows[rollout.prompt.uid])
+    async def grade(rollout: Rollout) -> float:
+        response = text.decode(rollout.response_ids.tolist())
+        return await graders.grade(response, rows[rollout.prompt.uid])
 
     sampling = SamplingSpec(
         max_tokens=config.eval.max_tokens or config.rollout.max_tokens,

@@ -69,9 +69,13 @@ class StudentReplica:
         fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
         slots = Slots(fixed or adaptive.limit, spec.sampling.n)
         self._slots = slots
-        grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
+        self._grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
         self._feed = Feed(
-            spec.consumer, queue, slots, self._roll, grade=grading.grade if grading else None
+            spec.consumer,
+            queue,
+            slots,
+            self._roll,
+            grade=self._grading.grade if self._grading else None,
         )
         watcher = load_watcher(lambda load: slots.resize(adaptive.observe(load)))
         self._engine = AsyncLLM.from_engine_args(
@@ -304,7 +308,9 @@ class StudentReplica:
         )
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes."""
+        """Ends the engine's processes, and the grader's."""
+        if self._grading is not None:
+            self._grading.close()
         self._engine.shutdown()
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
+from async_opd.core.grading import GraderSpec
 from async_opd.core.stages import SamplingSpec
 
 
@@ -25,7 +26,7 @@ class StudentEngineSpec:
     transfer_backend: str  # "gloo" or "nccl"
     concurrency: int | Literal["auto"] = "auto"
     top_k: int = 0
-    grader: str | None = None
+    grader: GraderSpec | None = None
     seed: int | None = None
     life: int = 0
 

@@ -526,7 +526,7 @@ async def test_accuracy_is_measured_before_during_and_after() -> None:
     prompts = tuple(FakePrompts().next(4))
     graded: list[str] = []
 
-    def grade(rollout: Rollout) -> float:
+    async def grade(rollout: Rollout) -> float:
         graded.append(rollout.uid)
         return 1.0
 
@@ -537,9 +537,10 @@ async def test_accuracy_is_measured_before_during_and_after() -> None:
 
 
 async def test_the_summary_has_accuracy_before_and_after() -> None:
-    evaluation = Evaluation(
-        tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), lambda rollout: 0.5
-    )
+    async def grade(rollout: Rollout) -> float:
+        return 0.5
+
+    evaluation = Evaluation(tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), grade)
     run = world(evaluation=evaluation)
     await run.pipeline.run()
     assert run.log.summary["eval_initial/a/accuracy"] == run.log.summary["eval/b/accuracy"] == 0.5

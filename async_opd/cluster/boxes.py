@@ -26,6 +26,7 @@ from async_opd.core.config import (
 )
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import StageError
+from async_opd.core.grading import GraderSpec
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.stages import SamplingSpec
 from rollouter.spec import StudentEngineSpec
@@ -99,7 +100,7 @@ class Boxes:
             transfer_backend=transfer_backend(config, self.device),
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
-            grader=config.reward.grader if config.reward else None,
+            grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
             seed=config.seed if rollout.reproducible else None,
             life=life,
         )

@@ -16,6 +16,7 @@ from async_opd.core.data_config import DataConfig as DataConfig
 from async_opd.core.data_config import FileSource as FileSource
 from async_opd.core.data_config import ReasoningGymSource as ReasoningGymSource
 from async_opd.core.engine_config import EngineConfig as EngineConfig
+from async_opd.core.grading_config import GradingConfig as GradingConfig
 from async_opd.core.loss_config import ForwardKLConfig as ForwardKLConfig
 from async_opd.core.loss_config import JSDConfig as JSDConfig
 from async_opd.core.loss_config import K1Config as K1Config
@@ -277,6 +278,7 @@ class RunConfig(Section):
     sync: SyncConfig = SyncConfig()
     queue: QueueConfig = QueueConfig()
     eval: EvalConfig = EvalConfig()
+    grading: GradingConfig = GradingConfig()
     guardrail: GuardrailConfig = GuardrailConfig()
     log: LogConfig = LogConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()

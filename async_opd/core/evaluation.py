@@ -12,7 +12,7 @@ from async_opd.core.samples import Lost, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
-Grade = Callable[[Rollout], float]
+Grade = Callable[[Rollout], Awaitable[float]]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Measured:
 class Evaluation:
     """The evaluation prompts, how to sample and how to grade them.
 
-    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it may
-    take long (it runs in a thread).
+    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it sees
+    to its own bounds, of time and of how many at a time.
     """
 
     prompts: tuple[Prompt, ...]
@@ -68,7 +68,7 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         started = clock()
         rollouts = await answers(prompts, self.sampling)
-        grades = await asyncio.to_thread(lambda: [self._grade(rollout) for rollout in rollouts])
+        grades = await asyncio.gather(*map(self._grade, rollouts))
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
         lost: dict[str, list[Lost]] = defaultdict(list)
         for rollout, grade in zip(rollouts, grades, strict=True):
@@ -95,9 +95,9 @@ class Evaluation:
         means[f"{prefix}/seconds"] = clock() - started
         return Measured(means, tuple(one for failed in lost.values() for one in failed))
 
-    def _grade(self, rollout: Rollout) -> float | Lost:
+    async def _grade(self, rollout: Rollout) -> float | Lost:
         try:
-            return self.grade(rollout)
+            return await self.grade(rollout)
         except RolloutFault as fault:
             uid = f"eval {rollout.uid}"
             return Lost.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)

@@ -1,4 +1,4 @@
-"""Engine processes that end with the actor that started them, however it ends. Linux only."""
+"""Processes that end with the one that started them, however that ends. Linux only."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it has ended.
-
-    Nothing happens outside of a child made by multiprocessing: who started others is not known.
-    """
-    if sys.platform == "linux" and multiprocessing.parent_process() is not None:
+def end_with_starter() -> None:
+    """The kernel kills this process when the thread that started it has ended."""
+    if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def die_with_parent() -> None:
+    """``end_with_starter`` for children made by multiprocessing.
+
+    Nothing happens outside of them: who started other processes is not known.
+    """
+    if multiprocessing.parent_process() is not None:
+        end_with_starter()

@@ -23,6 +23,7 @@ from async_opd.core.sources import Row
 
 MAY_CHANGE = (
     *("name", "run_dir", "plan", "plan.*", "log.*", "eval.*", "data.eval", "guardrail.*"),
+    "grading.*",
     *("cluster.*", "queue.*", "sync.*", "timeouts.*", "shutdown.*", "checkpoint.*"),
     *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),
     *("teachers.*.replicas", "teachers.*.tensor_parallel", "teachers.*.engine.*"),

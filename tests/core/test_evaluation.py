@@ -16,7 +16,7 @@ PROMPTS = tuple(make_prompt(uid) for uid in ("p", "q", "r"))
 
 
 async def measured(ungradable: set[str]) -> Measured:
-    def grade(rollout: Rollout) -> float:
+    async def grade(rollout: Rollout) -> float:
         if rollout.prompt.uid in ungradable:
             raise RolloutFault("grader", f"it raised on {rollout.uid}")
         return float(rollout.prompt.uid == "p")

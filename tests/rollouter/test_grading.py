@@ -1,9 +1,7 @@
-"""Rewards: graded in a thread, with the row, which travels no further."""
+"""Rewards: graded with the row, which travels no further."""
 
 from __future__ import annotations
 
-import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,24 +10,20 @@ import pytest
 
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError
+from async_opd.core.grading import GraderSpec
 from async_opd.core.samples import Rollout
 from async_opd.core.sources import Row
 from async_opd.core.text import Text
 from rollouter.grading import Grading
 from tests.conftest import make_prompt, make_rollout
 
-THREADS: list[str] = []
-
-
-def half(response: str, row: Row) -> float:
-    """A grader that remembers its thread."""
-    THREADS.append(threading.current_thread().name)
-    return 0.5
-
-
-def broken(response: str, row: Row) -> float:
-    """A grader that raises."""
+MODULE = """
+def broken(response, row):
     raise ZeroDivisionError("oh")
+
+def two(response, row):
+    return 2
+"""
 
 
 def rollout(student: str, text: str, answer: str = "012") -> Rollout:
@@ -45,37 +39,35 @@ def student(quickstart: str) -> str:
     return f"{quickstart}/models/student"
 
 
+def grading(student: str, grader: str = "exact") -> Grading:
+    return Grading(GraderSpec(grader, timeout_s=60, processes=1, start_s=60), student)
+
+
 @pytest.mark.parametrize(("text", "reward"), [("012", 1.0), ("021", 0.0), ("", 0.0)])
 async def test_a_rollout_gets_its_graders_number(student: str, text: str, reward: float) -> None:
-    graded = await Grading("exact", student).grade(rollout(student, text))
+    graded = await grading(student).grade(rollout(student, text))
     assert graded.reward == reward
 
 
 async def test_the_row_travels_no_further(student: str) -> None:
-    graded = await Grading("exact", student).grade(rollout(student, "012"))
+    graded = await grading(student).grade(rollout(student, "012"))
     assert graded.prompt.row is None
 
 
-async def test_graders_run_beside_the_event_loop(student: str) -> None:
-    await Grading(f"{__name__}:half", student).grade(rollout(student, "012"))
-    assert THREADS[-1] != threading.main_thread().name
-
-
-async def test_a_grader_that_raises_is_reported_with_the_rollout(student: str) -> None:
-    with pytest.raises(GradeError, match=r"rollout 0:7#0/1: .*ZeroDivisionError: oh"):
-        await Grading(f"{__name__}:broken", student).grade(rollout(student, "012"))
-
-
-async def test_a_grade_outside_of_its_range_is_reported_with_the_rollout(
-    student: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("function", "fault"), [("broken", "ZeroDivisionError: oh"), ("two", "returned 2")]
+)
+async def test_what_a_grader_does_wrong_is_reported_with_the_rollout(
+    student: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, fault: str
 ) -> None:
-    (tmp_path / "own_grader.py").write_text("def grade(response, row): return 2")
+    (tmp_path / "faulty_graders.py").write_text(MODULE)
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(GradeError, match=r"rollout 0:7#0/1: .* returned 2"):
-        await Grading("own_grader:grade", student).grade(rollout(student, "012"))
-    sys.modules.pop("own_grader")
+    made = grading(student, f"faulty_graders:{function}")
+    with pytest.raises(GradeError, match=rf"rollout 0:7#0/1: .*{fault}"):
+        await made.grade(rollout(student, "012"))
+    made.close()
 
 
 async def test_a_prompt_without_its_row_is_an_error(student: str) -> None:
     with pytest.raises(StageError, match="without its prompt's row"):
-        await Grading("exact", student).grade(make_rollout())
+        await grading(student).grade(make_rollout())

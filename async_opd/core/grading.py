@@ -1,0 +1,163 @@
+"""Graders in processes of their own: one that hangs or dies costs one response, and no run.
+
+    response, row ──pickle──► async_opd.core.grader_process ──JSON line──► a number, or why not
+                    who is late, or dies: kill -9, and another process for the next one
+
+A thread could not be ended, and code that holds the interpreter's lock would stop its whole
+replica. Processes serve many responses, and end with the one that started them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Self
+
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.core.graders import GradeError, exact, has_verifier
+from async_opd.core.sources import Row
+
+PROGRAM = "async_opd.core.grader_process"
+LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class GraderSpec:
+    """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while."""
+
+    name: str
+    timeout_s: float
+    processes: int
+    start_s: float
+
+    @classmethod
+    def of(cls, config: RunConfig, name: str) -> Self:
+        """A grader of a run."""
+        limits = config.grading
+        return cls(name, limits.timeout_s, limits.processes, config.timeouts.engine_start_s)
+
+
+class Graders:
+    """One grader, in as many processes as there is work for, up to a bound.
+
+    Waiting for one of them counts against nobody. ``exact`` runs here: it is ours, and quick.
+    """
+
+    def __init__(self, spec: GraderSpec) -> None:
+        self._spec = spec
+        self._room = asyncio.Semaphore(spec.processes)
+        self._idle: list[_Process] = []
+
+    async def grade(self, response: str, row: Row) -> float:
+        """The number from 0 to 1. GradeError if there is none in time; StageError: no process."""
+        if self._spec.name == "exact" and not has_verifier(row):
+            return exact(response, row)
+        async with self._room:
+            process = self._idle.pop() if self._idle else await _Process.start(self._spec)
+            try:
+                return await process.grade(response, row, self._spec.timeout_s)
+            finally:
+                if process.alive:
+                    self._idle.append(process)
+
+    def close(self) -> None:
+        """Ends the processes that grade nothing."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+@dataclass
+class _Process:
+    """One process. It is ended when its answer does not come, or is not waited for any more."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    alive: bool = True
+
+    @classmethod
+    async def start(cls, spec: GraderSpec) -> Self:
+        """Returns when its grader is loaded. StageError."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            popen = _popen(spec.name, theirs.fileno())
+        streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
+        process = cls(spec.name, popen, *streams)
+        cause = await process._loaded(spec.start_s)
+        if cause:
+            process.end()
+            raise StageError("grader", f"{spec.name} cannot be loaded: {cause}", "see its module")
+        return process
+
+    async def _loaded(self, start_s: float) -> str:
+        """What stands against it."""
+        try:
+            async with asyncio.timeout(start_s):
+                return str((await self._answer())["cause"])
+        except TimeoutError:
+            return f"it took longer than {start_s:g} s (timeouts.engine_start_s)"
+        except ConnectionError:
+            return f"its process ended ({self.end()})"
+        except BaseException:
+            self.end()
+            raise
+
+    async def grade(self, response: str, row: Row, timeout_s: float) -> float:
+        """GradeError; if there was no answer in time, the process is gone."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.writer.write(pickle.dumps((response, row)))
+                await self.writer.drain()
+                told = await self._answer()
+        except TimeoutError as error:
+            self.end()
+            cause = f"{self.name} took longer than {timeout_s:g} s on row {row.uid}, and was ended"
+            remedy = "make it quicker, or raise grading.timeout_s"
+            raise GradeError("grader", cause, remedy) from error
+        except ConnectionError as error:
+            cause = f"{self.name} ended its process ({self.end()}) on row {row.uid}"
+            raise GradeError("grader", cause) from error
+        except BaseException:
+            self.end()
+            raise
+        if told["cause"]:
+            raise GradeError("grader", told["cause"], told["remedy"])
+        return float(told["grade"])
+
+    async def _answer(self) -> dict[str, Any]:
+        line = await self.reader.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the process is gone")
+        return dict(json.loads(line))
+
+    def end(self) -> str:
+        """kill -9, also for what the grader had started. Returns how it has ended."""
+        self.alive = False
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        self.writer.close()
+        code = self.process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _popen(grader: str, connection: int) -> subprocess.Popen[bytes]:
+    """Called by the event loop's own thread: the process ends with the thread that started it."""
+    return subprocess.Popen(
+        [sys.executable, "-m", PROGRAM, str(connection), grader],
+        pass_fds=[connection],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is for the run
+    )

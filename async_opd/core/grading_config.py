@@ -1,0 +1,18 @@
+"""The ``grading`` section: bounds of graders, for rewards and for evaluation."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from async_opd.core.section import Section
+
+
+class GradingConfig(Section):
+    """Graders run in processes of their own, so that one that hangs can be ended."""
+
+    timeout_s: float = Field(default=60, gt=0)
+    """Longest time for one response. Its grader's process is ended then, and the response is a
+    dead letter; in an evaluation it is left out of the mean, and counted."""
+    processes: PositiveInt = 4
+    """Most grader processes of each student replica (for a reward) and of the driver (for
+    evaluation); so many responses are graded at a time. They start as they are needed."""
