@@ -1,6 +1,6 @@
-"""What will never be trained: counted against what is allowed.
+"""What will never be trained, counted in rollouts, against what is allowed.
 
-prompt   cannot be tokenized, or not within its limit
+prompt   cannot be tokenized, or not within its limit: all rollouts that it would have had
 student  the engine refuses it, or answers with log-probabilities that are not finite
 grader   raises, or returns no number from 0 to 1
 teacher  no replica can score it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from async_opd.core.errors import StageError
@@ -58,6 +58,15 @@ class Ledger:
             self._record.admitted(new)
         return groups
 
+    def refused(self, prompt: Header, members: int | None = None) -> list[Header]:
+        """The rollouts of a prompt that cannot be sampled: admitted, and dead letters at once."""
+        size = self._group_size if members is None else members
+        headers = [replace(prompt, uid=f"{prompt.uid}/{member}") for member in range(size)]
+        self._record.admitted([header.uid for header in headers])
+        for header in headers:
+            self._bury(header)
+        return headers
+
     def requeued(self, headers: Iterable[Header]) -> list[Group]:
         """The samples came too late: what to run again. They stay in flight, and admitted."""
         groups = []
@@ -88,6 +97,9 @@ class Ledger:
         """The sample will never be trained."""
         self._known(header)
         del self._in_flight[header.uid]
+        self._bury(header)
+
+    def _bury(self, header: Header) -> None:
         self._buried.add(header.uid)
         self._record.dead(header.uid)
 

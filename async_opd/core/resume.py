@@ -98,7 +98,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
         size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
         with (run_dir / DEAD_LETTERS).open("ab") as file:
             file.truncate(size)
-        last["ledger/dead_lettered"] = float(len(_lines(run_dir / DEAD_LETTERS)))
+        last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
     return last
 
 

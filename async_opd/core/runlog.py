@@ -65,7 +65,6 @@ class RunLog:
         self._last = dict(before or {})
         self._summarized: dict[str, float] = {}
         self._steps = 0
-        self._dead_letters = int(self._last.get("ledger/dead_lettered", 0))
         self._lost_by: set[str] = set()
         self._status: Status | None = None
 
@@ -120,8 +119,8 @@ class RunLog:
         self._metrics_file.close()
         self._metrics_file = self._open(METRICS)
         self._last = dict(before)
+        self._summarized = {k: v for k, v in self._summarized.items() if k not in before}
         self._steps = 0
-        self._dead_letters = int(self._last.get("ledger/dead_lettered", 0))
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Keeps the values for the summary, where they win over logged ones."""
@@ -141,8 +140,6 @@ class RunLog:
 
     def dead_letter(self, lost: Lost) -> None:
         """A line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
-        self._dead_letters += 1
-        self.summarize({"ledger/dead_lettered": float(self._dead_letters)})
         if lost.stage not in self._lost_by:
             self._lost_by.add(lost.stage)
             self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")

@@ -240,7 +240,7 @@ class Header:
 class Lost:
     """A rollout that will never be trained, why, and which ``stage`` gave it up.
 
-    Of a prompt that could not be sampled at all it is the prompt's uid.
+    A prompt that cannot be sampled at all comes with its own uid, and stands for its rollouts.
     """
 
     header: Header

@@ -1,7 +1,7 @@
 """What is sampled: prompts as they come, and what takes the place of rollouts that are lost.
 
     prompts ──► Prompt ──ledger──► groups to sample
-       └──► Lost: a dead letter, and the next prompt
+       └──► Lost: each of its rollouts a dead letter, and the next prompt
     lost rollout ──groups of one──► dead letter, one rollout of another prompt
        └──whole groups──► sampled again, up to AGAIN times; then the group's rollouts are dead
                           letters, none of them is waited for, another prompt's group is sampled
@@ -13,7 +13,7 @@ A stream that has only bad prompts, or a grader that always fails, ends the run:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +44,7 @@ class Log(Protocol):
 
     def message(self, text: str) -> None: ...
     def dead_letter(self, lost: Lost) -> None: ...
+    def summarize(self, metrics: Mapping[str, float]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Supply:
                     prompts.append(one)
                     continue
                 refused += 1
-                self._bury(one)
+                for header in self._ledger.refused(one.header, members):
+                    self._bury(Lost(header, one.reason, one.stage))
                 if refused >= IN_A_ROW:
                     cause = f"{refused} prompts and none of them can be sampled: {one.reason}"
                     raise StageError("prompts", cause, "see dead_letters.jsonl, mend the data")
@@ -119,7 +121,7 @@ class Supply:
         expected = [header for header in report.trained if self._ledger.expects(header)]
         for header in expected:
             self._ledger.dead_lettered(header)
-            self._log.dead_letter(Lost(header, reason, "trainer"))
+            self._tell(Lost(header, reason, "trainer"))
         self._dead_letters.skipped(len(expected))
 
     def ungraded(self, lost: Iterable[Lost]) -> None:
@@ -127,7 +129,8 @@ class Supply:
         for one in lost:
             if one.header.uid not in self._ungraded:
                 self._ungraded.add(one.header.uid)
-                self._bury(one)
+                self._log.dead_letter(one)
+                self._dead_letters.add(one)
 
     def _replace_group(self, lost: Lost, size: int) -> Replaced:
         reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
@@ -144,5 +147,11 @@ class Supply:
         return tuple(self.groups(self._admission.try_admit(samples), members))
 
     def _bury(self, lost: Lost) -> None:
-        self._log.dead_letter(lost)
+        self._tell(lost)
         self._dead_letters.add(lost)
+
+    def _tell(self, lost: Lost) -> None:
+        """The summary has the count too, should nothing be logged after it."""
+        count = self._ledger.counts["dead_lettered"]
+        self._log.summarize({"ledger/dead_lettered": float(count)})
+        self._log.dead_letter(lost)

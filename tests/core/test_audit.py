@@ -56,6 +56,13 @@ def test_a_dead_letter_is_not_lost(tmp_path: Path) -> None:
     assert (completed(tmp_path).dead_lettered, completed(tmp_path).lost) == (("p/0",), ())
 
 
+def test_the_rollouts_of_a_prompt_that_cannot_be_sampled_are_dead_letters(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Ledger(2, journal).refused(header("p"))
+    assert completed(tmp_path).dead_lettered == ("p/0", "p/1")
+    assert (completed(tmp_path).lost, completed(tmp_path).duplicated) == ((), ())
+
+
 def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
     (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
     assert audit(tmp_path).in_flight == ("p/0",)

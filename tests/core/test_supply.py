@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -39,12 +40,16 @@ class Stream:
 class Told:
     messages: list[str] = field(default_factory=list)
     dead: list[Lost] = field(default_factory=list)
+    summary: dict[str, float] = field(default_factory=dict)
 
     def message(self, text: str) -> None:
         self.messages.append(text)
 
     def dead_letter(self, lost: Lost) -> None:
         self.dead.append(lost)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        self.summary |= metrics
 
 
 @dataclass
@@ -75,17 +80,31 @@ def admitted(made: Desk, groups: int = 1) -> None:
     made.supply.groups(made.admission.try_admit(made.ledger._group_size, groups))
 
 
-def test_a_prompt_that_cannot_be_sampled_is_a_dead_letter_and_the_next_one_comes() -> None:
-    made = desk(Stream(bad={0, 2}))
-    groups = made.supply.groups(2)
+def test_a_prompt_that_cannot_be_sampled_is_left_out_and_the_next_one_comes() -> None:
+    groups = desk(Stream(bad={0, 2})).supply.groups(2)
     assert [group.prompt.uid for group in groups] == ["p1", "p3"]
-    assert [one.header.uid for one in made.told.dead] == ["p0", "p2"]
+
+
+def test_each_rollout_of_a_prompt_that_cannot_be_sampled_is_a_dead_letter() -> None:
+    made = desk(Stream(bad={0, 2}), n=2)
+    made.supply.groups(2)
+    assert [one.header.uid for one in made.told.dead] == ["p0/0", "p0/1", "p2/0", "p2/1"]
+    assert {one.reason for one in made.told.dead} == {"no tokens"}
+
+
+def test_a_prompt_that_cannot_be_sampled_counts_as_its_rollouts_everywhere() -> None:
+    made = desk(Stream(bad={0}), n=2)
+    made.supply.groups(2)
     assert made.letters.metrics == {"dead_letters/prompt": 2.0}
+    assert made.ledger.counts["dead_lettered"] == 2
+    assert made.told.summary == {"ledger/dead_lettered": 2.0}
 
 
 def test_a_stream_of_bad_prompts_only_ends_the_run_by_the_share() -> None:
     made = desk(Stream(only_bad=True))
-    with pytest.raises(StageError, match=r"prompt: 11 rollouts .* allowed are 10 .* no tokens"):
+    with pytest.raises(
+        StageError, match=r"prompt: 11 rollouts .* allowed are 10 .* p5/0: no tokens"
+    ):
         made.supply.groups(1)
 
 
@@ -108,7 +127,7 @@ def test_the_replacement_of_a_lost_rollout_is_a_prompt_that_can_be_sampled() -> 
     admitted(made)
     (group,) = made.supply.replace(lost("p0/1")).groups
     assert group.prompt.uid == "p2"
-    assert [one.stage for one in made.told.dead] == ["grader", "prompt"]
+    assert [one.header.uid for one in made.told.dead] == ["p0/1", "p1/0"]
 
 
 def test_a_member_of_a_whole_group_is_sampled_again_so_many_times() -> None:
@@ -194,5 +213,4 @@ def test_whatever_is_lost_the_budget_stays_filled_and_every_sample_has_one_state
         uids = list(made.ledger._in_flight)
         made.supply.replace(lost(uids[pick % len(uids)]))
         assert made.admission.admitted == made.ledger.counts["in_flight"] == budget
-    of_rollouts = [one for one in made.told.dead if one.stage != "prompt"]
-    assert len(of_rollouts) == made.ledger.counts["dead_lettered"]
+    assert len(made.told.dead) == made.ledger.counts["dead_lettered"]
