@@ -336,8 +336,10 @@ class _Check:
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
             name = source.path if isinstance(source, FileSource) else source.task
             try:
-                lengths = [
-                    (row.uid, len(text.encode(seen))) for row in rows for seen in self._seen(row)
+                found = [
+                    (row.uid, *_length_and_largest(text.encode(seen)))
+                    for row in rows
+                    for seen in self._seen(row)
                 ]
             except Exception as error:  # a chat template can raise anything
                 self.problems.append(
@@ -349,7 +351,8 @@ class _Check:
                     )
                 )
                 continue
-            wrong = [(uid, length) for uid, length in lengths if not 1 <= length <= limit]
+            self._foreign(part, name, [(uid, largest) for uid, _, largest in found])
+            wrong = [(uid, length) for uid, length, _ in found if not 1 <= length <= limit]
             if wrong:
                 uid, length = wrong[0]
                 self.problems.append(
@@ -363,6 +366,23 @@ class _Check:
                     )
                 )
         return limit
+
+    def _foreign(self, part: str, name: str, largest: list[tuple[str, int]]) -> None:
+        """A tokenizer's ids may have gaps, and end beyond the rows of a model that has enough.
+
+        Its engine would die of one.
+        """
+        sizes = (f.vocabulary for f in self.files.values() if (f.vocabulary or 0) >= f.tokens)
+        rows = min((size for size in sizes if size), default=None)
+        foreign = [(uid, token) for uid, token in largest if rows is not None and token >= rows]
+        if foreign:
+            uid, token = foreign[0]
+            message = (
+                f"{len(foreign)} prompts have tokens beyond the {rows} of the smallest model, the "
+                f"first is row {int(uid.rpartition(':')[2]) + 1} with token {token}"
+            )
+            remedy = "mend the prompts, or resize the model's embeddings"
+            self.problems.append(Problem(name, f"data.{part}", message, remedy))
 
     def _seen(self, row: Row) -> list[PromptText]:
         """A row's prompt as the student sees it, and as its teacher does where that is another."""
@@ -398,3 +418,7 @@ class _Check:
             )
             return None
         return min(limits) if limits else None
+
+
+def _length_and_largest(ids: list[int]) -> tuple[int, int]:
+    return len(ids), max(ids, default=0)

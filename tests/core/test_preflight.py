@@ -17,6 +17,7 @@ from async_opd.core.preflight import preflight
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 MODELS = EXAMPLE.parent / "quickstart" / "models"
+TASKS = ("sort", "reverse")
 
 
 def config(*overrides: str) -> RunConfig:
@@ -120,6 +121,20 @@ def test_a_teacher_whose_vocabulary_does_not_cover_the_tokenizer_is_refused(tmp_
     content = json.loads((path / "config.json").read_text()) | {"vocab_size": 64}
     (path / "config.json").write_text(json.dumps(content))
     assert "vocabulary of 64" in one(f"teachers.sort.model={path}").message
+
+
+def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
+    overrides = []
+    for key, name in (("student", "student"), *((f"teachers.{t}", f"teacher-{t}") for t in TASKS)):
+        path = tmp_path / name
+        shutil.copytree(MODELS / name, path)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"]["1"] = 500
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        overrides.append(f"{key}.model={path}")
+    problems = found(*overrides)
+    assert {problem.key for problem in problems} == {"data.train", "data.eval"}
+    assert all("with token 500" in problem.message for problem in problems)
 
 
 def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
