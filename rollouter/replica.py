@@ -1,9 +1,10 @@
 """One replica of the student: a vLLM engine that answers prompts and takes new weights.
 
     group of a prompt ──rollout──► engine ──finished, one by one──► outbox of its teacher
-                                     ▲                                │ put (waits for room)
+                                     ▲  │                             │ put (waits for room)
               pause · receive · finish · resume                       ▼
-                     (weight sync)                            topic rollouts/<teacher>
+                     (weight sync)      │                     topic rollouts/<teacher>
+                                        └── pieces of long ones ──► topic early/<teacher>
 
 Consumes prompts, produces rollouts with the version of every token, waits for the engine and for
 room in the queue. Unblocked by ``resume`` after a sync.
@@ -15,7 +16,6 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -24,7 +24,6 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -32,11 +31,13 @@ from async_opd.core.activity import Activity
 from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.gate import Gate
-from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
+from rollouter.ahead import Ahead
 from rollouter.feed import Feed
 from rollouter.grading import Grading
+from rollouter.growing import Growing
 from rollouter.load import load_watcher
 from rollouter.slots import AdaptiveLimit, Slots
 from rollouter.spec import StudentEngineSpec
@@ -69,6 +70,7 @@ class StudentReplica:
         fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
         slots = Slots(fixed or adaptive.limit, spec.sampling.n)
         self._slots = slots
+        self._ahead = Ahead(queue)
         self._grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
         self._feed = Feed(
             spec.consumer,
@@ -115,6 +117,7 @@ class StudentReplica:
                 self._work.result()
         finally:
             self._work.cancel()
+            self._ahead.close()
 
     async def stop(self) -> None:
         """Ends ``run``; gives up what was taken and is not finished."""
@@ -127,7 +130,8 @@ class StudentReplica:
         begun = self._activity.clock() - self._held_s
         self._refuse_foreign_tokens(prompt, uid)
         try:
-            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
+            early = self._spec.early_tokens.get(prompt.teacher, 0)
+            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k, early)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._request_s += self._activity.clock() - self._held_s - begun
@@ -154,8 +158,9 @@ class StudentReplica:
         )
 
     async def _sample(
-        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0
+        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0, early: int = 0
     ) -> Rollout:
+        """``early``: after how many tokens they go ahead to the teacher; 0: not at all."""
         self._requests += 1
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -166,16 +171,20 @@ class StudentReplica:
             logprobs=top_k,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
+            output_kind=RequestOutputKind.DELTA if early else RequestOutputKind.FINAL_ONLY,
+            stream_interval=early or None,
         )
-        async with self._gate:
-            rollout = await self._answer(prompt, uid, params, top_k)
-        return rollout or await self._sample(prompt, uid, sampling, top_k)
+        growing = Growing(uid, prompt, top_k)
+        try:
+            async with self._gate:
+                rollout = await self._answer(growing, params)
+        finally:
+            self._ahead.withdraw(growing)
+        return rollout or await self._sample(prompt, uid, sampling, top_k, early)
 
-    async def _answer(
-        self, prompt: Prompt, uid: str, params: SamplingParams, top_k: int
-    ) -> Rollout | None:
+    async def _answer(self, growing: Growing, params: SamplingParams) -> Rollout | None:
         """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
+        prompt, uid = growing.prompt, growing.uid
         await self._flowing.wait()
         version = self._version
         request = TokensPrompt(
@@ -183,11 +192,14 @@ class StudentReplica:
         )
         with self._activity.busy():
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
+                growing.add(output.outputs[0])
                 if output.finished:
-                    self._tokens += len(output.outputs[0].token_ids)
-                    rollout = _rollout(uid, prompt, output.outputs[0], top_k)
+                    rollout = growing.rollout(output.outputs[0])
+                    self._tokens += len(rollout.response_ids)
                     overtaken = output.num_cached_tokens and _first_version(rollout) > version
                     return None if overtaken else rollout
+                if growing.unsent >= (params.stream_interval or 1):
+                    self._ahead.offer(growing)
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
@@ -316,30 +328,3 @@ class StudentReplica:
 
 def _first_version(rollout: Rollout) -> int:
     return rollout.version_spans[0].version if rollout.version_spans else 0
-
-
-def _rollout(uid: str, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
-    """The engine's lists as arrays.
-
-    At each position the sampled token comes first, then its own ``top_k`` best, the sampled one
-    perhaps among them.
-    """
-    ids = np.asarray(output.token_ids, dtype=np.int32)
-    flat, columns = output.logprobs, 1 + top_k
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(len(ids), columns)[:, 0]
-    topk_ids = None
-    if top_k:
-        topk_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(len(ids), columns)[:, 1:]
-    spans = tuple(
-        VersionSpan(int(span.version), span.start, span.end)
-        for span in output.weight_versions or ()
-    )
-    return Rollout(
-        uid=uid,
-        prompt=prompt,
-        response_ids=ids,
-        rollout_logprobs=np.ascontiguousarray(logprobs),
-        version_spans=spans,
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
-        topk_ids=None if topk_ids is None else np.ascontiguousarray(topk_ids),
-    )

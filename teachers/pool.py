@@ -16,21 +16,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from async_opd.core.alarm import Alarm
-from async_opd.core.balancer import Balancer
-from async_opd.core.batch import Batch
+from async_opd.core.balancer import Balancer, Place
+from async_opd.core.batch import Batch, unpack_pieces
 from async_opd.core.config import EndpointHealth, HealthConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.queue import Timer
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Lost, Prompt, Rollout
+from async_opd.core.samples import Lost, Piece, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.checks import check
+from teachers.homes import Homes
 
 Result = TypeVar("Result")
 
@@ -40,6 +43,7 @@ LONGEST_DELAY_S = 30.0
 """Between two probes of a server that may be away for long."""
 IN_FLIGHT = 2
 """Batches in flight per replica: one in the engine, one behind it."""
+EARLY = ("early_rows", "early_used", "early_dropped")
 REPORT_S = 10.0
 """A replica that does not report in time is left out of this report."""
 
@@ -63,6 +67,13 @@ class Reloadable(Replica, Protocol):
     """A replica whose weights can change."""
 
     async def load(self, directory: str) -> None: ...
+
+
+@runtime_checkable
+class Ahead(Replica, Protocol):
+    """A replica that scores rollouts while they grow."""
+
+    async def early(self, batch: Batch) -> int: ...
 
 
 @runtime_checkable
@@ -146,6 +157,8 @@ class TeacherPool:
         self._totals = dict.fromkeys(("failures", "retries", "rebuilds", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
         self._notes: list[str] = []
+        self._homes: Homes[Replica] = Homes()
+        self._early: Counter[str] = Counter()
         self._example: Batch | None = None  # one rollout that could be scored, for probes
         self._last_failure = ""
         self._weights: Weights | None = None
@@ -166,9 +179,26 @@ class TeacherPool:
         """The samples, and the rollouts that no replica could score. Raises NoReplica.
 
         The first half of ``health.tries`` is made with the whole batch, the second with each of
-        its rollouts alone, so that one of them cannot take the others with it.
+        its rollouts alone, so that one of them cannot take the others with it. Rollouts of which a
+        replica has the beginning are tried there first.
         """
-        return await self._score(batch, self._health.tries) if len(batch) else Scored()
+        parts = self._by_home(batch) if len(batch) else []
+        return await self._all(parts, self._health.tries)
+
+    async def early(self, batch: Batch) -> None:
+        """Has pieces of rollouts under way scored, each where the one before it was.
+
+        What cannot be is dropped and counted: the finished rollout comes in any case.
+        """
+        serving = self._serving
+        parts: defaultdict[Replica | None, list[Piece]] = defaultdict(list)
+        for piece in unpack_pieces([batch]):
+            parts[self._homes.place(piece, serving)].append(piece)
+        self._early["early_dropped"] += len(parts.pop(None, ()))
+        async with asyncio.TaskGroup() as group:
+            for replica, pieces in parts.items():
+                assert isinstance(replica, Ahead)
+                group.create_task(self._ahead(serving[replica], replica, Batch.pack(pieces)))
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the teacher itself answers, from one replica."""
@@ -180,11 +210,39 @@ class TeacherPool:
             raise outcome
         return outcome
 
-    async def _score(self, batch: Batch, tries: int) -> Scored:
-        whole = tries if len(batch) == 1 else math.ceil(tries / 2)
-        outcome = await self._tries(
-            whole, "score", _tokens(batch), _group(batch), lambda r: self._scored(r, batch)
+    @property
+    def _serving(self) -> dict[Replica, _Seat]:
+        return {seat.replica: seat for seat in self._seats if not seat.mending and not seat.gone}
+
+    async def _ahead(self, seat: _Seat, replica: Ahead, batch: Batch) -> None:
+        place = self.balancer.take_on(seat, _tokens(batch))
+        used = 0
+        if place is not None:
+            with suppress(Exception):  # a failed call is the replica's affair, as any
+                used = await self._call(place, "pieces", lambda _: replica.early(batch))
+        self._early["early_dropped"] += len(batch) - used
+
+    def _by_home(self, batch: Batch) -> list[tuple[_Seat | None, Batch]]:
+        if not self._homes.used:
+            return [(None, batch)]
+        serving = self._serving
+        parts: defaultdict[_Seat | None, list[Batch]] = defaultdict(list)
+        for one in _singles(batch):
+            home = self._homes.finish(one.headers[0].uid)
+            parts[serving.get(home) if home is not None else None].append(one)
+        return [(seat, Batch.join(ones)) for seat, ones in parts.items()]
+
+    async def _all(self, parts: Iterable[tuple[_Seat | None, Batch]], tries: int) -> Scored:
+        found = await asyncio.gather(*(self._score(part, tries, home) for home, part in parts))
+        return Scored(
+            tuple(samples for part in found for samples in part.samples),
+            tuple(lost for part in found for lost in part.lost),
         )
+
+    async def _score(self, batch: Batch, tries: int, home: _Seat | None = None) -> Scored:
+        whole = tries if len(batch) == 1 else math.ceil(tries / 2)
+        work = partial(self._scored, batch)
+        outcome = await self._tries(whole, "score", _tokens(batch), _group(batch), work, home)
         if isinstance(outcome, Batch):
             self._example = batch.split(1)[0]
             return Scored((outcome,))
@@ -193,13 +251,7 @@ class TeacherPool:
             reason = f"no replica could score it in {self._health.tries} tries: {_words(outcome)}"
             return Scored(lost=(Lost(batch.headers[0], reason),))
         self._totals["retries"] += 1
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._score(one, tries - whole)) for one in _singles(batch)]
-        parts = [task.result() for task in tasks]
-        return Scored(
-            tuple(samples for part in parts for samples in part.samples),
-            tuple(lost for part in parts for lost in part.lost),
-        )
+        return await self._all([(None, one) for one in _singles(batch)], tries - whole)
 
     async def _tries(
         self,
@@ -208,45 +260,51 @@ class TeacherPool:
         tokens: int,
         group: str | None,
         work: Callable[[Replica], Coroutine[Any, Any, Result]],
+        home: _Seat | None = None,
     ) -> Result | Exception:
         """What the first replica that can makes of the work, or the last error."""
         failure: Exception | None = None
         for _ in range(tries):
             self._totals["retries"] += failure is not None
+            place = await self._place(tokens, group, home if failure is None else None)
             try:
-                return await self._on_a_replica(what, tokens, group, work)
-            except NoReplica:
-                raise
+                return await self._on_a_replica(place, what, work)
             except Exception as error:
                 failure = error
         assert failure is not None
         return failure
 
-    async def _on_a_replica(
-        self,
-        what: str,
-        tokens: int,
-        group: str | None,
-        work: Callable[[Replica], Coroutine[Any, Any, Result]],
-    ) -> Result:
+    async def _place(self, tokens: int, group: str | None, home: _Seat | None) -> Place[_Seat]:
+        place = None if home is None else self.balancer.take_on(home, tokens)
         try:
-            place = await self.balancer.take(tokens, group)
+            return place or await self.balancer.take(tokens, group)
         except NoReplica as error:
             raise self._all_gone() from error
-        seat, replica, started = place.replica, place.replica.replica, self._clock()
+
+    async def _on_a_replica(
+        self, place: Place[_Seat], what: str, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+    ) -> Result:
+        started = self._clock()
+        result = await self._call(place, what, work)
+        self._seconds.append(self._clock() - started)
+        place.replica.rebuilds = 0
+        return result
+
+    async def _call(
+        self, place: Place[_Seat], what: str, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+    ) -> Result:
+        """Within its bound; gives the place back. What fails is a failure of the replica."""
+        seat, replica = place.replica, place.replica.replica
         try:
             bound = self._bound(place.outstanding)
-            result = await self._alarm.within(bound, f"{what} on /{seat.index}", work(replica))
+            return await self._alarm.within(bound, f"{what} on /{seat.index}", work(replica))
         except Exception as error:
             self._failed(seat, replica, error)
             raise
         finally:
             self.balancer.release(place)
-        self._seconds.append(self._clock() - started)
-        seat.rebuilds = 0
-        return result
 
-    async def _scored(self, replica: Replica, batch: Batch) -> Batch:
+    async def _scored(self, batch: Batch, replica: Replica) -> Batch:
         samples = await replica.score(batch)
         check(self._name, batch, samples)
         return samples
@@ -397,7 +455,7 @@ class TeacherPool:
     async def _proves_itself(self, seat: _Seat) -> bool:
         if self._example is None:
             return True
-        work = self._scored(seat.replica, self._example)
+        work = self._scored(self._example, seat.replica)
         return await self._succeeds(self._bound(_tokens(self._example)), "a probe", work)
 
     async def _succeeds(self, bound: float, what: str, work: Coroutine[Any, Any, Any]) -> bool:
@@ -434,7 +492,10 @@ class TeacherPool:
         merged = merge_reports(part for part in parts if part is not None)
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
+        self._early.update({key: int(counters.pop(key, 0.0)) for key in EARLY})
         gauges = {**merged.gauges, **self._totals}
+        if any(self._early.values()):
+            gauges |= {key: float(self._early[key]) for key in EARLY}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
         if self._weights is not None:

@@ -16,12 +16,13 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
-from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.batch import Batch, unpack_pieces, unpack_rollouts
 from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import Piece, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.agreement import Agreement
+from teachers.kept import Kept
 from teachers.scoring import Scoring, engine_arguments
 from teachers.spec import TeacherEngineSpec
 
@@ -33,6 +34,7 @@ class TeacherReplica:
         self._spec = spec
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
         self._scoring = Scoring(spec, self._engine)
+        self._kept = Kept()
         self._activity = Activity("score")
         self._requests = 0
         self._tokens = 0
@@ -60,11 +62,42 @@ class TeacherReplica:
 
     async def _score(self, rollout: Rollout) -> Sample:
         """The student's top-k is in the scores then, and travels no further with the rollout."""
-        self._requests += 1
-        request_id = f"{rollout.uid}#{self._requests}"
+        seen, uid = rollout.seen_by_teacher, rollout.uid
         await self._flowing.wait()
-        scores = await self._scoring.score(rollout.seen_by_teacher, request_id)
+        async with self._kept.turn(uid):
+            known = self._kept.take(uid, seen.prompt.token_ids, self._scoring.ids(seen))
+            scores = await self._scoring.score(seen, self._next_id(uid), known)
         return Sample(rollout.once_scored, scores)
+
+    async def early(self, batch: Batch) -> int:
+        """Scores pieces of rollouts under way, and keeps the rows until ``score`` asks for them.
+
+        Returns how many pieces were of use: not those that follow on one that is missing here.
+        """
+        pieces = unpack_pieces([batch])
+        with self._activity.busy():
+            return sum(await asyncio.gather(*(self._ahead(piece) for piece in pieces)))
+
+    async def _ahead(self, piece: Piece) -> bool:
+        """A piece whose prefix has left the engine's cache is its rollout's last.
+
+        Every further one would compute the whole prefix again.
+        """
+        uid, scoring = piece.uid, self._scoring
+        async with self._kept.turn(uid):
+            begun = self._kept.begun(uid, piece.start, piece.prompt_ids, scoring.ids(piece))
+            if begun is None:
+                return False
+            request_id = self._next_id(uid)
+            found = await scoring.rows(begun.prompt, begun.ids, piece.start, request_id)
+            before = len(begun.prompt) + piece.start if piece.start else 0
+            cold = scoring.is_cold(before, found.cached)
+            self._kept.keep(uid, begun, found.rows, closed=cold)
+        return True
+
+    def _next_id(self, uid: str) -> str:
+        self._requests += 1
+        return f"{uid}#{self._requests}"
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the teacher itself answers, ``sampling.n`` times each, in order."""
@@ -79,7 +112,6 @@ class TeacherReplica:
         )
 
     async def _sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
-        self._requests += 1
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -92,7 +124,7 @@ class TeacherReplica:
         request = TokensPrompt(prompt_token_ids=seen.tolist())
         await self._flowing.wait()
         with self._activity.busy():
-            async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
+            async for output in self._engine.generate(request, params, self._next_id(uid)):
                 if output.finished:
                     return _answer(uid, prompt, output.outputs[0])
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
@@ -124,6 +156,7 @@ class TeacherReplica:
             "samples": float(self._samples),
             "batches": float(self._batches),
             **self._agreement.drain(),
+            **self._kept.drain(),
         }
         self._tokens, self._samples, self._batches = 0, 0, 0
         return StageReport(

@@ -1,7 +1,7 @@
 """The scoring stage: moves rollouts through their teachers.
 
     topic rollouts/<teacher> ──lease──► pool ──► topic scored
-                                         └─────► topic dead: what no replica could score
+    topic early/<teacher> ──lease──────► │ └───► topic dead: what no replica could score
 
 A colocated teacher's rollouts are held by its host's ``Shift`` in between, until its turn.
 
@@ -21,7 +21,15 @@ from async_opd.core.config import HealthConfig
 from async_opd.core.errors import LeaseExpired, first_cause
 from async_opd.core.queue import Lease
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, StageReport, rollouts_topic
+from async_opd.core.stages import (
+    DEAD,
+    SCORED,
+    Queue,
+    SamplingSpec,
+    StageReport,
+    early_topic,
+    rollouts_topic,
+)
 from teachers.pool import IN_FLIGHT, Health, Rebuild, Replica, Scored, TeacherPool, Weights
 from teachers.shift import Shift
 
@@ -39,11 +47,13 @@ class ScorerStage:
         consumer: str = "",
         hosts: Mapping[str, str] | None = None,
         wave: int = 1,
+        early: Sequence[str] = (),
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
         ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
         colocated teacher takes turns with, ``wave`` is how many rollouts are enough for a turn.
+        ``early`` are the teachers that score rollouts while they grow.
         """
         health = health or {}
         self._hosts = dict(hosts or {})
@@ -61,6 +71,7 @@ class ScorerStage:
             host: Shift([name for name, of in self._hosts.items() if of == host], wave)
             for host in self._hosts.values()
         }
+        self._early = early
         self._awake = set(self._hosts)  # maybe
         self._slept = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -86,14 +97,27 @@ class ScorerStage:
                 if name in self._hosts:
                     group.create_task(self._hold(name), name=f"teacher {name} holds")
                     continue
+                if name in self._early:
+                    group.create_task(self._ahead(name), name=f"teacher {name} scores ahead")
                 for index in range(IN_FLIGHT * len(pool.balancer.replicas)):
                     group.create_task(self._score(name), name=f"teacher {name} loop {index}")
 
     async def _score(self, teacher: str) -> None:
+        topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
         done: int | None = None
         while True:
-            lease = await self._next(teacher, done)
+            lease = await self._next(topic, size, done)
             await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
+            done = lease.id
+
+    async def _ahead(self, teacher: str) -> None:
+        """Pieces of rollouts under way; one lease at a time, so that they keep their order."""
+        pool, topic = self._pools[teacher], early_topic(teacher)
+        size = self._batch_sizes[teacher] * len(pool.balancer.replicas)
+        done: int | None = None
+        while True:
+            lease = await self._next(topic, size, done)
+            await pool.early(Batch.join(lease.batches))
             done = lease.id
 
     async def _put(self, scored: Scored) -> None:
@@ -102,8 +126,7 @@ class ScorerStage:
         if scored.lost:
             await self._queue.put(DEAD, Batch.pack(scored.lost))
 
-    async def _next(self, teacher: str, done: int | None) -> Lease:
-        topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
+    async def _next(self, topic: str, size: int, done: int | None) -> Lease:
         try:
             return await self._queue.get(topic, size, ack=done, consumer=self._consumer)
         except LeaseExpired:  # its rollouts are scored again; the trainer knows them

@@ -14,6 +14,7 @@ prompts as well. Given tokens are on a GPU scored by vLLM's own ``prompt_logprob
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -30,6 +32,7 @@ from async_opd.core.samples import (
     Float32,
     HiddenStates,
     Int32,
+    Piece,
     Rollout,
     SampledLogprobs,
     Scores,
@@ -56,6 +59,17 @@ def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
     return spec.kwargs | {"worker_cls": "teachers.worker.ScoringWorker"}
 
 
+@dataclass(frozen=True)
+class Found:
+    """Rows of a response, [rows, columns] as the worker gave them, or [rows, H].
+
+    ``cached`` tokens of the sequence were in the engine's prefix cache.
+    """
+
+    rows: NDArray[Any]
+    cached: int
+
+
 class Scoring:
     """Scores rollouts on one engine."""
 
@@ -70,50 +84,77 @@ class Scoring:
         self._heads: dict[int, None] = {}
         self._by_vllm = spec.device == "cuda" and spec.kind in ("sampled", "student_topk")
 
-    async def score(self, rollout: Rollout, request_id: str) -> Scores:
+    async def score(
+        self, rollout: Rollout, request_id: str, known: NDArray[Any] | None = None
+    ) -> Scores:
         """Its scores; ``request_id`` is new to the engine. An empty response has empty scores.
 
-        The prompt's prefill is shared by the rollouts of a group through the prefix cache. If that
-        held a row of the response as well, the request goes again without it.
+        ``known`` are its first rows, if ``rows`` has scored them before.
         """
-        ids = self._ids(rollout)
-        wanted = Wanted(
-            start=len(rollout.prompt.token_ids) - 1,
-            rows=len(rollout.response_ids),
-            ids=b"" if self._spec.kind == "hidden" else ids.tobytes(),
-            columns=0 if self._spec.kind == "hidden" else ids.shape[1],
-            top_k=self._spec.top_k if self._spec.kind == "teacher_topk" else 0,
-        )
-        if wanted.rows == 0:
-            return self._scores(ids, self._empty(wanted), wanted, rollout)
-        asked = self._by_ids(ids, wanted.start) if self._by_vllm else _by_rows(wanted)
-        cached = self._prompt_only(rollout)
-        found = await self._ask(rollout, asked, request_id, cached=cached)
-        if cached and (found is None or len(found) == 0):
-            found = await self._ask(rollout, asked, f"{request_id}~", cached=False)
-        return self._scores(ids, found, wanted, rollout)
+        ids = self.ids(rollout)
+        first = 0 if known is None else len(known)
+        found = (await self.rows(rollout.prompt.token_ids, ids, first, request_id)).rows
+        return self._scores(ids, found if known is None else np.concatenate([known, found]))
 
-    def _ids(self, rollout: Rollout) -> Int32:
+    async def rows(self, prompt: Int32, ids: Int32, first: int, request_id: str) -> Found:
+        """What the engine says of response tokens ``first`` to the last; ``ids`` are of all.
+
+        The prompt's prefill is shared by the rollouts of a group through the prefix cache, and that
+        of the tokens before ``first`` by the pieces of a rollout. If the cache held a row that is
+        wanted as well, the request goes again without it.
+        """
+        wanted = self._wanted(len(prompt) - 1 + first, ids[first:])
+        if wanted.rows == 0:
+            return Found(self._empty(wanted), 0)
+        asked = self._by_ids(ids[first:], wanted.start) if self._by_vllm else _by_rows(wanted)
+        cached = self._prompt_only(prompt, ids[:, 0]) or first > 0
+        tokens = [*prompt.tolist(), *ids[:-1, 0].tolist()]
+        output = await self._ask(tokens, asked, request_id, cached=cached)
+        found = output.prompt_token_id_logprobs
+        if cached and (found is None or len(found) == 0):
+            output = await self._ask(tokens, asked, f"{request_id}~", cached=False)
+            found = output.prompt_token_id_logprobs
+        expected = (wanted.rows, self._width(wanted))
+        if found is None or found.shape != expected:
+            shape = None if found is None else found.shape
+            message = f"scores of shape {shape} in place of {expected} for {request_id}"
+            raise StageError(self._spec.name, message)
+        return Found(found, output.num_cached_tokens or 0)
+
+    def is_cold(self, tokens: int, cached: int) -> bool:
+        """Whether the cache has lost what it had of so many tokens, but for an unfinished block."""
+        return cached < tokens // 2 - self._block
+
+    def ids(self, item: Rollout | Piece) -> Int32:
         """Tokens to score, [R, 1 + k]: column 0 the sampled one, which may come again."""
-        sampled = rollout.response_ids[:, None]
+        sampled = item.response_ids[:, None]
         if self._spec.kind != "student_topk":
             return np.ascontiguousarray(sampled, np.int32)
-        if rollout.topk_ids is None:
-            message = f"rollout {rollout.uid} came without the student's top-k"
+        if item.topk_ids is None:
+            message = f"rollout {item.uid} came without the student's top-k"
             raise StageError(self._spec.name, message)
-        return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
+        return np.hstack([sampled, item.topk_ids]).astype(np.int32, copy=False)
 
-    def _prompt_only(self, rollout: Rollout) -> bool:
+    def _wanted(self, start: int, ids: Int32) -> Wanted:
+        states = self._spec.kind == "hidden"
+        return Wanted(
+            start=start,
+            rows=len(ids),
+            ids=b"" if states else ids.tobytes(),
+            columns=0 if states else ids.shape[1],
+            top_k=self._spec.top_k if self._spec.kind == "teacher_topk" else 0,
+        )
+
+    def _prompt_only(self, prompt: Int32, response: Int32) -> bool:
         """Whether the prefix cache can hold no row of this response.
 
         It holds whole blocks. The first that has such a row is there if another sequence began with
         the same tokens up to its end.
         """
-        prompt, block = rollout.prompt.token_ids, self._block
-        end = ((len(prompt) - 1) // block + 1) * block
-        if rollout.tokens - 1 < end:
+        end = ((len(prompt) - 1) // self._block + 1) * self._block
+        if len(prompt) + len(response) - 1 < end:
             return True
-        head = hash(np.concatenate([prompt, rollout.response_ids[: end - len(prompt)]]).tobytes())
+        head = hash(np.concatenate([prompt, response[: end - len(prompt)]]).tobytes())
         known = head in self._heads
         self._heads[head] = None
         if len(self._heads) > HEADS:
@@ -121,9 +162,8 @@ class Scoring:
         return not known
 
     async def _ask(
-        self, rollout: Rollout, asked: dict[str, Any], request_id: str, *, cached: bool
-    ) -> NDArray[Any] | None:
-        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids[:-1].tolist()]
+        self, tokens: list[int], asked: dict[str, Any], request_id: str, *, cached: bool
+    ) -> RequestOutput:
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -135,23 +175,16 @@ class Scoring:
         request = TokensPrompt(prompt_token_ids=tokens)
         async for output in self._engine.generate(request, params, request_id):
             if output.finished:
-                found: NDArray[Any] | None = output.prompt_token_id_logprobs
-                return found
-        raise StageError(self._spec.name, f"the engine ended {rollout.uid} without a final output")
+                return output
+        raise StageError(self._spec.name, f"the engine ended {request_id} without a final output")
 
     def _by_ids(self, ids: Int32, start: int) -> dict[str, Any]:
         """What vLLM scores by itself; not yet run on a GPU. -1 pads, and comes back as -inf."""
         known = np.where(ids < self._vocabulary, ids, -1)
         return {"prompt_logprob_token_ids": known, "prompt_logprob_start": start}
 
-    def _scores(
-        self, ids: Int32, found: NDArray[Any] | None, wanted: Wanted, rollout: Rollout
-    ) -> Scores:
-        expected = (wanted.rows, self._width(wanted))
-        if found is None or found.shape != expected:
-            shape = None if found is None else found.shape
-            message = f"scores of shape {shape} in place of {expected} for {rollout.uid}"
-            raise StageError(self._spec.name, message)
+    def _scores(self, ids: Int32, found: NDArray[Any]) -> Scores:
+        wanted = self._wanted(0, ids)
         if wanted.states:
             bits = found.view(np.uint16) if self._dtype == "bfloat16" else found
             return HiddenStates(bits, self._dtype)

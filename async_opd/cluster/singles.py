@@ -18,7 +18,7 @@ from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout
-from async_opd.core.stages import DEAD, PROMPTS, STALE, rollouts_topic, topics
+from async_opd.core.stages import DEAD, PROMPTS, STALE, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
 from teachers.endpoint import EndpointReplica
 from teachers.pool import Rebuild, Weights
@@ -51,7 +51,8 @@ class QueueBox:
         """See Single."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
+        names = topics(config.teachers, config.early_tokens)
+        args = (names, *limits, None, (PROMPTS, STALE, DEAD))
         path = "async_opd.core.queue:MessageQueue"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
 
@@ -92,16 +93,22 @@ class ScorerBox:
         health = {name: teacher.health for name, teacher in config.teachers.items()}
         consumer = f"scorer#{self.life}"
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
-        turns = (hosts, config.train.batch_size)
+        turns = (hosts, config.train.batch_size, tuple(config.early_tokens))
         args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer, *turns)
         path = "teachers.scorer:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for life in range(self.released, self.life):
-            for name in self.teachers:
-                await self.queue.release(rollouts_topic(name), f"scorer#{life}")
+            for topic in self._topics:
+                await self.queue.release(topic, f"scorer#{life}")
         self.released = self.life
         for name, weights in self.weights.items():
             await self.remote.call("load", name, weights)
+
+    @property
+    def _topics(self) -> list[str]:
+        """What it takes leases of."""
+        early = [early_topic(name) for name in self.config.early_tokens]
+        return [*(rollouts_topic(name) for name in self.teachers), *early]
 
 
 @dataclass

@@ -16,10 +16,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Rollout, Sample
+from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Piece, Rollout, Sample
 
-Item = Group | Rollout | Sample | Lost
-T = TypeVar("T", Group, Rollout, Sample, Lost)
+Item = Group | Rollout | Sample | Lost | Piece
+T = TypeVar("T", Group, Rollout, Sample, Lost, Piece)
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
 
 
@@ -96,6 +96,9 @@ def _row(item: Item, nbytes: int) -> Row:
     if isinstance(item, Lost):
         header = item.header
         return (header.uid, header.tokens, nbytes, header.oldest_version, header.teacher)
+    if isinstance(item, Piece):
+        tokens = len(item.prompt_ids) + len(item.response_ids)
+        return (item.uid, tokens, nbytes, NEVER_OLD, item.teacher)
     rollout = item if isinstance(item, Rollout) else item.rollout
     teacher = rollout.prompt.teacher
     return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
@@ -114,6 +117,11 @@ def unpack_lost(batches: Sequence[Batch]) -> list[Lost]:
 def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
     """The rollouts of several batches, in order; TypeError if there is anything else."""
     return _unpack(batches, Rollout)
+
+
+def unpack_pieces(batches: Sequence[Batch]) -> list[Piece]:
+    """The pieces of several batches, in order; TypeError if there is anything else."""
+    return _unpack(batches, Piece)
 
 
 def unpack_samples(batches: Sequence[Batch]) -> list[Sample]:

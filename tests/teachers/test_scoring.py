@@ -37,7 +37,9 @@ class Engine:
 
     async def generate(self, *request: Any) -> AsyncIterator[Any]:
         self.asked.append(request)
-        yield SimpleNamespace(finished=True, prompt_token_id_logprobs=self.answers.pop(0))
+        yield SimpleNamespace(
+            finished=True, prompt_token_id_logprobs=self.answers.pop(0), num_cached_tokens=0
+        )
 
 
 def rollout(tokens: int = 2) -> Rollout:
@@ -148,7 +150,7 @@ async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
 async def test_scores_of_another_shape_are_an_error(kind: str) -> None:
-    with pytest.raises(StageError, match=r"shape \(3, 9\) in place of \(2, \d+\) for p/0"):
+    with pytest.raises(StageError, match=r"shape \(3, 9\) in place of \(2, \d+\) for r"):
         await score(Engine(np.zeros((3, 9), np.int32)), kind)
 
 
