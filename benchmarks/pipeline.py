@@ -46,10 +46,10 @@ RATE = 64.0  # samples/s of the trainer, the slowest stage
 MARGIN = 1.05  # teachers over trainer, rollout over teachers
 
 
-def mean_length() -> float:
+def mean_length(lengths: Lengths = LENGTHS) -> float:
     """Mean response length after the cut, by 200,000 draws."""
     random_ = random.Random(0)
-    return statistics.fmean(LENGTHS.sample(random_) for _ in range(200_000))
+    return statistics.fmean(lengths.sample(random_) for _ in range(200_000))
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ class Case:
     rate: float = RATE
     top_k: int = 16
     warm_up: int = 3
+    lengths: Lengths = LENGTHS
+    early_tokens: int = 0
 
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
@@ -90,6 +92,7 @@ class Case:
                         "model": "simulated",
                         "replicas": 4 * self.scale,
                         "engine": {"max_num_seqs": 32},
+                        "early_tokens": self.early_tokens,
                     }
                 },
                 "data": {"train": "none.jsonl"},
@@ -97,7 +100,7 @@ class Case:
                 "rollout": {
                     "replicas": 16 * self.scale,
                     "n": 1,
-                    "max_tokens": LENGTHS.most,
+                    "max_tokens": self.lengths.most,
                     "engine": {"max_num_seqs": 32},
                 },
                 "train": {"steps": 10**6, "batch_size": self.batch * self.scale},
@@ -124,7 +127,7 @@ def speeds(case: Case) -> tuple[DecodeSpeed, ScoreSpeed, TrainSpeed]:
 
     A decoding step costs 1/64 more for each request: memory-bound, as decoding is.
     """
-    mean = mean_length()
+    mean = mean_length(case.lengths)
     tokens = mean + PROMPT_TOKENS
     slots = 32
     step = 16 * case.scale * slots / (case.rate * MARGIN**2 * mean)
@@ -201,7 +204,7 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     decode, score, train = speeds(case)
     factories = Factories(
         student=Factory(
-            "benchmarks.simulated.replicas:SimulatedStudent", (decode, LENGTHS, train.sync_s)
+            "benchmarks.simulated.replicas:SimulatedStudent", (decode, case.lengths, train.sync_s)
         ),
         teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, case.top_k)),
         trainer=Factory("benchmarks.simulated.trainer:build_simulated_trainer", (train,)),

@@ -36,10 +36,18 @@ class Decoder:
         self._handle: asyncio.TimerHandle | None = None
         self._versions: list[tuple[float, int]] = [(0.0, 0)]  # from which mark on, which version
 
-    async def decode(self, length: int) -> tuple[VersionSpan, ...]:
-        """Returns when ``length`` tokens are decoded, with the versions that produced them."""
+    @property
+    def tokens(self) -> float:
+        """What a request that runs since the start has received."""
         self._advance()
-        start = self._tokens
+        return self._tokens
+
+    async def decode(self, length: int, start: float | None = None) -> tuple[VersionSpan, ...]:
+        """Returns when ``length`` tokens are decoded, with the versions that produced them.
+
+        ``start``: of a request that goes on, ``tokens`` when it began, and its own since then.
+        """
+        start = self.tokens if start is None else start
         self._count += 1
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._marks, (start + length, self._count, done))

@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, Scores, TopK
+from async_opd.core.samples import (
+    Prompt,
+    Rollout,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+    VersionSpan,
+)
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
 from benchmarks.simulated.decoder import Decoder
+from rollouter.ahead import Ahead
 from rollouter.feed import Feed
+from rollouter.growing import Growing
 from rollouter.slots import Slots
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
@@ -39,6 +53,8 @@ class SimulatedStudent:
         self._version = 0
         slots = Slots(speed.slots, spec.sampling.n)
         self._feed = Feed(spec.consumer, queue, slots, self._roll)
+        self._early = spec.early_tokens
+        self._ahead = Ahead(queue)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -65,16 +81,25 @@ class SimulatedStudent:
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._lengths.sample(self._random)
         with self._activity.busy():
-            spans = await self._decoder.decode(length)
+            rollout = await self._grow(Growing(uid, prompt, 0), length)
         self._tokens += length
-        return Rollout(
-            uid=uid,
-            prompt=prompt,
-            response_ids=np.zeros(length, dtype=np.int32),
-            rollout_logprobs=np.zeros(length, dtype=np.float32),
-            version_spans=spans,
-            finish_reason="length" if length == self._lengths.most else "stop",
-        )
+        return rollout
+
+    async def _grow(self, growing: Growing, length: int) -> Rollout:
+        every = self._early.get(growing.prompt.teacher, length)
+        begun, done = self._decoder.tokens, 0
+        spans: list[VersionSpan] = []
+        while True:
+            part = min(every, length - done)
+            found = await self._decoder.decode(part, begun + done)
+            spans += [VersionSpan(s.version, done + s.start, done + s.end) for s in found]
+            output: Any = _output(part, spans, "length" if length == self._lengths.most else "stop")
+            growing.add(output)
+            done += part
+            if done == length:
+                self._ahead.withdraw(growing)
+                return growing.rollout(output)
+            self._ahead.offer(growing)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Nothing to evaluate."""
@@ -115,6 +140,21 @@ class SimulatedStudent:
         """Nothing to end."""
 
 
+def _output(tokens: int, spans: Sequence[VersionSpan], finish: str) -> Any:
+    """What an engine says of zeros."""
+    starts, zeros = list(range(tokens)), [0] * tokens
+    flat = SimpleNamespace(start_indices=starts, token_ids=zeros, logprobs=zeros)
+    return SimpleNamespace(
+        token_ids=zeros, logprobs=flat, weight_versions=_joined(spans), finish_reason=finish
+    )
+
+
+def _joined(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
+    """One for each version."""
+    groups = [list(group) for _, group in groupby(spans, lambda span: span.version)]
+    return [VersionSpan(same[0].version, same[0].start, same[-1].end) for same in groups]
+
+
 class SimulatedTeacher:
     """Behaves as ``teachers.replica.TeacherReplica``: one batch at a time."""
 
@@ -122,6 +162,7 @@ class SimulatedTeacher:
         self._speed = speed
         self._top_k = top_k
         self._free = asyncio.Lock()
+        self._ahead: Counter[str] = Counter()  # tokens scored of rollouts under way
         self._activity = Activity("score")
         self._tokens = 0
 
@@ -129,14 +170,23 @@ class SimulatedTeacher:
         """One worker."""
         return 1
 
+    async def early(self, batch: Batch) -> int:
+        """Takes the time of its tokens, which the finished rollout then takes no more."""
+        await self._work(sum(header.tokens for header in batch.headers))
+        for header in batch.headers:
+            self._ahead[header.uid] += header.tokens
+        return len(batch)
+
     async def score(self, batch: Batch) -> Batch:
         """Takes the time of its tokens."""
-        tokens = sum(header.tokens for header in batch.headers)
+        await self._work(sum(h.tokens - self._ahead.pop(h.uid, 0) for h in batch.headers))
+        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
+
+    async def _work(self, tokens: int) -> None:
         async with self._free:
             with self._activity.busy():
                 await asyncio.sleep(self._speed.seconds(tokens))
         self._tokens += tokens
-        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
 
     def _scores(self, rollout: Rollout) -> Scores:
         length, k = len(rollout.response_ids), self._top_k

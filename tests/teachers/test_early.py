@@ -233,15 +233,21 @@ class Event:
     piece: int | None
 
 
+responses = st.lists(st.integers(0, 1), max_size=14)  # so few tokens that beginnings collide
+
+
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[Rollout], list[list[Piece]], list[Event], list[int]]:
     """Rollouts, their pieces, what arrives in which order (some of it never), and failures."""
     items, cut = [], []
     for index in range(draw(st.integers(1, 4))):
-        tokens = draw(st.lists(st.integers(0, 1), min_size=0, max_size=14))  # beginnings collide
-        items.append(rollout(f"p/{index}", tokens))
-        ends = draw(st.sets(st.integers(1, max(1, len(tokens)))))
-        cut.append(pieces(items[-1], sorted(end for end in ends if end <= len(tokens))))
+        lives = draw(st.lists(responses, min_size=1, max_size=2))  # the last one is finished
+        items.append(rollout(f"p/{index}", lives[-1]))
+        cut.append([])
+        for tokens in lives:
+            ends = draw(st.sets(st.integers(1, max(1, len(tokens)))))
+            life = rollout(f"p/{index}", tokens)
+            cut[-1] += pieces(life, sorted(end for end in ends if end <= len(tokens)))
     events = [Event(i, j) for i, found in enumerate(cut) for j in range(len(found))]
     events += [Event(i, None) for i in range(len(items))]
     events = draw(st.permutations(events)) if draw(st.booleans()) else events
@@ -255,7 +261,7 @@ def histories(draw: st.DrawFn) -> tuple[list[Rollout], list[list[Piece]], list[E
 def test_whatever_becomes_of_the_pieces_the_scores_are_those_of_the_whole(
     kind: str, history: Any, at_once: bool
 ) -> None:
-    """Pieces late, twice over, lost, out of order; calls that fail; rollouts that begin alike."""
+    """Pieces late, lost, out of order, of a rollout that was then sampled anew; failing calls."""
     items, cut, events, failures = history
 
     async def check() -> None:
