@@ -1,7 +1,7 @@
 """Scores of response rows, from the final hidden states that an engine has at hand in its worker.
 
     hidden states of one engine step ──rows asked for, of all requests──► [n, H]
-        ──chunk──► engine's own head ──► log-softmax ──► given tokens, k best ──► [rows, columns]
+        ──chunk──► engine's own head ──► log-softmax of logits / T ──► given tokens, k best
 
 Row P-1+i of a request predicts token i of its response; nothing else needs the head. The prompt may
 come in several chunks, and a preempted request may start again: rows are kept by position.
@@ -32,7 +32,7 @@ class Wanted:
     """What is asked of a request: the last ``rows`` rows of its prompt, from ``start`` on.
 
     ``ids`` are int32 [rows, columns] as bytes: tokens to score. ``top_k`` is how many of the best
-    come with them. Neither: the hidden states themselves.
+    come with them. Neither: the hidden states themselves, which know no ``temperature``.
     """
 
     start: int
@@ -40,6 +40,7 @@ class Wanted:
     ids: bytes = b""
     columns: int = 0
     top_k: int = 0
+    temperature: float = 1.0
 
     def arguments(self) -> dict[str, Any]:
         """As ``SamplingParams.extra_args``."""
@@ -50,6 +51,11 @@ class Wanted:
         """What ``arguments`` gave, or None for a request of another kind."""
         found = (extra_args or {}).get(ARGUMENT)
         return None if found is None else cls(**found)
+
+    @property
+    def form(self) -> tuple[int, int, float]:
+        """What requests have in common whose rows can be scored together."""
+        return self.columns, self.top_k, self.temperature
 
     @property
     def states(self) -> bool:
@@ -161,11 +167,11 @@ class RowScores:
         request has to come again without it.
         """
         seen = [_Part.of(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open]
-        same: defaultdict[tuple[int, int], list[_Part]] = defaultdict(list)
+        same: defaultdict[tuple[int, int, float], list[_Part]] = defaultdict(list)
         for part in seen:
             part.request.meet(part.chunk)
             if part.low < part.high and not part.request.missed:
-                same[part.request.wanted.columns, part.request.wanted.top_k].append(part)
+                same[part.request.wanted.form].append(part)
         for parts in same.values():
             self._fill(hidden, parts)
         last = {part.chunk.request_id for part in seen if part.is_last}
@@ -178,29 +184,38 @@ class RowScores:
         if wanted.states:
             values = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
         else:
-            values = self.score(states, torch.cat([part.ids() for part in parts]), wanted.top_k)
+            ids = torch.cat([part.ids() for part in parts])
+            values = self.score(states, ids, wanted.top_k, wanted.temperature)
         counts = [part.high - part.low for part in parts]
         for part, rows in zip(parts, torch.split(values, counts), strict=True):
             part.request.keep(part.low, rows)
 
-    def score(self, states: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
+    def score(
+        self, states: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float = 1.0
+    ) -> torch.Tensor:
         """Int32 bits [n, columns + 2 top_k] of states [n, H] and ids [n, columns].
 
-        Float32 log-probabilities over the vocabulary; -inf for a token that the head has no row
-        for. Never more than two chunks of logits are alive.
+        Float32 log-probabilities of softmax(logits / temperature) over the vocabulary; -inf for a
+        token that the head has no row for. Never more than two chunks of logits are alive.
         """
         budget = CHUNK_BYTES.get(states.device.type, CHUNK_BYTES_GPU)
         size = max(1, budget // (4 * self.vocabulary))
         ids = ids.to(states.device)
         found = [
-            _scored(self.logits(part), wanted, top_k)
+            _scored(self.logits(part), wanted, top_k, temperature)
             for part, wanted in zip(torch.split(states, size), torch.split(ids, size), strict=True)
         ]
         return torch.cat(found)
 
 
-def _scored(logits: torch.Tensor, ids: torch.Tensor, top_k: int) -> torch.Tensor:
-    logprobs = logits.float().log_softmax(1)
+def _scored(
+    logits: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float
+) -> torch.Tensor:
+    """Takes the logits over."""
+    logits = logits.float()
+    if temperature != 1:
+        logits.div_(temperature)
+    logprobs = logits.log_softmax(1)
     rows = logprobs.shape[1]
     own = logprobs.gather(1, ids.clamp(0, rows - 1)).masked_fill_(ids >= rows, float("-inf"))
     best, best_ids = logprobs.topk(top_k)

@@ -9,7 +9,8 @@
     hidden         the hidden state                              HiddenStates
 
 The response's last token predicts nothing that was sampled, and is not sent. The engine can answer
-prompts as well. Given tokens are on a GPU scored by vLLM's own ``prompt_logprob_token_ids``.
+prompts as well. Given tokens are on a GPU scored by vLLM's own ``prompt_logprob_token_ids``, which
+knows temperature 1 only.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class Scoring:
         self._vocabulary = int(model.get_vocab_size())
         self._block = int(engine.vllm_config.cache_config.block_size)
         self._heads: dict[int, None] = {}
-        self._by_vllm = spec.device == "cuda" and spec.kind in ("sampled", "student_topk")
+        given = spec.kind in ("sampled", "student_topk")
+        self._by_vllm = given and spec.device == "cuda" and spec.temperature == 1
 
     async def score(
         self, rollout: Rollout, request_id: str, known: NDArray[Any] | None = None
@@ -143,6 +145,7 @@ class Scoring:
             ids=b"" if states else ids.tobytes(),
             columns=0 if states else ids.shape[1],
             top_k=self._spec.top_k if self._spec.kind == "teacher_topk" else 0,
+            temperature=self._spec.temperature,
         )
 
     def _prompt_only(self, prompt: Int32, response: Int32) -> bool:

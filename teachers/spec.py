@@ -13,7 +13,8 @@ from async_opd.core.loss_config import ScoreKind
 class TeacherEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.core.engine_args``.
 
-    ``kind`` is what it returns for a rollout; ``top_k`` is 0 where it needs none.
+    ``kind`` is what it returns for a rollout; ``top_k`` is 0 where it needs none. ``temperature``
+    is that of its log-probabilities; hidden states have none.
     """
 
     name: str
@@ -22,3 +23,4 @@ class TeacherEngineSpec:
     top_k: int
     eos_ids: tuple[int, ...]
     device: Device = "cpu"
+    temperature: float = 1.0

@@ -3,12 +3,12 @@
     model directory ──safetensors, one tensor──► head's weight [V, H] ──× states──► logits
 
 Only the head is read, and of it only the rows that the student has too. Teachers of the same model
-share one.
+share its weight.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,13 +24,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """logits = scale · cap · tanh((W h + b) / cap), where there is a cap."""
+    """logits = scale / temperature · cap · tanh((W h + b) / cap), where there is a cap."""
 
     name: str
     weight: torch.Tensor
     bias: torch.Tensor | None = None
     scale: float = 1.0
     cap: float | None = None
+    temperature: float = 1.0
 
     @property
     def vocabulary(self) -> int:
@@ -52,9 +53,8 @@ class TeacherHead:
         logits = project(states.to(self.weight.dtype), self.weight, self.bias, out)
         if self.cap is not None:
             logits.div_(self.cap).tanh_().mul_(self.cap)
-        if self.scale != 1:
-            logits.mul_(self.scale)
-        return logits
+        factor = self.scale / self.temperature
+        return logits if factor == 1 else logits.mul_(factor)
 
 
 def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict[str, TeacherHead]:
@@ -75,7 +75,7 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
         key = (config.teacher_model(name), _dtype(teacher, device))
         if key not in of_model:
             of_model[key] = read_head(name, *key, vocabulary, device)
-        heads[name] = of_model[key]
+        heads[name] = replace(of_model[key], name=name, temperature=teacher.temperature)
     return heads
 
 

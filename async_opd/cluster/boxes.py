@@ -174,6 +174,7 @@ class Boxes:
             top_k=scored_top_k(config.loss),
             eos_ids=self.eos_ids,
             device=self.device,
+            temperature=teacher.temperature,
         )
         return await self._start(
             name,

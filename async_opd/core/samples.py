@@ -3,7 +3,9 @@
     Prompt ──rollouter──► Rollout ──scorer──► Sample(Rollout, Scores) ──► trainer
 
 Shapes use P for the prompt's length, R for the response's, k for the teacher's top-k. Log-
-probabilities are natural logarithms (nats). Teacher payloads cover response positions only.
+probabilities are natural logarithms (nats). Teacher payloads cover response positions only; a
+teacher's log-probabilities are those of softmax(logits / T) over the full vocabulary, T being its
+``temperature``.
 """
 
 from __future__ import annotations
@@ -154,7 +156,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class SampledLogprobs:
-    """The teacher's log-probability of each sampled token: float32 [R], temperature 1."""
+    """The teacher's log-probability of each sampled token: float32 [R]."""
 
     logprobs: Float32
 
@@ -164,7 +166,7 @@ class TopK:
     """The teacher's k most probable tokens at each response position, and the sampled one.
 
     ``ids`` int32 [R, k] and ``logprobs`` float32 [R, k], both by falling probability;
-    ``sampled_logprobs`` float32 [R]. All at temperature 1, normalized over the full vocabulary.
+    ``sampled_logprobs`` float32 [R].
     """
 
     ids: Int32
@@ -176,8 +178,7 @@ class TopK:
 class CandidateLogprobs:
     """The teacher's log-probabilities of given tokens: the student's own top-k.
 
-    ``ids`` int32 [R, k], ``logprobs`` float32 [R, k], ``sampled_logprobs`` float32 [R]; at
-    temperature 1, normalized over the full vocabulary.
+    ``ids`` int32 [R, k], ``logprobs`` float32 [R, k], ``sampled_logprobs`` float32 [R].
     """
 
     ids: Int32
@@ -190,6 +191,7 @@ class HiddenStates:
     """The teacher's final hidden states (after its last norm) that predict the response tokens.
 
     ``states`` [R, H] is float32 or float16, or uint16 with the bits of bfloat16, as ``dtype`` says.
+    They know no temperature: that is the head's affair, in the trainer.
     """
 
     states: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]

@@ -53,6 +53,9 @@ class Teacher(Section):
     weight: float = Field(default=1.0, gt=0)
     """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
     weighted mean, so that only ratios between teachers matter."""
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    """Its scores are those of softmax(logits / temperature): above 1 softer, so that what it finds
+    unlikely counts for more; below 1 sharper. Its own answers (``eval.teachers``) do not use it."""
     max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
     """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
     code 1. Counted of at least 1000: by default the first ten are always allowed."""
@@ -179,6 +182,13 @@ class EndpointTeacher(Teacher):
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
     health: EndpointHealth = EndpointHealth()
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_what_servers_score_at(cls, temperature: float) -> float:
+        if temperature != 1:
+            raise ValueError("1, at which servers score; engines of the run's own (kind: vllm) can")
+        return temperature
 
     @property
     def replicas(self) -> int:

@@ -107,6 +107,19 @@ def test_what_no_server_returns_is_refused_with_the_reason(support: str) -> None
     assert "no server returns" in problem.message
 
 
+def test_a_server_scores_at_temperature_1_only() -> None:
+    (problem,) = problems(SERVER | {"temperature": 2.0})
+    assert problem.key == "teachers.sort.temperature"
+    assert "kind: vllm" in problem.message
+    assert not problems(SERVER | {"temperature": 1})
+
+
+@pytest.mark.parametrize("temperature", [0, -1, 1e-9, 1e9, ".inf"])
+def test_a_temperature_that_leaves_nothing_of_the_teacher_is_refused(temperature: Any) -> None:
+    (problem,) = problems({"model": "m", "temperature": temperature})
+    assert problem.key == "teachers.sort.temperature"
+
+
 def test_a_server_takes_no_gpu_of_the_run() -> None:
     (pool,) = [pool for pool in pools(load(SERVER)) if pool.name == "teachers.sort"]
     assert (pool.gpus, pool.model) == (0, "sorter")

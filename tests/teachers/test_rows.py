@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,17 @@ def table(hidden: torch.Tensor) -> torch.Tensor:
 
 def wanted(start: int, ids: np.ndarray, top_k: int = 0) -> Wanted:
     return Wanted(start, len(ids), ids.astype(np.int32).tobytes(), ids.shape[1], top_k)
+
+
+def tempered(ids: np.ndarray, temperature: float) -> Wanted:
+    return replace(wanted(0, ids, K), temperature=temperature)
+
+
+def answer(asked: Wanted) -> torch.Tensor:
+    """What is found in one step with the request's rows alone."""
+    scores = scorer()
+    scores.add("r", asked)
+    return scores.step(states(asked.rows), [Chunk("r", 0, asked.rows, 0)])["r"]
 
 
 def ids_of(count: int, columns: int = 2) -> np.ndarray:
@@ -66,6 +78,51 @@ def test_however_a_prompt_is_cut_its_response_rows_have_the_log_probabilities_of
     expected = torch.cat([full.gather(1, torch.from_numpy(ids)), full.topk(K).values], 1)
     np.testing.assert_allclose(numbers(found, 2, K), expected, atol=1e-5)
     np.testing.assert_array_equal(found[:, 2 + K :], full.topk(K).indices)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+def test_log_probabilities_are_those_of_the_tempered_teacher(temperature: float) -> None:
+    """log p^(1/T) / Z, in float64, of all tokens: given ones and the best."""
+    every = np.tile(np.arange(VOCABULARY), (3, 1))
+    found = numbers(answer(tempered(every, temperature)), VOCABULARY, K)
+    p = table(states(3)).exp() ** (1 / temperature)
+    expected = (p / p.sum(-1, keepdim=True)).log()
+    np.testing.assert_allclose(found[:, :VOCABULARY], expected, atol=1e-5)
+    np.testing.assert_allclose(found[:, VOCABULARY:], expected.topk(K).values, atol=1e-5)
+
+
+def test_temperature_1_changes_no_bit() -> None:
+    plain = wanted(0, ids_of(3), K)
+    assert torch.equal(answer(plain), answer(replace(plain, temperature=1.0)))
+
+
+def test_a_hot_teacher_knows_nothing_and_a_cold_one_only_its_best_token() -> None:
+    every = np.tile(np.arange(VOCABULARY), (3, 1))
+    hot = numbers(answer(tempered(every, 1e6)), VOCABULARY, K)
+    np.testing.assert_allclose(hot, -np.log(VOCABULARY), atol=1e-4)
+    cold = numbers(answer(tempered(every, 1e-4)), VOCABULARY, K)[:, VOCABULARY:]
+    assert cold[:, 0].tolist() == [0, 0, 0]
+    assert (cold[:, 1:] < -100).all()
+
+
+def test_a_temperature_keeps_the_order_of_the_best() -> None:
+    ids = [answer(tempered(ids_of(3), t))[:, -K:].tolist() for t in (0.5, 1.0, 4.0)]
+    assert ids[0] == ids[1] == ids[2]
+
+
+def test_hidden_states_know_no_temperature() -> None:
+    assert torch.equal(answer(Wanted(0, 3, temperature=2.0)), states(3))
+
+
+def test_requests_of_two_temperatures_may_share_a_step() -> None:
+    scores, hidden, ids = scorer(), states(4), ids_of(2)
+    scores.add("a", tempered(ids, 2.0))
+    scores.add("b", wanted(0, ids, K))
+    found = scores.step(hidden, [Chunk("a", 0, 2, 0), Chunk("b", 0, 2, 2)])
+    for name, start, t in (("a", 0, 2.0), ("b", 2, 1.0)):
+        expected = (table(hidden[start : start + 2]) / t).log_softmax(-1)
+        own = expected.gather(1, torch.from_numpy(ids))
+        np.testing.assert_allclose(numbers(found[name], 2, K)[:, :2], own, atol=1e-5)
 
 
 def test_requests_of_one_step_are_told_apart() -> None:
@@ -139,5 +196,5 @@ def test_other_requests_have_nothing_to_score() -> None:
 
 
 def test_what_is_wanted_survives_the_way_to_the_worker() -> None:
-    asked = wanted(3, ids_of(2), K)
+    asked = tempered(ids_of(2), 0.7)
     assert Wanted.of(asked.arguments()) == asked

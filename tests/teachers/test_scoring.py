@@ -47,12 +47,14 @@ def rollout(tokens: int = 2) -> Rollout:
     return replace(make_rollout(tokens=tokens, prompt_tokens=3), topk_ids=topk)
 
 
-async def score(engine: Engine, kind: str, device: Any = "cpu", tokens: int = 2) -> Any:
+async def score(
+    engine: Engine, kind: str, device: Any = "cpu", tokens: int = 2, temperature: float = 1.0
+) -> Any:
     from teachers.scoring import Scoring
     from teachers.spec import TeacherEngineSpec
 
     top_k = K if kind.endswith("topk") else 0
-    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, device)
+    spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, device, temperature)
     return await Scoring(spec, engine).score(rollout(tokens), "r")  # type: ignore[arg-type]
 
 
@@ -171,6 +173,14 @@ async def test_given_tokens_are_scored_by_vllm_itself_on_a_gpu(kind: str) -> Non
     assert (params.prompt_logprob_start, params.extra_args) == (2, None)
     padded = [[0, 4, 5, 6], [1, 7, 8, -1]]  # 9 is beyond the vocabulary of 9
     assert params.prompt_logprob_token_ids.tolist() == [row[:columns] for row in padded]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("kind", ["sampled", "student_topk"])
+async def test_a_tempered_teacher_scores_in_the_worker_everywhere(kind: str, device: str) -> None:
+    engine = Engine(bits(np.full((2, 1 + K * (kind == "student_topk")), -1.0)))
+    await score(engine, kind, device, temperature=2.0)
+    assert asked_rows(engine).temperature == 2
 
 
 async def test_vllm_drops_a_request_whose_rows_were_cached_and_is_asked_again() -> None:

@@ -17,6 +17,7 @@ from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 pytestmark = pytest.mark.engine
 
 K = 5
+WARM = 2.0
 TEACHER = QUICKSTART / "models" / "teacher-sort"
 LIMIT = 128 - 12  # longest response after prompts of 12 tokens, at the model's limit
 LENGTHS = (0, 1, 2, 3, 7, LIMIT, LIMIT)
@@ -106,6 +107,8 @@ async def scenario() -> Seen:
                 for rollout in rollouts()
             ]
         early = {kind: await in_pieces(teacher, kind) for kind in samples}
+        warm = Scoring(replace(spec, temperature=WARM), teacher._engine)
+        samples["warm"] = [Sample(r, await warm.score(r, f"warm {r.uid}")) for r in rollouts()]
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
         scoring_now = asyncio.create_task(teacher.score(Batch.pack(rollouts())))
         await teacher.load(str(QUICKSTART / "models" / "teacher-reverse"))
@@ -172,6 +175,16 @@ def test_the_top_k_are_the_k_most_probable_tokens(seen: Seen, tables: list[Any])
 def test_the_ids_have_these_log_probabilities(seen: Seen, tables: list[Any], kind: str) -> None:
     for sample, table in zip(seen.samples[kind], tables, strict=True):
         own = np.take_along_axis(table, sample.scores.ids.astype(np.int64), axis=-1)
+        np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)
+
+
+def test_a_tempered_teachers_scores_are_those_of_its_logits_over_the_temperature(
+    seen: Seen, tables: list[Any]
+) -> None:
+    for sample, table in zip(seen.samples["warm"], tables, strict=True):
+        p = np.exp(table / WARM)
+        warm = np.log(p / p.sum(-1, keepdims=True))
+        own = np.take_along_axis(warm, sample.scores.ids.astype(np.int64), axis=-1)
         np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)
 
 

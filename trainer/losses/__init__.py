@@ -1,7 +1,8 @@
 """Objectives, one file each: losses of response tokens, in nats, with their gradients.
 
-``q`` is the student under its current weights, ``p`` the teacher; both at temperature 1. Responses
-were sampled from the student (of a possibly older version).
+``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at its own
+(``teachers.<name>.temperature``). Responses were sampled from the student (of a possibly older
+version).
 
     divergence (forward_kl, reverse_kl, jsd) ── over top-k or vocabulary ──┐
     estimator (k1, k2, k3, abs) ── of the sampled token ───────────────────┼─► Objective ─► chunked

@@ -9,8 +9,8 @@ constant.
     i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143)
 
 mu is the distribution that was sampled. At a temperature other than 1, the q of both ratios has the
-same temperature: ratios measure staleness alone, and are 1 where there is none. D_t is always at
-temperature 1.
+same temperature: ratios measure staleness alone, and are 1 where there is none. The q of D_t is
+always at temperature 1; its p comes with the teacher's temperature in it.
 """
 
 from __future__ import annotations
