@@ -12,7 +12,8 @@ from async_opd.core.samples import Sample, SampledLogprobs
 class Agreement:
     """Sums log p(teacher) - log q(rollout) over sampled tokens, in nats, and counts the tokens.
 
-    Scores without the sampled tokens' log-probabilities (hidden states) are left out.
+    Scores without the sampled tokens' log-probabilities (hidden states) are left out: the trainer,
+    which has the teacher's head, reports theirs (``trainer/losses/report.py``).
     """
 
     def __init__(self) -> None:

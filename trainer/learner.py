@@ -134,7 +134,9 @@ class Learner:
             group.sort(key=lambda index: samples[index].rollout.prompt.teacher)
             packed = pack([samples[i] for i in group], [shares[i] for i in group])
             reports.append(self._backward(packed.to(self._device)))
-        means = step_metrics(joined(reports)) | rewards
+        trained = [samples[i].rollout for group in groups for i in group]
+        runs = [(rollout.prompt.teacher, len(rollout.response_ids)) for rollout in trained]
+        means = step_metrics(joined(reports), runs) | rewards
         norm = float(
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         )

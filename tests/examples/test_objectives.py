@@ -85,3 +85,4 @@ def test_an_example_runs(steps: list[dict[str, Any]]) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(math.isfinite(line["loss/total"]) for line in steps)
     assert all(line["train/grad_norm"] > 0 for line in steps)
+    assert any(line.get("teacher/sort/agreement", 0) < 0 for line in steps)

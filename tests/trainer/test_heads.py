@@ -13,7 +13,8 @@ import torch
 
 from async_opd.core.config import ForwardKLConfig, JSDConfig, ReverseKLConfig, TrainConfig
 from async_opd.core.errors import StageError
-from async_opd.core.samples import HiddenStates, Sample
+from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs
+from teachers.agreement import Agreement
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.heads import TeacherHead, read_head
 from trainer.learner import Learner
@@ -206,6 +207,17 @@ def exact(kind: str, batch: list[Sample], teachers: dict[str, Any]) -> float:
     return float(torch.cat(values).mean())
 
 
+def gap_of(sample: Sample, model: Any, temperature: float) -> torch.Tensor:
+    """log p^(1/T) / Z - log q(rollout) of each sampled token, [R] in float64."""
+    rollout = sample.rollout
+    ids = np.concatenate([rollout.prompt.token_ids, rollout.response_ids])
+    with torch.no_grad():
+        logits = model(torch.from_numpy(ids).long()[None]).logits[0].double()
+    table = (logits[len(rollout.prompt.token_ids) - 1 : -1] / temperature).log_softmax(-1)
+    own = table.gather(1, torch.from_numpy(rollout.response_ids).long()[:, None])[:, 0]
+    return own - torch.from_numpy(rollout.rollout_logprobs).double()
+
+
 @pytest.mark.parametrize(
     ("kind", "config"),
     [
@@ -226,6 +238,53 @@ def test_two_teachers_in_one_batch_are_exact(kind: str, config: Any, budget: int
     made = learner(heads, config, tokens_per_micro_batch=budget)
     loss = made.train_batch(batch).metrics["loss/total"]
     assert loss == pytest.approx(exact(kind, batch, teachers), abs=1e-4)
+
+
+@pytest.mark.parametrize("budget", [8, 10**6])
+def test_agreement_is_that_of_the_whole_models_for_each_teacher(budget: int) -> None:
+    """Mean over a teacher's tokens of log p^(1/T) / Z - log q(rollout), from float64."""
+    teachers = {"wide": teacher(), "narrow": teacher(tied=False, hidden=24)}
+    heads = {
+        "wide": replace(head_of(teachers["wide"], "wide"), temperature=2.0),
+        "narrow": head_of(teachers["narrow"], "narrow"),
+    }
+    batch = [
+        scored(teachers[name], index, size, name)
+        for index, (name, size) in enumerate([("wide", 5), ("narrow", 3), ("wide", 0), ("wide", 4)])
+    ]
+    metrics = learner(heads, tokens_per_micro_batch=budget).train_batch(batch).metrics
+    for name, temperature in (("wide", 2.0), ("narrow", 1.0)):
+        gaps = [
+            gap_of(sample, teachers[name], temperature)
+            for sample in batch
+            if sample.rollout.prompt.teacher == name
+        ]
+        expected = float(torch.cat(gaps).mean())
+        assert metrics[f"teacher/{name}/agreement"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_teacher_without_tokens_has_no_agreement() -> None:
+    model = teacher()
+    batch = [scored(model, 0, 0, "t"), scored(model, 1, 2, "u")]
+    made = learner({name: head_of(model, name) for name in "tu"})
+    found = made.train_batch(batch).metrics
+    assert "teacher/u/agreement" in found
+    assert "teacher/t/agreement" not in found
+
+
+def test_agreement_has_the_definition_of_the_scoring_stage() -> None:
+    """The same teacher, once by hidden states and once by log-probabilities."""
+    model = teacher()
+    batch = [scored(model, index, 4, "t") for index in range(3)]
+    found = learner({"t": head_of(model, "t")}).train_batch(batch).metrics["teacher/t/agreement"]
+    agreement = Agreement()
+    for sample in batch:
+        logprobs = (gap_of(sample, model, 1.0).numpy() + sample.rollout.rollout_logprobs).astype(
+            np.float32
+        )
+        agreement.add([Sample(sample.rollout, SampledLogprobs(logprobs))])
+    counters = agreement.drain()
+    assert found == pytest.approx(counters["gap"] / counters["gap_tokens"], abs=1e-4)
 
 
 def test_a_larger_padding_of_the_teacher_is_left_out() -> None:

@@ -36,6 +36,13 @@ def test_the_truncated_share_is_there_only_where_weights_are() -> None:
     assert step_metrics(weighed)["importance/truncated"] == 0.5
 
 
+def test_agreement_is_a_mean_over_the_tokens_of_each_teacher() -> None:
+    gaps = values([1.0] * 4) | {"agreement": torch.tensor([-1.0, -2.0, -6.0, -3.0])}
+    metrics = step_metrics(gaps, [("a", 2), ("b", 1), ("none", 0), ("a", 1)])
+    found = {key: value for key, value in metrics.items() if "agreement" in key}
+    assert found == {"teacher/a/agreement": -2.0, "teacher/b/agreement": -6.0}
+
+
 def test_micro_batches_are_joined_and_empty_ones_left_out() -> None:
     found = joined([values([1.0]), {}, values([2.0, 3.0])])
     assert found["importance"].tolist() == [1.0, 2.0, 3.0]

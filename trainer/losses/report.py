@@ -6,10 +6,17 @@ under ``loss/``. The importance ratio r = q/mu becomes
     importance/mean, importance/max    of r as it is
     importance/truncated               share of tokens above the cap, where there is one
     importance/ess                     (Σ r)² / (N Σ r²): 1 where all ratios are the same
+
+and log p - log mu of the sampled tokens, where the trainer alone has the teacher's distribution,
+
+    teacher/<name>/agreement           its mean over this teacher's tokens, in nats
+
+which for other scores is the scoring stage's (``teachers/agreement.py``).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -25,12 +32,16 @@ def joined(reports: Sequence[Metrics]) -> Metrics:
     return {name: torch.cat([one[name] for one in filled]) for name in filled[0]}
 
 
-def step_metrics(values: Metrics) -> dict[str, float]:
-    """``loss/total`` is 0 where there are no tokens."""
+def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[str, float]:
+    """``loss/total`` is 0 where there are no tokens. ``runs``: whose teacher's the values are.
+
+    They are (teacher, number of tokens), in order, and only needed for agreement.
+    """
     if not values:
         return {"loss/total": 0.0}
     found = {name: value.double() for name, value in values.items()}
     ratio, truncated = found.pop("importance"), found.pop("truncated", None)
+    gap = found.pop("agreement", None)
     scalars = {f"loss/{name}": value.mean() for name, value in found.items()}
     scalars["loss/total"] = found["total"].sum()
     scalars["importance/mean"] = ratio.mean()
@@ -38,4 +49,17 @@ def step_metrics(values: Metrics) -> dict[str, float]:
     if truncated is not None:
         scalars["importance/truncated"] = truncated.mean()
     scalars["importance/ess"] = ratio.sum().square() / (len(ratio) * ratio.square().sum())
+    if gap is not None:
+        scalars |= _agreement(gap, runs)
     return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
+
+
+def _agreement(gap: torch.Tensor, runs: Sequence[tuple[str, int]]) -> Metrics:
+    """Means by teacher; none of a teacher without tokens."""
+    parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
+    for (teacher, _), part in zip(
+        runs, torch.split(gap, [count for _, count in runs]), strict=True
+    ):
+        parts[teacher].append(part)
+    whole = {teacher: torch.cat(found) for teacher, found in parts.items()}
+    return {f"teacher/{name}/agreement": part.mean() for name, part in whole.items() if len(part)}

@@ -158,6 +158,7 @@ class _OpenedVocabulary(Opened):
         self.teacher_sampled = rows.teacher_sampled[:, 0]
         self._scale, self.metrics = clamp_scale(value, clamp)
         self.value = value * self._scale
+        self.metrics["agreement"] = self.teacher_sampled - tokens.rollout_logprobs.to(logits.dtype)
 
     def close(self, factor: torch.Tensor, sampled: torch.Tensor | None) -> None:
         self._slope.mul_((factor * self._scale)[:, None])
