@@ -18,10 +18,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from async_opd.core.alarm import Alarm
+from async_opd.core.alarm import Alarm, Timer
 from async_opd.core.config import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout
-from async_opd.core.queue import Timer
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport

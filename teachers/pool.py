@@ -23,12 +23,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
-from async_opd.core.alarm import Alarm
+from async_opd.core.alarm import Alarm, Timer
 from async_opd.core.balancer import Balancer, Place
 from async_opd.core.batch import Batch, unpack_pieces
 from async_opd.core.config import EndpointHealth, HealthConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
-from async_opd.core.queue import Timer
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Lost, Piece, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport

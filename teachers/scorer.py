@@ -19,7 +19,7 @@ from contextlib import suppress
 from async_opd.core.batch import Batch
 from async_opd.core.config import HealthConfig
 from async_opd.core.errors import LeaseExpired, first_cause
-from async_opd.core.queue import Lease
+from async_opd.core.loans import Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,

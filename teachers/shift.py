@@ -10,7 +10,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
-from async_opd.core.queue import Lease
+from async_opd.core.loans import Lease
 
 Question = Callable[[], Awaitable[None]]
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, unpack_samples
 from async_opd.core.errors import LeaseExpired
-from async_opd.core.queue import Lease
+from async_opd.core.loans import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, Queue
 

@@ -7,9 +7,11 @@ from typing import cast
 
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
-from async_opd.core.queue import Ack, Lease, TopicStats
+from async_opd.core.loans import Lease
+from async_opd.core.queue import Ack
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Captured, SamplingSpec, StageReport, StepReport
+from async_opd.core.topic import TopicStats
 from async_opd.core.weights import Rendezvous, WeightMeta
 from teachers.pool import Weights
 

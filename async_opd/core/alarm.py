@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageTimeout
-from async_opd.core.queue import Timer
 
+
+class Cancellable(Protocol):
+    """What a timer returns."""
+
+    def cancel(self) -> None: ...
+
+
+Timer = Callable[[float, Callable[[], None]], Cancellable]
+"""Calls something after so many seconds, unless cancelled before."""
 Result = TypeVar("Result")
 
 

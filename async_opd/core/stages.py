@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.queue import Ack, Lease, TopicStats
+from async_opd.core.loans import Lease
+from async_opd.core.queue import Ack
 from async_opd.core.samples import Header, Prompt, Rollout
+from async_opd.core.topic import TopicStats
 
 SCORED = "scored"
 PROMPTS = "prompts"

@@ -1,4 +1,4 @@
-"""A topic of the message queue: ``async_opd.core.queue`` without time and payloads."""
+"""A topic of the message queue: ``async_opd.core.topic`` without time and payloads."""
 
 from __future__ import annotations
 

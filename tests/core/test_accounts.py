@@ -20,7 +20,6 @@ from async_opd.core.errors import (
 )
 from async_opd.core.ledger import Ledger
 from async_opd.core.metering import Metering
-from async_opd.core.queue import TopicStats
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import (
     Group,
@@ -32,6 +31,7 @@ from async_opd.core.samples import (
     VersionSpan,
 )
 from async_opd.core.stages import Interval, StageReport, StepReport
+from async_opd.core.topic import TopicStats
 from tests.conftest import make_prompt, make_rollout, make_sample
 
 

@@ -1,237 +1,24 @@
-"""The message queue: order, bounds, leases, and that nothing is lost whatever the interleaving."""
+"""The message queue: topics by name, and leases that are acknowledged in the next call."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from typing import Any
-
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import LeaseExpired, QueueClosed
-from async_opd.core.queue import MessageQueue, Topic
+from async_opd.core.errors import LeaseExpired
+from async_opd.core.queue import MessageQueue
 from tests.conftest import make_rollout
-
-
-class ManualTimer:
-    """A timer whose time is moved by hand."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self.due: list[list[Any]] = []
-
-    def __call__(self, delay: float, call: Callable[[], None]) -> Any:
-        due = self.due
-        entry = [self.now + delay, call]
-        self.due.append(entry)
-
-        class Handle:
-            def cancel(self) -> None:
-                if entry in due:
-                    due.remove(entry)
-
-        return Handle()
-
-    def advance(self, seconds: float) -> None:
-        self.now += seconds
-        for entry in [e for e in self.due if e[0] <= self.now]:
-            self.due.remove(entry)
-            entry[1]()
-
-
-def topic(max_samples: int = 100, max_bytes: int = 1 << 20, timer: Any = None) -> Topic:
-    return Topic(max_samples, max_bytes, 10.0, timer or ManualTimer())
+from tests.timers import ManualTimer
 
 
 def batch(*uids: str) -> Batch:
     return Batch.pack(make_rollout(uid) for uid in uids)
 
 
-def uids(lease: Any) -> list[str]:
-    return [header.uid for b in lease.batches for header in b.headers]
-
-
-async def settle() -> None:
-    for _ in range(5):
-        await asyncio.sleep(0)
-
-
-async def test_samples_come_out_in_the_order_they_went_in() -> None:
-    queue = topic()
-    await queue.put(batch("a/0", "b/0"))
-    await queue.put(batch("c/0"))
-    assert uids(await queue.get(10)) == ["a/0", "b/0", "c/0"]
-
-
-async def test_a_get_takes_no_more_than_it_asked_for_and_splits_a_batch_for_it() -> None:
-    queue = topic()
-    await queue.put(batch("a/0", "b/0", "c/0"))
-    assert uids(await queue.get(2)) == ["a/0", "b/0"]
-    assert uids(await queue.get(2)) == ["c/0"]
-
-
-async def test_a_split_batch_still_decodes_to_the_same_rollouts() -> None:
-    queue = topic()
-    await queue.put(batch("a/0", "b/0", "c/0"))
-    await queue.get(1)
-    lease = await queue.get(2)
-    assert [item.uid for b in lease.batches for item in b.unpack()] == ["b/0", "c/0"]
-
-
-async def test_a_get_waits_until_at_least_so_many_are_there() -> None:
-    queue = topic()
-    waiting = asyncio.create_task(queue.get(3, 3))
-    await queue.put(batch("a/0", "b/0"))
-    await settle()
-    assert not waiting.done()
-    await queue.put(batch("c/0"))
-    assert len(await waiting) == 3
-
-
-async def test_a_put_waits_while_the_topic_is_full_and_goes_on_after_an_ack() -> None:
-    queue = topic(max_samples=1)
-    await queue.put(batch("a/0"))
-    waiting = asyncio.create_task(queue.put(batch("b/0")))
-    lease = await queue.get(1)
-    await settle()
-    assert not waiting.done()
-    queue.ack(lease.id)
-    await waiting
-
-
-async def test_the_byte_bound_makes_a_put_wait_too() -> None:
-    queue = topic(max_bytes=batch("a/0").nbytes)
-    await queue.put(batch("a/0"))
-    waiting = asyncio.create_task(queue.put(batch("b/0")))
-    await settle()
-    assert not waiting.done()
-    waiting.cancel()
-
-
-async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still_served() -> None:
-    queue = topic(max_bytes=1)
-    waiting = asyncio.create_task(queue.get(3, 3))
-    for uid in ("a/0", "b/0", "c/0"):
-        await asyncio.wait_for(queue.put(batch(uid)), 1)
-    assert len(await waiting) == 3
-
-
-async def test_a_get_that_could_never_be_served_is_refused() -> None:
-    with pytest.raises(ValueError, match="cannot wait for 5"):
-        await topic(max_samples=4).get(5, 5)
-
-
-async def test_a_returned_lease_comes_back_first() -> None:
-    queue = topic()
-    await queue.put(batch("a/0"))
-    await queue.put(batch("b/0"))
-    lease = await queue.get(1)
-    assert queue.nack(lease.id)
-    assert uids(await queue.get(1)) == ["a/0"]
-
-
-async def test_an_expired_lease_comes_back_and_its_ack_is_refused() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    lease = await queue.get(1)
-    timer.advance(11)
-    assert not queue.ack(lease.id)
-    assert uids(await queue.get(1)) == ["a/0"]
-
-
-async def test_an_acknowledged_lease_does_not_expire() -> None:
-    timer = ManualTimer()
-    queue = topic(timer=timer)
-    await queue.put(batch("a/0"))
-    queue.ack((await queue.get(1)).id)
-    timer.advance(100)
-    assert queue.stats.ready == 0
-
-
-async def test_a_cancelled_get_leaves_its_samples_for_the_next_one() -> None:
-    queue = topic()
-    waiting = asyncio.create_task(queue.get(1))
-    await settle()
-    putting = asyncio.create_task(queue.put(batch("a/0")))
-    waiting.cancel()
-    await putting
-    assert uids(await queue.get(1)) == ["a/0"]
-
-
-async def test_a_get_cancelled_after_it_was_served_gives_its_lease_back() -> None:
-    queue = topic()
-    waiting = asyncio.create_task(queue.get(1))
-    await settle()
-    await queue.put(batch("a/0"))
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    assert uids(await asyncio.wait_for(queue.get(1), 1)) == ["a/0"]
-
-
-async def test_closing_wakes_every_waiter_with_an_error() -> None:
-    queue = topic(max_samples=1)
-    getting = asyncio.create_task(queue.get(1))
-    await settle()
-    queue.close()
-    with pytest.raises(QueueClosed):
-        await getting
-
-
-async def test_an_empty_batch_is_an_ordinary_case() -> None:
-    queue = topic()
-    await queue.put(Batch.pack([]))
-    assert queue.stats.put == 0
-
-
 async def test_topics_do_not_mix() -> None:
     queue = MessageQueue(("a", "b"), 10, 1 << 20, 10.0)
     await queue.put("a", batch("x/0"))
     assert (await queue.stats())["b"].ready == 0
-
-
-@settings(deadline=None, max_examples=60)
-@given(
-    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
-    asks=st.lists(
-        st.tuples(st.integers(1, 6), st.sampled_from(["ack", "nack", "expire"])), max_size=40
-    ),
-    max_samples=st.integers(1, 8),
-)
-def test_every_sample_is_acknowledged_exactly_once_whatever_consumers_do(
-    sizes: list[int], asks: list[tuple[int, str]], max_samples: int
-) -> None:
-    names = [[f"{i}-{j}/0" for j in range(size)] for i, size in enumerate(sizes)]
-
-    async def run() -> list[str]:
-        timer = ManualTimer()
-        queue = topic(max_samples=max_samples, timer=timer)
-        producing = asyncio.create_task(produce(queue))
-        done: list[str] = []
-        plan = iter(asks)
-        while len(done) < sum(sizes):
-            at_most, what = next(plan, (6, "ack"))
-            lease = await asyncio.wait_for(queue.get(at_most), 1)
-            if what == "ack":
-                assert queue.ack(lease.id)
-                done += uids(lease)
-            elif what == "nack":
-                queue.nack(lease.id)
-            else:
-                timer.advance(11)
-        await producing
-        assert queue.stats.ready == queue.stats.leased == queue.stats.nbytes == 0
-        return done
-
-    async def produce(queue: Topic) -> None:
-        for group in names:
-            await queue.put(batch(*group))
-
-    assert asyncio.run(run()) == [uid for group in names for uid in group]
 
 
 async def test_a_get_can_acknowledge_the_lease_before() -> None:
@@ -251,50 +38,6 @@ async def test_a_late_acknowledgement_is_an_error_with_a_remedy() -> None:
     timer.advance(11)
     with pytest.raises(LeaseExpired, match=r"queue\.lease_s"):
         await queue.ack("a", lease.id)
-
-
-async def test_a_shared_get_takes_an_even_part_of_what_is_there() -> None:
-    shared = topic()
-    takers = [asyncio.create_task(shared.get(10, share=True)) for _ in range(3)]
-    await settle()
-    await shared.put(batch(*"abcdefg"))
-    assert [len(await taker) for taker in takers] == [3, 2, 2]
-
-
-async def test_releasing_a_consumer_gives_back_its_leases_in_order() -> None:
-    given = topic()
-    await given.put(batch("a", "b", "c"))
-    await given.get(1, consumer="x")
-    await given.get(1, consumer="x")
-    assert given.release("x") == 2
-    assert uids(await given.get(3)) == ["a", "b", "c"]
-
-
-async def test_releasing_leaves_the_leases_of_others_alone() -> None:
-    given = topic()
-    await given.put(batch("a", "b"))
-    await given.get(1, consumer="x")
-    await given.get(1, consumer="y")
-    assert given.release("y") == 1
-    assert given.stats.leased == 1
-
-
-async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> None:
-    given = topic()
-    waiting = asyncio.create_task(given.get(1, consumer="x"))
-    await settle()
-    given.release("x")
-    await given.put(batch("a"))
-    assert uids(await given.get(1, consumer="y")) == ["a"]
-    with pytest.raises(QueueClosed, match="taken for dead"):
-        await waiting
-
-
-async def test_a_released_consumer_gets_nothing_any_more() -> None:
-    given = topic()
-    given.release("x")
-    with pytest.raises(QueueClosed, match="taken for dead"):
-        await given.get(1, consumer="x")
 
 
 async def test_leases_of_a_kept_topic_do_not_expire() -> None:

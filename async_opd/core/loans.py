@@ -1,0 +1,93 @@
+"""What a topic has lent: to whom, under which number, and until when."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from async_opd.core.alarm import Cancellable, Timer
+from async_opd.core.batch import Batch
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Batches taken from a topic. They come back unless acknowledged in time."""
+
+    id: int
+    batches: tuple[Batch, ...]
+
+    def __len__(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class _Loan:
+    lease: Lease
+    consumer: str
+    timer: Cancellable | None
+
+    def cancel(self) -> None:
+        """Its time does not run out any more."""
+        if self.timer is not None:
+            self.timer.cancel()
+
+
+class Loans:
+    """Leases are numbered from the time of birth: no number comes twice, whoever restarts."""
+
+    def __init__(self, lease_s: float, timer: Timer, expired: Callable[[Lease], None]) -> None:
+        """``expired`` is told of a lease that was lent ``lease_s`` ago; it is still lent then."""
+        self._lease_s = lease_s
+        self._timer = timer
+        self._expired = expired
+        self._loans: dict[int, _Loan] = {}
+        self._samples = 0
+        self._first = self._next = time.time_ns()
+
+    def __len__(self) -> int:
+        """Samples that are lent."""
+        return self._samples
+
+    def lend(self, batches: tuple[Batch, ...], consumer: str) -> Lease:
+        """These are the consumer's, for a time."""
+        lease = Lease(self._next, batches)
+        self._next += 1
+        timer = None
+        if self._lease_s != math.inf:
+            timer = self._timer(self._lease_s, lambda: self._expire(lease))
+        self._loans[lease.id] = _Loan(lease, consumer, timer)
+        self._samples += len(lease)
+        return lease
+
+    def take_back(self, lease_id: int) -> Lease | None:
+        """It is lent no longer; None if it was not."""
+        loan = self._loans.pop(lease_id, None)
+        if loan is None:
+            return None
+        loan.cancel()
+        self._samples -= len(loan.lease)
+        return loan.lease
+
+    def is_older(self, lease_id: int) -> bool:
+        """Whether it was lent by somebody who died before this one was born."""
+        return lease_id < self._first
+
+    def of(self, consumer: str) -> list[Lease]:
+        """What a consumer has, in the order it got them."""
+        return [loan.lease for loan in self._loans.values() if loan.consumer == consumer]
+
+    @property
+    def batches(self) -> Iterator[Batch]:
+        """All that is lent."""
+        return (batch for loan in self._loans.values() for batch in loan.lease.batches)
+
+    def forget_times(self) -> None:
+        """No lease expires any more."""
+        for loan in self._loans.values():
+            loan.cancel()
+
+    def _expire(self, lease: Lease) -> None:
+        if lease.id in self._loans:
+            self._expired(lease)

@@ -1,0 +1,267 @@
+"""One bounded stream of batches between two stages, with leases.
+
+    producer ── put (waits for room) ──► [ ready │ leased ] ── get (waits for items) ──► consumer
+                                            ▲        │  ack: gone, room is free
+                                            └────────┘  nack or expiry: back to the front
+
+Plain asyncio in one event loop. Every change of state wakes exactly the waiters that can go on,
+oldest first. Nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_opd.core.alarm import Timer
+from async_opd.core.batch import Batch
+from async_opd.core.errors import QueueClosed
+from async_opd.core.loans import Lease, Loans
+
+
+@dataclass(frozen=True)
+class TopicStats:
+    """A topic now, and its totals since the start (samples; bytes)."""
+
+    ready: int
+    leased: int
+    nbytes: int
+    put: int
+    acked: int
+    returned: int
+    expired: int
+    waiting_producers: int
+    waiting_consumers: int
+
+
+@dataclass
+class _Getter:
+    at_least: int
+    at_most: int
+    consumer: str
+    share: bool
+    future: asyncio.Future[Lease]
+
+
+@dataclass
+class _Putter:
+    batch: Batch
+    future: asyncio.Future[None]
+
+
+@dataclass
+class Topic:
+    """One bounded stream of batches.
+
+    ``max_samples`` and ``max_bytes`` count what is ready and what is leased out. Two exceptions
+    keep it alive: an empty topic takes any batch, and a consumer that waits for more items than
+    are ready makes room for the next batch, or a byte bound below one training batch would stop
+    the pipeline for ever.
+    """
+
+    max_samples: int
+    max_bytes: int
+    lease_s: float
+    timer: Timer
+    _ready: deque[Batch] = field(default_factory=deque)
+    _ready_count: int = 0
+    _nbytes: int = 0
+    _getters: deque[_Getter] = field(default_factory=deque)
+    _putters: deque[_Putter] = field(default_factory=deque)
+    _loans: Loans = field(init=False)
+    _closed: bool = False
+    _released: set[str] = field(default_factory=set)
+    _put: int = 0
+    _acked: int = 0
+    _returned: int = 0
+    _expired: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing is lent yet."""
+        self._loans = Loans(self.lease_s, self.timer, self._expire)
+
+    async def put(self, batch: Batch) -> None:
+        """Appends a batch, in the order of the calls; waits while there is no room."""
+        self._refuse_if_closed()
+        if not len(batch):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._putters.append(_Putter(batch, future))
+        self._settle()
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._settle()
+            raise
+
+    async def get(
+        self, at_most: int, at_least: int = 1, consumer: str = "", share: bool = False
+    ) -> Lease:
+        """Takes ``at_least`` to ``at_most`` samples; waits until so many are ready.
+
+        ``share`` takes no more than an even share of what is ready among all who wait.
+        ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
+        """
+        if not 1 <= at_least <= min(at_most, self.max_samples):
+            raise ValueError(
+                f"cannot wait for {at_least} samples: at most {at_most} asked for, and the topic "
+                f"holds {self.max_samples}"
+            )
+        self._refuse_if_closed()
+        if consumer in self._released:
+            raise _taken_for_dead(consumer)
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._getters.append(_Getter(at_least, at_most, consumer, share, future))
+        self._settle()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                self.nack(future.result().id)
+            self._settle()
+            raise
+
+    def ack(self, lease_id: int) -> bool:
+        """The lease's samples are done with. False if it had expired or was given back before.
+
+        One of a queue that died before this one was born is nobody's: True.
+        """
+        if self._loans.is_older(lease_id):
+            return True
+        lease = self._loans.take_back(lease_id)
+        if lease is None:
+            return False
+        self._nbytes -= sum(batch.nbytes for batch in lease.batches)
+        self._acked += len(lease)
+        self._settle()
+        return True
+
+    def nack(self, lease_id: int) -> bool:
+        """The lease's samples go back to the front. False if it was settled before."""
+        lease = self._loans.take_back(lease_id)
+        if lease is None:
+            return False
+        self._ready.extendleft(reversed(lease.batches))
+        self._ready_count += len(lease)
+        self._returned += len(lease)
+        self._settle()
+        return True
+
+    def contents(self) -> tuple[Batch, ...]:
+        """What is leased out and what is ready; it all stays where it is."""
+        return (*self._loans.batches, *self._ready)
+
+    def release(self, consumer: str) -> int:
+        """Every lease of the consumer goes back to the front; it gets nothing from now on.
+
+        Returns the number of samples that went back.
+        """
+        self._released.add(consumer)
+        held = self._loans.of(consumer)
+        for getter in self._getters:
+            if getter.consumer == consumer and not getter.future.done():
+                getter.future.set_exception(_taken_for_dead(consumer))
+        for lease in reversed(held):
+            self.nack(lease.id)
+        self._settle()
+        return sum(map(len, held))
+
+    def close(self) -> None:
+        """Every waiting and later call raises QueueClosed."""
+        self._closed = True
+        self._loans.forget_times()
+        for getter in self._getters:
+            _fail(getter.future)
+        for putter in self._putters:
+            _fail(putter.future)
+        self._getters.clear()
+        self._putters.clear()
+
+    @property
+    def stats(self) -> TopicStats:
+        """Counts of the topic."""
+        return TopicStats(
+            ready=self._ready_count,
+            leased=len(self._loans),
+            nbytes=self._nbytes,
+            put=self._put,
+            acked=self._acked,
+            returned=self._returned,
+            expired=self._expired,
+            waiting_producers=sum(not putter.future.done() for putter in self._putters),
+            waiting_consumers=sum(not getter.future.done() for getter in self._getters),
+        )
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise QueueClosed("the topic was closed")
+
+    def _settle(self) -> None:
+        """Serves waiters, oldest first, until none can go on."""
+        progress = True
+        while progress:
+            progress = self._serve_putter() or self._serve_getter()
+
+    def _serve_putter(self) -> bool:
+        while self._putters and self._putters[0].future.done():
+            self._putters.popleft()
+        if not self._putters or not self._has_room(self._putters[0].batch):
+            return False
+        putter = self._putters.popleft()
+        self._ready.append(putter.batch)
+        self._ready_count += len(putter.batch)
+        self._nbytes += putter.batch.nbytes
+        self._put += len(putter.batch)
+        putter.future.set_result(None)
+        return True
+
+    def _serve_getter(self) -> bool:
+        while self._getters and self._getters[0].future.done():
+            self._getters.popleft()
+        if not self._getters or self._ready_count < self._getters[0].at_least:
+            return False
+        getter = self._getters.popleft()
+        at_most = getter.at_most
+        if getter.share:
+            waiting = 1 + sum(not other.future.done() for other in self._getters)
+            at_most = min(at_most, max(getter.at_least, -(-self._ready_count // waiting)))
+        getter.future.set_result(self._lend(at_most, getter.consumer))
+        return True
+
+    def _has_room(self, batch: Batch) -> bool:
+        held = self._ready_count + len(self._loans)
+        if held == 0:
+            return True
+        starving = bool(self._getters) and self._ready_count < self._getters[0].at_least
+        fits = (
+            held + len(batch) <= self.max_samples and self._nbytes + batch.nbytes <= self.max_bytes
+        )
+        return fits or starving
+
+    def _lend(self, at_most: int, consumer: str) -> Lease:
+        batches: list[Batch] = []
+        missing = at_most
+        while self._ready and missing:
+            batch = self._ready.popleft()
+            if len(batch) > missing:
+                batch, rest = batch.split(missing)
+                self._ready.appendleft(rest)
+            batches.append(batch)
+            missing -= len(batch)
+        self._ready_count -= at_most - missing
+        return self._loans.lend(tuple(batches), consumer)
+
+    def _expire(self, lease: Lease) -> None:
+        self._expired += len(lease)
+        self.nack(lease.id)
+
+
+def _taken_for_dead(consumer: str) -> QueueClosed:
+    return QueueClosed(f"{consumer} was taken for dead: its leases went to the others")
+
+
+def _fail(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(QueueClosed("the topic was closed"))
