@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd import run as runs
+from async_opd import training as trainings
 from async_opd.core.audit import audit
 from async_opd.core.errors import ProcessDied
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.runlog import RunLog
-from async_opd.run import Job, Training
+from async_opd.job import Job
+from async_opd.training import Training
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
 B = 4
@@ -134,8 +135,8 @@ SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_prompts", from_cursor)
-    monkeypatch.setattr(runs, "identity", lambda config, rows: "{}")
+    monkeypatch.setattr(trainings, "_prompts", from_cursor)
+    monkeypatch.setattr(trainings, "identity", lambda config, rows: "{}")
 
 
 async def test_before_the_first_checkpoint_the_run_starts_again(tmp_path: Path) -> None:

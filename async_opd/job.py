@@ -1,0 +1,39 @@
+"""A run that may begin: its input is checked, its directory open."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from async_opd.core.checkpoint import Checkpoint, Checkpoints
+from async_opd.core.config import RunConfig
+from async_opd.core.journal import LEDGER, Journal
+from async_opd.core.preflight import Inputs
+from async_opd.core.runlog import DEAD_LETTERS, RunLog
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run that may begin: what it learns from, where it stands, where its results go."""
+
+    config: RunConfig
+    inputs: Inputs
+    run_dir: Path
+    start: Checkpoint | None
+    log: RunLog
+    journal: Journal
+
+    def message(self, text: str) -> None:
+        """See RunLog.message."""
+        self.log.message(text)
+
+    @property
+    def store(self) -> Checkpoints:
+        """Its checkpoints."""
+        return Checkpoints(self.run_dir / "checkpoints", self.config.checkpoint.keep)
+
+    def sizes(self) -> dict[str, int]:
+        """Of the files that only grow."""
+        letters = self.run_dir / DEAD_LETTERS
+        size = letters.stat().st_size if letters.exists() else 0
+        return {LEDGER: self.journal.size, DEAD_LETTERS: size}

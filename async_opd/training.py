@@ -1,0 +1,150 @@
+"""The training of a run: its pipeline, and after its trainer died the next one.
+
+Job, Stages ──► Pipeline ──run──► every step is trained
+                    ▲                │ the trainer died
+                    └── rewind ◄─────┘ to the newest checkpoint; the engines stay
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+from async_opd.cluster.launch import Stages
+from async_opd.cluster.singles import TRAINER
+from async_opd.core.checkpointer import Checkpointer
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ProcessDied
+from async_opd.core.evaluation import Evaluation
+from async_opd.core.grading import Graders, GraderSpec
+from async_opd.core.journal import LEDGER
+from async_opd.core.preflight import Inputs
+from async_opd.core.prompts import PromptStream, to_prompt
+from async_opd.core.resume import cut_files, identity
+from async_opd.core.samples import Rollout
+from async_opd.core.stages import SamplingSpec
+from async_opd.core.text import Text
+from async_opd.job import Job
+from async_opd.pipeline import Pipeline
+
+
+@dataclass
+class Training:
+    """The pipeline of a run; after its trainer died another one, from the newest checkpoint."""
+
+    job: Job
+    stages: Stages
+    text: Text
+
+    def __post_init__(self) -> None:
+        """The first one."""
+        self._evaluation = _evaluation(self.job.config, self.job.inputs, self.text)
+        self._checkpointer = _checkpointer(self.job, self.stages)
+        self.pipeline = self._pipeline()
+
+    async def run(self) -> None:
+        """Until every step is trained. Raises the first error, but for the trainer's deaths."""
+        while True:
+            try:
+                await self.pipeline.run()
+            except ProcessDied as error:
+                if error.stage != TRAINER:
+                    raise
+                self.job.message(f"the trainer failed: {error}")
+                await self._rewind(error)
+            else:
+                return
+
+    def _pipeline(self) -> Pipeline:
+        job = self.job
+        return Pipeline(
+            job.config,
+            self.stages,
+            _prompts(job, self.text),
+            self._evaluation,
+            job.log,
+            job.journal,
+            self._checkpointer,
+            job.start,
+        )
+
+    async def _rewind(self, error: ProcessDied) -> None:
+        """Everything but the engines goes back to the newest checkpoint, or to the start."""
+        job = self.job
+        bound = job.config.supervision.timeout_s
+        try:
+            async with asyncio.timeout(bound):
+                await self._checkpointer.settled()
+        except TimeoutError:
+            job.message(f"a checkpoint was still being written after {bound:g} s: it is left out")
+        notes: list[str] = []
+        start = await asyncio.to_thread(job.store.newest, notes.append)
+        for note in notes:
+            job.message(note)
+        await self.stages.rewind(error, to_start=start is None)
+        cut = start.cut if start else None
+        job.log.rewind(cut_files(job.run_dir, cut))
+        job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
+        self.job = replace(job, start=start)
+        self.pipeline = self._pipeline()
+        job.message(
+            f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
+        )
+
+
+def _prompts(job: Job, text: Text) -> PromptStream:
+    config = job.config
+    return PromptStream(
+        job.inputs.train,
+        [source.weight for source in config.data.train],
+        text.encode,
+        config.teacher_of,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        cursor=job.start.cut.cursor if job.start else 0,
+        graded=config.reward is not None,
+        limit=job.inputs.max_prompt_tokens,
+        templates=config.prompt_templates,
+    )
+
+
+def _checkpointer(job: Job, stages: Stages) -> Checkpointer:
+    return Checkpointer(
+        job.store,
+        stages.trainer,
+        config=identity(job.config, job.inputs.train),
+        timeout_s=job.config.checkpoint.timeout_s,
+        tell=job.message,
+        sizes=job.sizes,
+        sync=job.journal.sync,
+    )
+
+
+def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | None:
+    """The first ``eval.max_prompts`` rows of each data source, or nothing to evaluate."""
+    taken: dict[str, int] = {}
+    rows = {}
+    prompts = []
+    for row in inputs.eval:
+        taken[row.data_source] = taken.get(row.data_source, 0) + 1
+        if config.eval.max_prompts is None or taken[row.data_source] <= config.eval.max_prompts:
+            prompt = to_prompt(
+                row, text.encode, config.teacher_of, templates=config.prompt_templates
+            )
+            rows[prompt.uid] = row
+            prompts.append(prompt)
+    if not prompts:
+        return None
+    graders = Graders(GraderSpec.of(config, config.eval.grader))
+
+    async def grade(rollout: Rollout) -> float:
+        response = text.decode(rollout.response_ids.tolist())
+        return await graders.grade(response, rows[rollout.prompt.uid])
+
+    sampling = SamplingSpec(
+        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
+        temperature=config.eval.temperature,
+        top_p=1.0,
+        n=1,
+    )
+    return Evaluation(tuple(prompts), sampling, grade)
