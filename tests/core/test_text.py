@@ -1,4 +1,4 @@
-"""Chat templates see what transformers shows them."""
+"""Chat templates see what transformers shows them; prompts are tokenized whole."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from async_opd.core.text import Text
 
@@ -38,3 +39,15 @@ def test_a_template_renders_as_in_transformers(
         MESSAGES, add_generation_prompt=True, return_dict=False
     )
     assert Text(tmp_path).encode(MESSAGES) == expected
+
+
+def test_padding_and_truncation_stored_in_the_tokenizer_do_not_apply(
+    tmp_path: Path, quickstart: str
+) -> None:
+    shutil.copy(f"{quickstart}/models/student/tokenizer.json", tmp_path)
+    expected = Text(tmp_path).encode("sort 493021=")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=40)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert Text(tmp_path).encode("sort 493021=") == expected

@@ -1,0 +1,208 @@
+"""What can be wrong with the models: by themselves, together, and for the objective."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+
+from async_opd.core.config import EndpointTeacher, EngineTeacher, RunConfig, SelfTeacher
+from async_opd.core.findings import Findings
+from async_opd.core.head_files import HeadFiles
+from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
+from async_opd.core.model_files import ModelError, ModelFiles
+
+WORDS: dict[ScoreKind, str] = {
+    "student_topk": "the teacher's log-probabilities of the student's own best tokens",
+    "hidden": "the teacher's hidden states",
+}
+HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Head sizes that vLLM's CPU attention has kernels for."""
+
+
+@dataclass
+class ModelChecks:
+    """Reads every model's files once; ``files`` has them by config key."""
+
+    config: RunConfig
+    found: Findings
+    files: dict[str, ModelFiles] = field(default_factory=dict)
+
+    def models(self) -> None:
+        """Models are there, and share one tokenizer."""
+        for key, model in self._model_keys().items():
+            try:
+                files = ModelFiles.read(model)
+            except ModelError as error:
+                self.found.add(key, error.message, error.remedy)
+                continue
+            if files is not None:
+                self.files[key] = files
+                self._vocabulary(key, files)
+        student = self.files.get("student.model")
+        if student is None:
+            return
+        self._student(student)
+        for key, files in self.files.items():
+            if not files.same_tokenizer(student):
+                self.found.add(
+                    key,
+                    f"{files.path} and the student have different tokenizers: token ids would "
+                    "mean different things to them",
+                    "teachers need the student's tokenizer",
+                )
+            elif student.eos and files.eos and not set(student.eos) & set(files.eos):
+                self.found.add(
+                    key,
+                    f"{files.path} ends a response with token {list(files.eos)}, the student with "
+                    f"{list(student.eos)}: the student would be taught never to stop",
+                    "give both generation_config.json a common eos_token_id",
+                )
+
+    def _model_keys(self) -> dict[str, str]:
+        teachers = self.config.teachers.items()
+        return {"student.model": self.config.student.model} | {
+            f"teachers.{name}.model": teacher.model
+            for name, teacher in teachers
+            if not isinstance(teacher, SelfTeacher) and teacher.model is not None
+        }
+
+    def _engine_keys(self) -> set[str]:
+        """Keys of models that this run loads itself."""
+        teachers = self.config.teachers.items()
+        own = {f"teachers.{name}.model" for name, t in teachers if isinstance(t, EngineTeacher)}
+        return own | {"student.model"}
+
+    def _vocabulary(self, key: str, files: ModelFiles) -> None:
+        if files.vocabulary is not None and files.vocabulary < files.tokens:
+            self.found.add(
+                key,
+                f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
+                f"{files.tokens} tokens",
+                "resize its embeddings, or give it the tokenizer it was trained with",
+            )
+
+    def support(self) -> None:
+        """What the objective asks of the models: enough tokens, heads that can be loaded."""
+        config = self.config
+        kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
+        smallest = min((f.vocabulary for f in self.files.values() if f.vocabulary), default=top_k)
+        if top_k > smallest:
+            self.found.add(
+                "loss.top_k",
+                f"{top_k} is more than the vocabulary of {smallest} tokens",
+                f"at most {smallest}",
+            )
+        if kind == "student_topk" and config.rollout.top_p < 1:
+            self.found.add(
+                "rollout.top_p",
+                f"{config.rollout.top_p:g} leaves the student's tokens outside of the nucleus "
+                "without an order, and loss.support student_topk takes its best "
+                f"{top_k}",
+                "1, or another loss.support",
+            )
+        self._endpoints(kind)
+        self._refreshed(kind)
+        if kind == "hidden":
+            self._heads()
+
+    def _refreshed(self, kind: ScoreKind) -> None:
+        """The trainer's copy of a head would stay the initial one; who sleeps takes no weights."""
+        for name, teacher in self.config.teachers.items():
+            if not isinstance(teacher, SelfTeacher) or not teacher.refresh_every:
+                continue
+            if teacher.host is not None:
+                self.found.add(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but it is colocated, and sleeps when its "
+                    "weights come",
+                    "0, or placement dedicated",
+                )
+            if kind == "hidden":
+                self.found.add(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but with full_vocab its head is the "
+                    "trainer's, and stays the initial one",
+                    "0, or another loss.support",
+                )
+
+    def _endpoints(self, kind: ScoreKind) -> None:
+        """What servers can return for the objective, and whether there is a key."""
+        for name, teacher in self.config.teachers.items():
+            if not isinstance(teacher, EndpointTeacher):
+                continue
+            if kind not in ("sampled", "teacher_topk"):
+                self.found.add(
+                    f"teachers.{name}.kind",
+                    f"the objective needs {WORDS[kind]}, which no server returns: their APIs give "
+                    "the log-probabilities of the sampled token and of the teacher's best",
+                    "kind vllm, or a loss of sampled tokens or with support teacher_topk",
+                )
+            if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
+                self.found.add(
+                    f"teachers.{name}.api_key_env",
+                    f"the environment has no {teacher.api_key_env}",
+                    f"export {teacher.api_key_env}=…",
+                )
+
+    def _heads(self) -> None:
+        for key, files in self.files.items():
+            try:
+                if key != "student.model":
+                    HeadFiles.read(files.path)
+            except ModelError as error:
+                self.found.add(key, error.message, error.remedy)
+
+    def _student(self, files: ModelFiles) -> None:
+        if not files.eos:
+            self.found.add(
+                "student.model",
+                f"{files.path} names no eos_token_id: every response would run to "
+                "rollout.max_tokens",
+                "set it in generation_config.json",
+            )
+
+    def head_sizes(self) -> None:
+        for key, files in self.files.items():
+            if key not in self._engine_keys():
+                continue
+            if files.head_size is not None and files.head_size not in HEAD_DIMS_ON_CPU:
+                self.found.add(
+                    key,
+                    f"head size {files.head_size} has no attention kernel on CPU",
+                    f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
+                )
+
+    @property
+    def rows(self) -> int | None:
+        """Of the smallest model that has one for each token that its tokenizer counts."""
+        sizes = (f.vocabulary for f in self.files.values() if (f.vocabulary or 0) >= f.tokens)
+        return min((size for size in sizes if size), default=None)
+
+    def prompt_limit(self, key: str, response: int) -> int | None:
+        """Tokens a prompt may have: the shortest model must hold prompt, response and one more."""
+        config = self.config
+        lengths = {"student.model": config.rollout.engine.max_model_len}
+        for name, teacher in config.teachers.items():
+            if isinstance(teacher, EngineTeacher):
+                lengths[f"teachers.{name}.model"] = teacher.engine.max_model_len
+        positions = [lengths.get(name) or files.positions for name, files in self.files.items()]
+        known = [value for value in positions if value]
+        known += [
+            teacher.engine.max_model_len
+            for teacher in config.teachers.values()
+            if isinstance(teacher, SelfTeacher) and teacher.engine.max_model_len
+        ]
+        limits = [value - response - 1 for value in known]
+        if config.data.max_prompt_tokens:
+            limits.append(config.data.max_prompt_tokens)
+        if limits and min(limits) < 1:
+            if self.found.has(key):
+                return None  # data.train and data.eval share the bound: said already
+            self.found.add(
+                key,
+                f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
+                "positions",
+                "lower it",
+            )
+            return None
+        return min(limits) if limits else None

@@ -1,0 +1,145 @@
+"""Models that cannot be a run's: each with its key and a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from async_opd.core.errors import Problem
+from async_opd.core.preflight import preflight
+from tests.core.inputs import broken_student, change, config, found, model, one
+
+
+def test_a_missing_model_is_named() -> None:
+    problem = one("student.model=/no/such/model")
+    assert (problem.key, problem.where) == ("student.model", "c.yaml")
+    assert "/no/such/model" in problem.message
+
+
+def other_tokenizer(tmp_path: Path) -> Path:
+    path = model(tmp_path, "teacher-sort")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = "1", "2"
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    problem = one(f"teachers.sort.model={other_tokenizer(tmp_path)}")
+    assert problem.key == "teachers.sort.model"
+    assert "different tokenizers" in problem.message
+
+
+def test_a_teacher_whose_vocabulary_does_not_cover_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort", vocab_size=64)
+    assert "vocabulary of 64" in one(f"teachers.sort.model={path}").message
+
+
+def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", eos_token_id=None)
+    change(path / "generation_config.json", {"eos_token_id": None})
+    assert "eos_token_id" in one(f"student.model={path}").message
+
+
+def test_a_teacher_that_ends_responses_otherwise_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    (problem,) = found(f"teachers.sort.model={path}")
+    assert (problem.key, "never to stop" in problem.message) == ("teachers.sort.model", True)
+
+
+def test_a_teacher_with_one_more_end_of_sequence_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
+    assert found(f"teachers.sort.model={path}") == []
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student")
+    (path / "model.safetensors").unlink()
+    assert "no *.safetensors" in one(f"student.model={path}").message
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = model(tmp_path, "student")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = found(f"student.model={path}")
+    assert "model-2.safetensors" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", "{"), ("tokenizer.json", "{}"), ("tokenizer.json", "{")]
+)
+def test_a_broken_model_file_is_a_problem(tmp_path: Path, name: str, text: str) -> None:
+    problem = one(broken_student(tmp_path, name, text))
+    assert (problem.key, problem.remedy) == ("student.model", "save the model again")
+
+
+def test_a_model_path_beyond_all_measure_is_a_problem() -> None:
+    assert one(f"student.model=/{'x' * 5000}").key == "student.model"
+
+
+def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
+    assert "head size 48" in one(f"student.model={model(tmp_path, 'student', head_dim=48)}").message
+
+
+def test_a_head_size_of_null_is_read_from_the_other_sizes(tmp_path: Path) -> None:
+    assert found(f"student.model={model(tmp_path, 'student', head_dim=None)}") == []
+
+
+def test_a_top_k_above_the_vocabulary_is_refused() -> None:
+    assert one("loss.top_k=129").key == "loss.top_k"
+
+
+def test_a_top_k_above_a_teachers_vocabulary_is_refused(tmp_path: Path) -> None:
+    smaller = model(tmp_path, "teacher-sort", vocab_size=100)
+    problems = found("loss.top_k=101", f"teachers.sort.model={smaller}")
+    assert ("loss.top_k", "at most 100") in {(p.key, p.remedy) for p in problems}
+
+
+def problems(support: str, *overrides: str) -> list[Problem]:
+    """Of a divergence over this support."""
+    base = config(*overrides)
+    loss = base.loss.model_copy(update={"support": support})
+    return preflight(base.model_copy(update={"loss": loss}), "c.yaml", 0).problems
+
+
+@pytest.mark.parametrize("support", ["student_topk", "full_vocab"])
+def test_teachers_whose_head_can_be_loaded_are_taken(support: str) -> None:
+    assert problems(support) == []
+
+
+def test_every_teacher_whose_logits_take_another_path_is_named(tmp_path: Path) -> None:
+    models = [
+        f"teachers.{name}.model={model(tmp_path, f'teacher-{name}', dim_model_base=64)}"
+        for name in ("sort", "reverse")
+    ]
+    keys = [problem.key for problem in problems("full_vocab", *models)]
+    assert keys == ["teachers.sort.model", "teachers.reverse.model"]
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
+def test_a_teacher_whose_engine_has_the_head_may_compute_logits_its_own_way(
+    tmp_path: Path, support: str
+) -> None:
+    path = model(tmp_path, "teacher-sort", dim_model_base=64)
+    assert problems(support, f"teachers.sort.model={path}") == []
+
+
+def test_the_students_top_k_needs_the_whole_nucleus() -> None:
+    (problem,) = problems("student_topk", "rollout.top_p=0.9")
+    assert problem.key == "rollout.top_p"
+
+
+def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:
+    assert one("rollout.max_tokens=128").key == "rollout.max_tokens"
+
+
+def test_evaluation_responses_must_fit_too() -> None:
+    problem = one("eval.max_tokens=127")
+    assert (problem.key, problem.remedy) == ("eval.max_tokens", "lower it")
