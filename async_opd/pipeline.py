@@ -25,23 +25,20 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from async_opd.core.admission import Admission
+from async_opd.core.accounts import Accounts
 from async_opd.core.batch import Batch, unpack_lost
-from async_opd.core.checkpoint import Checkpoint, Cut
+from async_opd.core.checkpoint import Checkpoint
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
-from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation, Measured
-from async_opd.core.guardrail import Guardrail
-from async_opd.core.ledger import Ledger, Record
+from async_opd.core.ledger import Record
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Lost
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     STALE,
-    Captured,
     Queue,
     Rollouter,
     StepReport,
@@ -49,7 +46,7 @@ from async_opd.core.stages import (
     Trainer,
     WeightSync,
 )
-from async_opd.core.supply import Prompts, Supply
+from async_opd.core.supply import Prompts
 
 Result = TypeVar("Result")
 
@@ -100,33 +97,13 @@ class Pipeline:
     """Where the run goes on from; ``prompts`` stands at its cursor."""
 
     def __post_init__(self) -> None:
-        """The control plane: budget, accounts, meters."""
-        config = self.config
-        self.admission = Admission(
-            batch_size=config.train.batch_size,
-            sync_steps=config.async_.sync_steps,
-            staleness_threshold=config.async_.staleness_threshold,
-            steps=config.train.steps,
-        )
-        self.ledger = Ledger(config.rollout.n, self.record)
-        self.dead_letters = DeadLetters(
-            {name: teacher.max_dead_letter_share for name, teacher in config.teachers.items()}
-        )
-        self.supply = Supply(
-            self.prompts,
-            self.ledger,
-            self.admission,
-            self.dead_letters,
-            self.log,
-            whole_groups=config.rollout.n if config.reward is not None else None,
-        )
+        """The control plane: accounts and meters."""
+        cut = None if self.start is None else self.start.cut
+        self.accounts = Accounts(self.config, self.prompts, self.log, self.record, cut)
         self.metering = Metering()
-        self.guardrail = Guardrail(config.guardrail)
-        self._step = self._done = 0 if self.start is None else self.start.cut.step
+        self._step = self.accounts.step
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
-        if self.start is not None:
-            self._restore(self.start.cut)
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -161,45 +138,8 @@ class Pipeline:
         """
         if self.checkpointer is not None:
             await self.checkpointer.settled()
-            await self.checkpointer.take(self._cut)
+            await self.checkpointer.take(self.accounts.cut)
             await self.checkpointer.settled()
-
-    def _cut(self, captured: Captured) -> Cut:
-        """The accounts that belong to the captured weights.
-
-        Whoever was interrupted may not have heard of the trainer's last step: it counts, and opens
-        the version that it completes.
-        """
-        if captured.step == self._done + 1:
-            report = StepReport(captured.step, captured.trained, (), {}, skipped=captured.skipped)
-            self._settle(report)
-        if captured.step != self._done:
-            raise StageError(
-                "checkpoint", f"the trainer is at step {captured.step}, the ledger at {self._done}"
-            )
-        return Cut(
-            step=captured.step,
-            version=self._versions_after(captured.step),
-            cursor=self.prompts.cursor,
-            admitted=self.admission.admitted,
-            ledger=self.ledger.state(),
-            dead_letters=self.dead_letters.state(),
-            guardrail=self.guardrail.state(),
-        )
-
-    def _versions_after(self, step: int) -> int:
-        config = self.config
-        return config.versions if step == config.train.steps else step // config.async_.sync_steps
-
-    def _restore(self, cut: Cut) -> None:
-        """The accounts are those of the checkpoint from the beginning.
-
-        So a run that is interrupted before its trainer has the weights keeps nothing else.
-        """
-        self.ledger.restore(cut.ledger, self.prompts.find)
-        self.dead_letters.restore(cut.dead_letters)
-        self.guardrail.restore(cut.guardrail)
-        self.admission.restore(cut.version, cut.admitted)
 
     async def _resume(self, start: Checkpoint) -> None:
         """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
@@ -207,21 +147,21 @@ class Pipeline:
         finished = await self._bounded("the trainer's restart", restoring)
         await self.stages.sync.snapshot(start.cut.version)
         await self._bounded("the first weight sync", self.stages.sync.push())
-        await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.again(finished)))
+        await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(finished)))
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
         group = self.config.rollout.n
         while True:
-            groups = await self.admission.admit(group, at_most_groups=64)
-            await self.stages.queue.put(PROMPTS, Batch.pack(self.supply.groups(groups)))
+            groups = await self.accounts.admission.admit(group, at_most_groups=64)
+            await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.supply.groups(groups)))
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
 
         What a stage still works on comes twice; the trainer drops the second copy.
         """
-        await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.again(())))
+        await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(())))
 
     async def _rerun(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""
@@ -229,7 +169,7 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
-            await self.stages.queue.put(PROMPTS, Batch.pack(self.ledger.requeued(headers)))
+            await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.requeued(headers)))
             done = lease.id
 
     async def _replace(self) -> None:
@@ -237,7 +177,7 @@ class Pipeline:
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
-            found = [self.supply.replace(lost) for lost in unpack_lost(lease.batches)]
+            found = [self.accounts.supply.replace(lost) for lost in unpack_lost(lease.batches)]
             dropped = [uid for replaced in found for uid in replaced.dropped]
             if dropped:
                 await self.stages.trainer.drop(dropped)
@@ -250,14 +190,14 @@ class Pipeline:
         self.metering.start()
         metering: asyncio.Task[None] | None = None
         steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
-        first = self._done + 1
+        first = self._step + 1
         for self._step in range(first, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
-            self._settle(report)
+            self.accounts.settle(report)
             if self._step % sync_steps == 0 or self._step == steps:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._pushed()
-                    version = self.admission.version + 1
+                    version = self.accounts.admission.version + 1
                     await self.stages.sync.snapshot(version)
                 self._pushing = self._arrows.create_task(self._push())
                 await self._checkpoint(version)
@@ -268,15 +208,6 @@ class Pipeline:
         if metering is not None:
             await metering
 
-    def _settle(self, report: StepReport) -> None:
-        """What became of a step's samples."""
-        if report.skipped:
-            self.supply.skipped(report)
-        else:
-            self.ledger.trained(report.trained, report.step)
-            self.dead_letters.trained(report.trained)
-        self._done = report.step
-
     async def _checkpoint(self, version: int) -> None:
         """Every ``checkpoint.every`` versions: a copy of the trainer's state, written beside."""
         every = self.config.checkpoint.every
@@ -286,12 +217,12 @@ class Pipeline:
         if last:
             await self._bounded("the checkpoint before", self.checkpointer.settled())
         if last or version % every == 0:
-            await self._bounded("a checkpoint", self.checkpointer.take(self._cut))
+            await self._bounded("a checkpoint", self.checkpointer.take(self.accounts.cut))
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then the budget of the new version is open."""
         report = await self.stages.sync.push()
-        self.admission.advance(report.version)
+        self.accounts.admission.advance(report.version)
         self.metering.synced(report)
         every = self.config.eval.every
         if every and report.version % every == 0 and report.version < self.config.versions:
@@ -316,7 +247,7 @@ class Pipeline:
 
     def _publish(self, measured: Measured) -> None:
         metrics = measured.metrics
-        self.supply.ungraded(measured.lost)
+        self.accounts.supply.ungraded(measured.lost)
         self.log.summarize(metrics)
         self.log.log(self._step, metrics)
         found = ", ".join(
@@ -324,7 +255,7 @@ class Pipeline:
             for key, value in metrics.items()
             if key.endswith("/accuracy")
         )
-        self.log.message(f"step {self._step}, version {self.admission.version}: {found}")
+        self.log.message(f"step {self._step}, version {self.accounts.admission.version}: {found}")
 
     async def _meter(self, report: StepReport) -> None:
         rollout, teachers, trainer, topics = await asyncio.gather(
@@ -337,12 +268,8 @@ class Pipeline:
             self.log.message(note)
         pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
         metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
-        warnings = self.guardrail.observe(metrics)
-        metrics |= self.guardrail.metrics
-        metrics["sync/version"] = float(self.admission.version)
-        metrics["rollout/admitted"] = float(self.admission.admitted)
-        metrics |= {f"ledger/{state}": float(n) for state, n in self.ledger.counts.items()}
-        metrics |= self.dead_letters.metrics
+        warnings = self.accounts.guardrail.observe(metrics)
+        metrics |= self.accounts.metrics
         if self.checkpointer is not None:
             metrics |= self.checkpointer.metrics
         self.log.waits(self.metering.waits)

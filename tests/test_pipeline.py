@@ -361,7 +361,7 @@ async def test_a_run_trains_every_step_and_then_ends() -> None:
 async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
     run = world()
     await run.pipeline.run()
-    assert run.pipeline.ledger.counts == {
+    assert run.pipeline.accounts.ledger.counts == {
         "in_flight": 0,
         "trained": 24,
         "dead_lettered": 0,
@@ -393,7 +393,7 @@ async def test_a_rollout_that_no_teacher_can_score_is_replaced_and_recorded() ->
     run = world()
     run.teachers["a"].poison = {"p0/0", "p4/1"}
     await asyncio.wait_for(run.pipeline.run(), 5)
-    counts = run.pipeline.ledger.counts
+    counts = run.pipeline.accounts.ledger.counts
     assert sorted(run.log.dead) == ["p0/0", "p4/1"]
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (24, 2, 0)
 
@@ -410,7 +410,7 @@ async def test_with_a_reward_what_cannot_be_scored_is_sampled_again() -> None:
 
     run.teachers["a"].score = fails_for_a_while  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 5)
-    assert (run.log.dead, run.pipeline.ledger.counts["requeued"]) == ([], 1)
+    assert (run.log.dead, run.pipeline.accounts.ledger.counts["requeued"]) == ([], 1)
     assert_each_trained_once(run, 6)
 
 
@@ -462,7 +462,7 @@ async def test_a_step_that_was_left_out_is_counted_and_its_samples_are_dead_lett
 
     run.trainer.step = third_is_left_out  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 5)
-    counts = run.pipeline.ledger.counts
+    counts = run.pipeline.accounts.ledger.counts
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (20, 4, 0)
     assert len(run.log.dead) == 4
 
@@ -612,7 +612,7 @@ def test_whatever_straggles_no_sample_is_trained_beyond_the_hard_bound(
 
 def test_samples_that_straggle_beyond_the_bound_run_again_and_are_counted() -> None:
     made = finished(seed=1, steps=12, s=1.0, k=1, n=1, max_lag=0, pace=Straggling(1))
-    assert made.pipeline.ledger.counts["requeued"] > 0
+    assert made.pipeline.accounts.ledger.counts["requeued"] > 0
     assert_each_trained_once(made, 12)
 
 
@@ -682,7 +682,7 @@ def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
 
     made = asyncio.run(run())
     assert_each_trained_once(made, shape["steps"])
-    assert made.pipeline.ledger.counts["in_flight"] == 0
+    assert made.pipeline.accounts.ledger.counts["in_flight"] == 0
 
 
 @settings(deadline=None, max_examples=40)
@@ -713,4 +713,4 @@ def test_whatever_cannot_be_scored_every_other_sample_is_trained_once(
     made = asyncio.run(run())
     assert_each_trained_once(made, shape["steps"])
     assert not {uid for uid, _ in made.trainer.trained} & set(made.log.dead)
-    assert made.pipeline.ledger.counts["in_flight"] == 0
+    assert made.pipeline.accounts.ledger.counts["in_flight"] == 0

@@ -209,7 +209,7 @@ BOTH = {"a": "rollout", "b": "rollout"}
 async def test_two_teachers_share_the_students_gpus() -> None:
     made = colocated(BOTH)
     run = await done(made)
-    assert run.pipeline.ledger.counts["trained"] == 24
+    assert run.pipeline.accounts.ledger.counts["trained"] == 24
     assert {guest.asleep for guest in made.guests.values()} == {True}
     assert set(made.gpus["rollout"].turns) == {"teacher a/0", "teacher b/0"}
 
@@ -229,13 +229,13 @@ async def test_a_wave_is_scored_in_batches_not_one_by_one() -> None:
 async def test_teachers_share_the_trainers_gpu() -> None:
     made = colocated({"a": "train", "b": "train"})
     run = await done(made)
-    assert run.pipeline.ledger.counts["trained"] == 24
+    assert run.pipeline.accounts.ledger.counts["trained"] == 24
     assert made.gpus["train"].turns
 
 
 async def test_one_teacher_can_be_dedicated_while_another_takes_turns() -> None:
     run = await done(colocated({"b": "rollout"}))
-    assert run.pipeline.ledger.counts["trained"] == 24
+    assert run.pipeline.accounts.ledger.counts["trained"] == 24
 
 
 async def test_the_teacher_that_holds_most_wakes_first() -> None:
@@ -271,7 +271,7 @@ async def test_a_teacher_that_does_not_wake_is_mended_in_its_turn() -> None:
 
     made.guests["a"].ready = ready  # type: ignore[method-assign]
     run = await done(made)
-    assert run.pipeline.ledger.counts["trained"] == 24
+    assert run.pipeline.accounts.ledger.counts["trained"] == 24
 
 
 async def test_a_teacher_that_never_works_again_ends_the_run() -> None:
@@ -294,7 +294,7 @@ async def test_a_host_that_dies_before_or_while_it_comes_to_rest_is_left_out(whe
     setattr(made.hosts["rollout"][1], when, True)
     made.run.students[1].fail_at = 0
     run = await done(made)
-    assert run.pipeline.ledger.counts["trained"] == 24
+    assert run.pipeline.accounts.ledger.counts["trained"] == 24
 
 
 @settings(max_examples=120)
@@ -340,4 +340,4 @@ def test_it_never_dead_locks_and_trains_every_sample_once(
     run = asyncio.run(scenario())
     uids = [uid for uid, _ in run.trainer.trained]
     assert len(set(uids)) == len(uids) == steps * size
-    assert run.pipeline.ledger.counts["in_flight"] == 0
+    assert run.pipeline.accounts.ledger.counts["in_flight"] == 0

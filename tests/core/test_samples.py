@@ -1,20 +1,24 @@
-"""Scores that are no numbers never become samples."""
+"""Rollouts and samples that cannot be are refused where they are made."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from async_opd.core.errors import ScoreError
+from async_opd.core.errors import LengthError, ScoreError
 from async_opd.core.samples import (
     CandidateLogprobs,
     HiddenStates,
+    Rollout,
     Sample,
     SampledLogprobs,
     Scores,
     TopK,
+    VersionSpan,
 )
-from tests.conftest import make_rollout
+from tests.conftest import make_prompt, make_rollout
 
 NAN, INF = float("nan"), float("inf")
 
@@ -70,3 +74,29 @@ def test_nan_and_infinity_are_refused_with_the_uid_and_the_teacher(
 )
 def test_what_a_teacher_excludes_and_large_states_are_taken(scores: Scores) -> None:
     Sample(make_rollout("p/0", tokens=2), scores)
+
+
+def test_a_top_k_of_another_length_than_the_response_is_refused() -> None:
+    with pytest.raises(LengthError, match="top-k"):
+        replace(make_rollout(tokens=4), topk_ids=np.zeros((3, 2), np.int32))
+
+
+def test_the_oldest_version_is_that_of_the_oldest_token() -> None:
+    spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
+    array = np.zeros(2, np.float32)
+    rollout = Rollout("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
+    assert rollout.oldest_version == 4
+
+
+@pytest.mark.parametrize("spans", [(), (VersionSpan(0, 0, 1),), (VersionSpan(0, 1, 2),)])
+def test_spans_that_leave_a_token_without_a_version_are_refused(
+    spans: tuple[VersionSpan, ...],
+) -> None:
+    array = np.zeros(2, np.float32)
+    with pytest.raises(LengthError, match="do not partition"):
+        Rollout("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
+
+
+def test_scores_of_another_length_than_the_response_are_refused() -> None:
+    with pytest.raises(LengthError, match="4 response tokens"):
+        Sample(make_rollout(tokens=4), SampledLogprobs(np.zeros(3, np.float32)))
