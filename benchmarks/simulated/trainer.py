@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 from async_opd.cluster.trainer import build_intake
@@ -13,6 +12,7 @@ from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
 from async_opd.core.weights import Rendezvous, WeightMeta
 from async_opd.plan.speeds import TrainSpeed
+from trainer.learner import LearnerReport
 from trainer.stage import TrainerStage
 
 
@@ -22,11 +22,11 @@ class SimulatedLearner:
     def __init__(self, speed: TrainSpeed) -> None:
         self._speed = speed
 
-    def train_batch(self, samples: Sequence[Sample]) -> Any:
+    def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One step."""
         tokens = sum(sample.rollout.tokens for sample in samples)
         time.sleep(self._speed.seconds(tokens))
-        return SimpleNamespace(metrics={"loss/total": 0.0, "train/tokens": float(tokens)})
+        return LearnerReport({"loss/total": 0.0, "train/tokens": float(tokens)})
 
 
 class SimulatedPublisher:

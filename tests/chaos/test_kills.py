@@ -1,9 +1,12 @@
-"""Processes killed and stopped, one after the other, in one real run with one student replica.
+"""Processes killed and stopped, one after the other, in one real run.
 
-Without it nothing can be trained: the run waits for each repair, and the next blow comes after it.
+It has one student replica, and first both of its teacher's replicas fail. Without them nothing can
+be trained: the run waits for each repair, and the next blow comes after it.
 """
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -13,12 +16,17 @@ from tests.cluster.test_run import Run, Running
 pytestmark = pytest.mark.engine
 
 STEPS = 20
+TEACHER = (
+    "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse], "
+    "replicas: 2, health: {timeout_s: 10, probes: 1}}}"
+)
 
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "kills",
+        TEACHER,
         f"train.steps={STEPS}",
         "eval.every=0",
         "eval.teachers=false",
@@ -28,6 +36,11 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "log.wandb=off",
     )
     running.until("step 0, version 0")
+    running.processes("teacher sort/0")["actor"].kill()
+    running.processes("teacher sort/1")["engine"].suspend()
+    running.until("teacher sort/0 is rebuilt")
+    running.until("teacher sort/1 is rebuilt")
+    running.until("checkpoint of step")
     running.processes("student/0")["engine"].kill()
     running.until("student/0 is rebuilt")
     running.processes("student/0")["actor"].kill()
@@ -70,6 +83,14 @@ def test_the_stopped_engine_is_found_by_its_silence(survived: Run) -> None:
 
 def test_every_rebuild_is_counted(survived: Run) -> None:
     assert survived.summary["rollout/rebuilds"] == 3
+    assert max(line.get("teacher/sort/rebuilds", 0) for line in survived.metrics) >= 2
+
+
+def test_the_log_says_what_became_of_the_teachers_replicas(survived: Run) -> None:
+    log = (survived.directory / "run.log").read_text()
+    assert "teacher sort/0 ejected" in log
+    assert re.search(r"teacher sort/1 ejected: .* took longer than", log)
+    assert "teacher sort/0 is being rebuilt" in log
 
 
 def test_no_process_is_left_behind(survived: Run) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.audit import audit
-from tests.cluster.test_run import Run, Running
+from tests.cluster.test_run import ONE_TEACHER, Run, Running
 
 pytestmark = pytest.mark.engine
 
@@ -17,6 +17,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "sync",
         "rollout.replicas=2",
+        ONE_TEACHER,
         f"train.steps={STEPS}",
         "async.sync_steps=1",
         "async.staleness_threshold=3",  # enough samples beside those that the stopped one holds

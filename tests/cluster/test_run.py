@@ -23,6 +23,8 @@ pytestmark = pytest.mark.engine
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
+ONE_TEACHER = "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse]}}"
+"""For what does not depend on their number: an engine less to start."""
 DONE = ["rollout.replicas=2", "async.max_version_lag=0"]
 BOUND_S = 480
 
@@ -192,7 +194,9 @@ def test_the_model_gives_the_reported_accuracy_in_transformers(done: Run) -> Non
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    running = Running(tmp_path_factory.mktemp("runs") / "interrupted", "train.steps=500")
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "interrupted", "train.steps=500", ONE_TEACHER
+    )
     running.until("step 0, version 0: eval_teacher")
     running.look()
     os.killpg(running.process.pid, signal.SIGINT)  # as Ctrl-C in a terminal does
@@ -225,7 +229,10 @@ def test_an_interrupted_run_leaves_no_process_behind(interrupted: Run) -> None:
 @pytest.fixture(scope="module")
 def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
-        tmp_path_factory.mktemp("runs") / "killed", "train.steps=500", "supervision.tries=0"
+        tmp_path_factory.mktemp("runs") / "killed",
+        "train.steps=500",
+        "supervision.tries=0",
+        ONE_TEACHER,
     )
     running.until("step 0, version 0: eval_teacher")
     running.processes("student/0")["engine"].kill()
@@ -251,6 +258,7 @@ def test_a_run_whose_engine_dies_once_too_often_leaves_no_process_behind(
 def engine_missing(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "missing",
+        ONE_TEACHER,
         "teachers.sort.engine.extra={quantization: no_such_method}",
     )
     running.until("starting Ray")
@@ -270,13 +278,14 @@ def test_an_engine_that_does_not_start_is_named_with_its_reason(engine_missing: 
 def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "on_policy",
-        "loss={kind: k1, clamp: 5.0}",
+        ONE_TEACHER.replace("quickstart/", "../quickstart/"),
         "rollout.replicas=2",
         "sync.rolling=true",
         "async={staleness_threshold: 0, sync_steps: 1, on_sync: finish}",
         "train.steps=3",
         "eval.every=0",
         "log.wandb=off",
+        example=EXAMPLE.parent / "objectives" / "k1_policy_gradient.yaml",
     )
     running.until("everything is up")
     return running.end()

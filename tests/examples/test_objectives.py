@@ -17,8 +17,13 @@ from async_opd.core.load import load_config
 from async_opd.core.preflight import preflight
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "objectives").glob("*.yaml"))
+QUICKSTART = EXAMPLES[0].parents[1] / "quickstart.yaml"
+ELSEWHERE = {"k1_policy_gradient"}  # run by tests/cluster/test_run.py
+LIKE_THE_QUICKSTART = {"forward_kl_topk", "jsd"}  # but for the objective
+RUN = [e for e in EXAMPLES if e.stem not in ELSEWHERE | LIKE_THE_QUICKSTART]
 STEPS = 3
 FAST = [
+    "teachers={sort: {model: ../quickstart/models/teacher-sort, sources: [sort, reverse]}}",
     f"train.steps={STEPS}", "train.batch_size=16", "async.sync_steps=2", "data.eval=[]",
     "log.wandb=off", "log.console=off",
 ]  # fmt: skip
@@ -46,6 +51,18 @@ def test_an_example_has_no_problem(example: Path) -> None:
     assert preflight(load_config(example), example.name, 0).problems == []
 
 
+@pytest.mark.parametrize("name", sorted(LIKE_THE_QUICKSTART))
+def test_what_is_not_run_differs_from_the_quickstart_in_its_objective_only(name: str) -> None:
+    of, quickstart = (
+        json.loads(load_config(path).model_dump_json().replace("objectives/../", ""))
+        for path in (EXAMPLES[0].parent / f"{name}.yaml", QUICKSTART)
+    )
+    assert {key for key, value in of.items() if value != quickstart[key]} <= {
+        "name", "loss", "plan"
+    }  # fmt: skip
+    assert of["loss"]["support"] == quickstart["loss"]["support"]
+
+
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray cluster that somebody else started: all examples join it, one after the other."""
@@ -57,7 +74,7 @@ def address() -> Iterator[str]:
         process.communicate("", timeout=60)
 
 
-@pytest.fixture(scope="module", params=EXAMPLES, ids=names)
+@pytest.fixture(scope="module", params=RUN, ids=names)
 def steps(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, address: str
 ) -> list[dict[str, Any]]:
