@@ -45,8 +45,12 @@ class TeacherReplica:
         self._flowing.set()
 
     async def ready(self) -> int:
-        """Waits until the engine answers. Returns its number of workers."""
+        """Waits until the engine's own process answers. Returns its number of workers.
+
+        A process that is stopped looks healthy from outside.
+        """
         await self._engine.check_health()
+        await self._engine.get_weight_version()
         return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def score(self, batch: Batch) -> Batch:
