@@ -61,7 +61,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     start = _start(config, inputs, run_dir, resume, notes.append)
     (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
     cut = start.cut if start else None
-    before = cut_files(run_dir, cut) if resume else {}
+    before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     with (
         RunLog(config, run_dir, before=before) as log,

@@ -6,17 +6,18 @@ import os
 from pathlib import Path
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     """Writes ``text`` beside ``path`` and renames it over: a reader sees the old file or the new.
 
-    The bytes are on the disk before the rename. OSError if they cannot be written.
+    ``durable``: the bytes are on the disk before the rename. OSError if they cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

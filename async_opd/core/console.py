@@ -67,6 +67,9 @@ class LiveConsole:
         if self._failure is not None:
             raise AsyncOPDError(f"the live display stopped: {self._failure}") from self._failure
 
+    def rewind(self) -> None:
+        """Nothing: a message tells it."""
+
     def waits(self, waits: Mapping[str, str]) -> None:
         """Shows what pools wait for."""
         self.board.post_waits(waits)
@@ -128,6 +131,9 @@ class PlainConsole:
         due = self._printed_at is None or now - self._printed_at >= PLAIN_INTERVAL_S
         if self.board.step > self._printed_step and (due or step >= self.board.steps):
             self._print_step(now)
+
+    def rewind(self) -> None:
+        """Nothing: a message tells it."""
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Keeps what pools wait for; a line has no room for it."""

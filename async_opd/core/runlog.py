@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self, TextIO
@@ -42,7 +43,7 @@ class RunLog:
 
     A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
     ``sinks`` replaces those the config asks for; they are closed in order. ``before`` are the last
-    metrics of the run that is gone on with.
+    metrics of the run that is gone on with, None if it is another one.
     """
 
     def __init__(
@@ -58,7 +59,8 @@ class RunLog:
         self._clock = clock
         self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
         self._quiet = config.log.console == "off"
-        self._wanted = _configured(config, run_dir, clock) if sinks is None else sinks
+        configured = partial(_configured, config, run_dir, clock, resumed=before is not None)
+        self._wanted = configured() if sinks is None else sinks
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
         self._not_finite: set[str] = set()
@@ -121,6 +123,7 @@ class RunLog:
         self._last = dict(before)
         self._summarized = {k: v for k, v in self._summarized.items() if k not in before}
         self._steps = 0
+        self._each(lambda sink: sink.rewind())
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Keeps the values for the summary, where they win over logged ones."""
@@ -259,9 +262,13 @@ def _written(file: str) -> Iterator[None]:
         ) from error
 
 
-def _configured(config: RunConfig, run_dir: Path, clock: Callable[[], float]) -> list[Sink]:
+def _configured(
+    config: RunConfig, run_dir: Path, clock: Callable[[], float], resumed: bool
+) -> list[Sink]:
     """The sinks the config asks for. The console is last: it tells how closing the others went."""
-    sinks: list[Sink] = [] if config.log.wandb == "off" else [WandbSink(config, run_dir)]
+    sinks: list[Sink] = []
+    if config.log.wandb != "off":
+        sinks.append(WandbSink(config, run_dir, resumed))
     console = open_console(config, clock)
     return sinks if console is None else [*sinks, console]
 

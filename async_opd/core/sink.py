@@ -43,6 +43,9 @@ class Sink(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes the metrics of a step; a step may come several times, with other metrics."""
 
+    def rewind(self) -> None:
+        """Steps come again: the run goes on from a checkpoint."""
+
     def waits(self, waits: Mapping[str, str]) -> None:
         """Takes what each pool waits for ('' if it computes)."""
 

@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 from async_opd.core.config import RunConfig
 from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
+from async_opd.core.wandb_run import WandbRun
 
 if TYPE_CHECKING:
     import wandb
@@ -22,14 +23,19 @@ INIT_TIMEOUT_S = 30.0
 
 
 class WandbSink:
-    """One wandb run. ``start`` and ``close`` are bounded; logging only hands data over."""
+    """One wandb run. ``start`` and ``close`` are bounded; logging only hands data over.
+
+    ``resumed``: it is that of the run directory, and goes on.
+    """
 
     name = "wandb"
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+    def __init__(self, config: RunConfig, run_dir: Path, resumed: bool = False) -> None:
         self._config = config
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
+        self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
+        self._known = self._at.step
 
     def start(self) -> str | None:
         """Opens the wandb run, offline if its server cannot be reached; then says so.
@@ -57,6 +63,9 @@ class WandbSink:
         self._run = wandb.init(
             project=self._config.log.project,
             name=self._config.name,
+            id=self._at.id,
+            resume="allow",
+            allow_val_change=True,
             dir=str(self._run_dir),
             mode=mode,
             config=without_secrets(self._config.model_dump(mode="json", by_alias=True)),
@@ -72,9 +81,20 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; ``step`` is a column, because a step may come several times."""
-        if self._run is not None:
-            self._run.log({"step": step, **metrics})
+        """One row; ``step`` is a column, because a step may come several times.
+
+        wandb's own step counts rows. Steps that it was given before the run went back to a
+        checkpoint are left out.
+        """
+        if self._run is None or step <= self._known:
+            return
+        row, self._at = self._at.rows, self._at.after(step)
+        self._at.write(self._run_dir)
+        self._run.log({"step": step, **metrics}, step=row)
+
+    def rewind(self) -> None:
+        """What wandb has stays there."""
+        self._known = self._at.step
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Nothing: wandb takes numbers."""

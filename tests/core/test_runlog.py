@@ -52,6 +52,9 @@ class Recorder:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self._call("log", step, metrics)
 
+    def rewind(self) -> None:
+        self._call("rewind")
+
     def waits(self, waits: Mapping[str, str]) -> None:
         self._call("waits", waits)
 

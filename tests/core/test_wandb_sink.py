@@ -1,0 +1,140 @@
+"""One wandb run for one run directory: resumed, rewound, each step in it once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.config import RunConfig
+from async_opd.core.runlog import RunLog
+from async_opd.core.wandb_run import NAME, WandbRun
+from async_opd.core.wandb_sink import WandbSink
+
+
+class FakeRun:
+    """What wandb was told, and by which settings."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, Any] = {}
+
+    def define_metric(self, *_: str, **__: str) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    import wandb
+
+    runs: list[FakeRun] = []
+
+    def init(**arguments: Any) -> FakeRun:
+        runs.append(FakeRun(**arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    return runs
+
+
+def config() -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"sort": {"model": "teacher"}},
+            "data": {"train": "train.jsonl"},
+            "log": {"console": "off", "wandb": "offline"},
+        }
+    )
+
+
+def logged(run_dir: Path, *steps: int, resumed: bool = False) -> None:
+    """A run that logs some steps and is killed."""
+    sink = WandbSink(config(), run_dir, resumed)
+    sink.start()
+    for step in steps:
+        sink.log(step, {"loss": float(step)})
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, opened: list[FakeRun]) -> None:
+    logged(tmp_path, 1, 2)
+    logged(tmp_path, 3, resumed=True)
+    first, second = (run.arguments for run in opened)
+    assert (first["id"], second["resume"]) == (second["id"], "allow")
+
+
+def test_another_run_in_the_same_directory_is_another_wandb_run(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1)
+    logged(tmp_path, 1)
+    assert opened[0].arguments["id"] != opened[1].arguments["id"]
+
+
+def test_steps_that_come_again_after_a_resume_are_left_out(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1, 2, 3)
+    logged(tmp_path, 2, 3, 4, resumed=True)
+    assert [row["step"] for run in opened for _, row in run.rows] == [1, 2, 3, 4]
+
+
+def test_steps_that_come_again_after_a_rewind_are_left_out(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    with RunLog(config(), tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss": 1.0})
+        log.rewind({})
+        for step in (2, 3, 4):
+            log.log(step, {"loss": 1.0})
+        log.finish("completed")
+    assert [row["step"] for _, row in opened[0].rows] == [1, 2, 3, 4]
+
+
+def test_rows_of_one_step_all_come_and_in_any_order(tmp_path: Path, opened: list[FakeRun]) -> None:
+    logged(tmp_path, 1, 2, 1, 2)
+    assert [row["step"] for _, row in opened[0].rows] == [1, 2, 1, 2]
+
+
+@given(
+    lives=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4),
+)
+def test_wandbs_own_step_only_grows_whatever_comes_again(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[list[int]]
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    rows: list[int] = []
+    for number, steps in enumerate(lives):
+        sink = WandbSink(config(), run_dir, resumed=number > 0)
+        sink._run = FakeRun()  # type: ignore[assignment]
+        for step in steps:
+            sink.log(step, {})
+        rows += [row for row, _ in sink._run.rows]  # type: ignore[union-attr]
+    assert rows == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"id": "../../x"}', '{"id": "0123abcd", "rows": -1}']
+)
+def test_a_damaged_file_begins_another_wandb_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / NAME).write_text(content)
+    assert WandbRun.of(tmp_path).rows == 0
+
+
+def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -> None:
+    for steps, resumed in (((1, 2), None), ((2, 3), {"loss": 1.0})):
+        with RunLog(config(), tmp_path, before=resumed) as log:
+            for step in steps:
+                log.log(step, {"loss": 1.0})
+            log.finish("interrupted")
+        assert log.failures == 0
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.stem for file in files} == {f"run-{WandbRun.of(tmp_path).id}"}
