@@ -32,7 +32,7 @@ from async_opd.core.interruption import Interruption
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.load import dump_config
 from async_opd.core.preflight import Inputs
-from async_opd.core.resume import cut_files, identity, refuse_changes
+from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.runlog import RunLog
 from async_opd.core.text import Text, eos_ids
 from async_opd.core.trace import Trace
@@ -92,6 +92,7 @@ def _start(
         tell(f"{store.folder} holds no checkpoint: the run starts from the beginning")
         return None
     refuse_changes(start.config, identity(config, inputs.train))
+    refuse_impossible(start.cut, config)
     tell(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
 

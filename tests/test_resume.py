@@ -26,6 +26,7 @@ from async_opd.core.checkpoint import Checkpoints
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.errors import StageError
 from async_opd.core.journal import LEDGER, Journal
+from async_opd.core.resume import refuse_impossible
 from async_opd.pipeline import Pipeline
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
@@ -109,6 +110,8 @@ class Life:
         self.messages: list[str] = []
         store = Checkpoints(folder / "checkpoints", keep=2)
         self.start = store.newest(self.messages.append)
+        if self.start is not None:
+            refuse_impossible(self.start.cut, config)  # what a run writes, it accepts
         self.world: World = made
         self.checkpointer = Checkpointer(
             store,

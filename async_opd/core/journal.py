@@ -28,8 +28,7 @@ class Journal:
     def __enter__(self) -> Self:
         """OSError if the file cannot be written."""
         self._file = self._path.open("ab", buffering=0)
-        self._file.truncate(self._size)
-        self._file.seek(0, os.SEEK_END)
+        self.rewind(self._size)
         return self
 
     def __exit__(
@@ -59,7 +58,7 @@ class Journal:
 
     def rewind(self, size: int) -> None:
         """Forgets what came after so many bytes."""
-        self._file.truncate(size)
+        self._file.truncate(min(size, self._file.seek(0, os.SEEK_END)))
         self._file.seek(0, os.SEEK_END)
 
     def sync(self) -> None:

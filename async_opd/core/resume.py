@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -77,6 +78,37 @@ def refuse_changes(before: str, now: str) -> None:
         raise ConfigError(problems)
 
 
+def refuse_impossible(cut: Cut, config: RunConfig) -> None:
+    """ConfigError naming every count of a checkpoint that its run cannot have come to.
+
+    Every prompt that was taken, and all that counts against the budget, is a rollout that is in
+    flight, trained or dead-lettered. Who followed other counts would take prompts for hours.
+    """
+    steps, ledger = config.train.steps, cut.ledger
+    rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.buried)
+    versions = config.versions if cut.step == steps else cut.step // config.async_.sync_steps
+    bounds = {
+        "step": (cut.step, 0, steps),
+        "version": (cut.version, versions, versions),
+        "ledger.trained": (ledger.trained, 0, cut.step * config.train.batch_size),
+        "cursor": (cut.cursor, 0, rollouts),
+        "admitted": (cut.admitted, 0, rollouts),
+        **{f"files.{name}": (size, 0, None) for name, size in cut.files.items()},
+    }
+    problems = [
+        Problem(
+            "checkpoint",
+            key,
+            f"found {found}, which a run with {rollouts} rollouts at step {cut.step} cannot have",
+            f"its cut.json was changed: remove step_{cut.step}, --resume takes the one before",
+        )
+        for key, (found, least, most) in bounds.items()
+        if found < least or (most is not None and found > most)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     """Removes what was logged after the checkpoint: those steps are not in its weights.
 
@@ -97,7 +129,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     if (run_dir / DEAD_LETTERS).exists():
         size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
         with (run_dir / DEAD_LETTERS).open("ab") as file:
-            file.truncate(size)
+            file.truncate(min(size, file.seek(0, os.SEEK_END)))
         last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
     return last
 

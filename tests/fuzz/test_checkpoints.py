@@ -52,10 +52,10 @@ def pristine(folder: Path) -> Path:
     store = Checkpoints(folder / "pristine" / "checkpoints", 2)
     part = store.begin(2)
     tensors = {"model/weight": torch.arange(12.0).reshape(3, 4), "rng/cpu": torch.get_rng_state()}
-    write_state(part, TrainerState(2, 1, tensors, ()), [make_sample("0:0#0/0")])
+    write_state(part, TrainerState(2, 2, tensors, ()), [make_sample("0:0#0/0")])
     ledger = LedgerState(in_flight=("0:0#0/0",), trained=4)
     rows = preflight(config, "c.yaml", 0).train
-    store.commit(part, Cut(2, 1, 3, 6, ledger), identity(config, rows))
+    store.commit(part, Cut(2, 2, 3, 5, ledger), identity(config, rows))
     (folder / "pristine" / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "loss/total": 1}\n'
     )
@@ -180,6 +180,38 @@ def test_contents_that_make_no_sense_are_refused_although_the_manifest_fits(
     file.write_text(json.dumps(changed))
     sealed(file.parent)
     resumed(folder, made)
+
+
+@examples(60)
+@given(
+    key=st.sampled_from(["step", "version", "cursor", "admitted", "trained", "ledger.jsonl"]),
+    value=st.integers(-(2**70), 2**70),
+)
+def test_counts_that_no_run_can_have_are_refused_by_name_and_at_once(
+    folder: Path, run_dir: Callable[[], Path], key: str, value: int
+) -> None:
+    made = run_dir()
+    file = made / "checkpoints" / "step_2" / CUT
+    tree = json.loads(file.read_bytes())
+    place = {"trained": tree["ledger"], "ledger.jsonl": tree["files"]}.get(key, tree)
+    place[key] = value
+    file.write_text(json.dumps(tree))
+    sealed(file.parent)
+    said = resumed(folder, made)
+    if said.code == 2:
+        assert key in said.err
+
+
+@pytest.mark.parametrize(("key", "value"), [("cursor", 6), ("admitted", 6), ("version", 1)])
+def test_the_smallest_count_too_many_is_refused(
+    folder: Path, run_dir: Callable[[], Path], key: str, value: int
+) -> None:
+    made = run_dir()
+    file = made / "checkpoints" / "step_2" / CUT
+    file.write_text(json.dumps(json.loads(file.read_bytes()) | {key: value}))
+    sealed(file.parent)
+    said = resumed(folder, made)
+    assert (said.code, f"checkpoint: {key}: found {value}" in said.err) == (2, True)
 
 
 @examples(40)
