@@ -145,7 +145,7 @@ class Pipeline:
         """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
         restoring = self.stages.trainer.restore(str(start.folder))
         finished = await self._bounded("the trainer's restart", restoring)
-        await self.stages.sync.snapshot(start.cut.version)
+        await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(finished)))
 

@@ -226,7 +226,7 @@ class FakeSync:
         self.trainer, self.students, self.pace = trainer, students, pace
         self.fail = False
 
-    async def snapshot(self, version: int) -> None:
+    async def snapshot(self, version: int, again: bool = False) -> None:
         self.trainer.version = version
 
     async def push(self) -> SyncReport:

@@ -26,6 +26,7 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singles import Singles
+from async_opd.core.checkpoint import Checkpoints
 from async_opd.core.config import (
     RunConfig,
     SelfTeacher,
@@ -33,7 +34,7 @@ from async_opd.core.config import (
 from async_opd.core.engine_args import Device
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
 from async_opd.core.pools import pools
-from async_opd.core.refresh import RefreshingSync
+from async_opd.core.refresh import Copies, RefreshingSync
 from async_opd.core.stages import TeacherScorer, WeightSync
 from async_opd.core.turns import Host, LockedSync, ScorerInTurns, Turns
 from async_opd.core.weight_sync import BroadcastSync
@@ -67,7 +68,7 @@ class Stages:
         await self.singles.renew(error)
         await self.broadcast.forget()
         if to_start:
-            await self.sync.snapshot(0)
+            await self.sync.snapshot(0, again=True)
             await self.sync.push()
 
 
@@ -125,7 +126,7 @@ async def _build(boxes: Boxes) -> Stages:
     rollouter, broadcast = await _rollouts(boxes, queue, trainer, students)
     scoring = await boxes.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
-    synced = _refreshing(config, broadcast, trainer, scorer, scoring.weights)
+    synced = _refreshing(boxes, broadcast, trainer, scorer, scoring.weights)
     turns = _turns(config, scorer, rollouter, trainer)
     return Stages(
         queue,
@@ -181,7 +182,7 @@ async def _rollouts(
 
 
 def _refreshing(
-    config: RunConfig,
+    boxes: Boxes,
     sync: WeightSync,
     trainer: TrainerProxy,
     scorer: ScorerProxy,
@@ -191,6 +192,7 @@ def _refreshing(
 
     ``newest`` gets what each has, for a scoring stage that is restarted.
     """
+    config = boxes.config
     every = {
         name: teacher.refresh_every
         for name, teacher in config.teachers.items()
@@ -203,8 +205,14 @@ def _refreshing(
         newest[teacher] = weights = Weights(version, directory, config.timeouts.engine_start_s)
         await scorer.load(teacher, weights)
 
-    directory = Path(config.run_dir or ".").absolute() / "teachers"
-    return RefreshingSync(sync, every, trainer.save, load, directory)
+    run_dir = Path(config.run_dir or ".").absolute()
+    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    copies = Copies(
+        run_dir / "teachers",
+        Path(config.student.model),
+        lambda: [config.version_after(step) for step in store.begun()],
+    )
+    return RefreshingSync(sync, every, trainer.save, load, copies, boxes.tell)
 
 
 @dataclass

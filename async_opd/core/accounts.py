@@ -87,17 +87,13 @@ class Accounts:
             )
         return Cut(
             step=captured.step,
-            version=self._versions_after(captured.step),
+            version=self._config.version_after(captured.step),
             cursor=self._prompts.cursor,
             admitted=self.admission.admitted,
             ledger=self.ledger.state(),
             dead_letters=self.dead_letters.state(),
             guardrail=self.guardrail.state(),
         )
-
-    def _versions_after(self, step: int) -> int:
-        config = self._config
-        return config.versions if step == config.train.steps else step // config.async_.sync_steps
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -107,6 +107,12 @@ class Checkpoints:
         """Of every checkpoint, the oldest first."""
         return sorted(_steps(self.folder))
 
+    def begun(self) -> set[int]:
+        """Steps of all checkpoints, and of those that are being written."""
+        parts = (part.name for part in self.folder.glob(".step_*.partial"))
+        numbers = (name.removeprefix(".step_").removesuffix(".partial") for name in parts)
+        return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
+
     def newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """The newest whose files are what was written; ``tell`` hears of those that are not.
 

@@ -370,3 +370,7 @@ class RunConfig(Section):
     def versions(self) -> int:
         """Weight versions the run makes: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)
+
+    def version_after(self, step: int) -> int:
+        """The newest weight version whose weights are complete after a step."""
+        return self.versions if step == self.train.steps else step // self.async_.sync_steps

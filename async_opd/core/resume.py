@@ -84,12 +84,11 @@ def refuse_impossible(cut: Cut, config: RunConfig) -> None:
     Every prompt that was taken, and all that counts against the budget, is a rollout that is in
     flight, trained or dead-lettered. Who followed other counts would take prompts for hours.
     """
-    steps, ledger = config.train.steps, cut.ledger
+    ledger, version = cut.ledger, config.version_after(cut.step)
     rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.buried)
-    versions = config.versions if cut.step == steps else cut.step // config.async_.sync_steps
     bounds = {
-        "step": (cut.step, 0, steps),
-        "version": (cut.version, versions, versions),
+        "step": (cut.step, 0, config.train.steps),
+        "version": (cut.version, version, version),
         "ledger.trained": (ledger.trained, 0, cut.step * config.train.batch_size),
         "cursor": (cut.cursor, 0, rollouts),
         "admitted": (cut.admitted, 0, rollouts),

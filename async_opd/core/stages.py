@@ -231,8 +231,11 @@ class Trainer(Protocol):
 class WeightSync(Protocol):
     """Carries the trainer's weights to every rollout replica."""
 
-    async def snapshot(self, version: int) -> None:
-        """Copies the weights out; training may go on when this returns."""
+    async def snapshot(self, version: int, again: bool = False) -> None:
+        """Copies the weights out; training may go on when this returns.
+
+        ``again``: the run goes on from a checkpoint with this version, or from the start (0).
+        """
 
     async def push(self) -> SyncReport:
         """All replicas generate with the snapshot when this returns. Raises WeightSyncError."""

@@ -139,9 +139,9 @@ class LockedSync:
         self._inner = inner
         self._lock = lock
 
-    async def snapshot(self, version: int) -> None:
+    async def snapshot(self, version: int, again: bool = False) -> None:
         """See WeightSync.snapshot."""
-        await self._inner.snapshot(version)
+        await self._inner.snapshot(version, again)
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""

@@ -159,7 +159,7 @@ class BroadcastSync:
 
     # ── a sync ─────────────────────────────────────────────────────────────────────────────────
 
-    async def snapshot(self, version: int) -> None:
+    async def snapshot(self, version: int, again: bool = False) -> None:
         """Copies the trainer's weights out as ``version``."""
         async with self._one_at_a_time:
             work = self._sender.snapshot(version)
