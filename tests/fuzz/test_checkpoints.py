@@ -198,8 +198,8 @@ def test_counts_that_no_run_can_have_are_refused_by_name_and_at_once(
     file.write_text(json.dumps(tree))
     sealed(file.parent)
     said = resumed(folder, made)
-    if said.code == 2:
-        assert key in said.err
+    if said.code:
+        assert "cannot have" in said.err
 
 
 @pytest.mark.parametrize(("key", "value"), [("cursor", 6), ("admitted", 6), ("version", 1)])
