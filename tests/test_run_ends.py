@@ -54,7 +54,7 @@ def test_a_resumed_run_starts_at_its_newest_checkpoint(tmp_path: Path) -> None:
     told: list[str] = []
     start = _start(config(), inputs, tmp_path, True, told.append)
     assert start is not None
-    assert (start.cut.step, told) == (4, ["going on after step 4, weight version 2"])
+    assert (start.cut.step, told) == (4, ["going on after step 4, weight version 1"])
 
 
 def test_another_config_is_refused_with_its_keys(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from async_opd.core.sources import Row
 
 def cut(step: int) -> Cut:
     ledger = LedgerState(("p/0", "p/1"), 7, 1, ("q/0",))
-    return Cut(step, step // 2, 40, 10, ledger, files={"dead_letters.jsonl": 5})
+    return Cut(step, step // 4, 10, 10, ledger, files={"dead_letters.jsonl": 5})
 
 
 def written(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
