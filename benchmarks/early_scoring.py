@@ -56,9 +56,9 @@ class Scorer:
 
     async def score(self, item: Rollout) -> None:
         """Returns when the sample is in the queue."""
-        self._scored[item.uid] = asyncio.get_running_loop().create_future()
+        scored = self._scored[item.uid] = asyncio.get_running_loop().create_future()
         await self._queue.put(rollouts_topic("s"), Batch.pack([item]))
-        await self._scored.pop(item.uid)
+        await scored
 
     async def used(self) -> float:
         """Share of the rows ahead that was of use."""
@@ -70,19 +70,18 @@ class Scorer:
         while True:
             lease = await self._queue.get(SCORED, 64, ack=done)
             for header in (header for batch in lease.batches for header in batch.headers):
-                self._scored[header.uid].set_result(None)
+                self._scored.pop(header.uid).set_result(None)
             done = lease.id
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """While it works."""
-        tasks = [asyncio.create_task(self._stage.run()), asyncio.create_task(self._collect())]
-        try:
+        """While it works; raises what ends it."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._stage.run())
+            collecting = group.create_task(self._collect())
             yield
-        finally:
+            collecting.cancel()
             await self._stage.shutdown()
-            tasks[1].cancel()
-            await asyncio.wait(tasks)
 
 
 async def respond(scorer: Scorer, item: Rollout, speed: float, begin: float, piece: int) -> float:
