@@ -9,8 +9,8 @@
     hidden         the hidden state                              HiddenStates
 
 The response's last token predicts nothing that was sampled, and is not sent. The engine can answer
-prompts as well. Given tokens are on a GPU scored by vLLM's own ``prompt_logprob_token_ids``, which
-knows temperature 1 only.
+prompts as well. vLLM's own ``prompt_logprob_token_ids`` (GPU) is not used: it wants the last token,
+which would not fit where a response ends at the model's limit, and knows temperature 1 only.
 """
 
 from __future__ import annotations
@@ -80,11 +80,8 @@ class Scoring:
         model = engine.vllm_config.model_config
         self._hidden = int(model.get_hidden_size())
         self._dtype = NAMES[model.dtype]
-        self._vocabulary = int(model.get_vocab_size())
         self._block = int(engine.vllm_config.cache_config.block_size)
         self._heads: dict[int, None] = {}
-        given = spec.kind in ("sampled", "student_topk")
-        self._by_vllm = given and spec.device == "cuda" and spec.temperature == 1
 
     async def score(
         self, rollout: Rollout, request_id: str, known: NDArray[Any] | None = None
@@ -108,13 +105,12 @@ class Scoring:
         wanted = self._wanted(len(prompt) - 1 + first, ids[first:])
         if wanted.rows == 0:
             return Found(self._empty(wanted), 0)
-        asked = self._by_ids(ids[first:], wanted.start) if self._by_vllm else _by_rows(wanted)
         cached = self._prompt_only(prompt, ids[:, 0]) or first > 0
         tokens = [*prompt.tolist(), *ids[:-1, 0].tolist()]
-        output = await self._ask(tokens, asked, request_id, cached=cached)
+        output = await self._ask(tokens, wanted, request_id, cached=cached)
         found = output.prompt_token_id_logprobs
         if cached and (found is None or len(found) == 0):
-            output = await self._ask(tokens, asked, f"{request_id}~", cached=False)
+            output = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
             found = output.prompt_token_id_logprobs
         expected = (wanted.rows, self._width(wanted))
         if found is None or found.shape != expected:
@@ -165,7 +161,7 @@ class Scoring:
         return not known
 
     async def _ask(
-        self, tokens: list[int], asked: dict[str, Any], request_id: str, *, cached: bool
+        self, tokens: list[int], wanted: Wanted, request_id: str, *, cached: bool
     ) -> RequestOutput:
         params = SamplingParams(
             max_tokens=1,
@@ -173,18 +169,13 @@ class Scoring:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_reading_prefix_cache=not cached,
-            **asked,
+            extra_args=wanted.arguments(),
         )
         request = TokensPrompt(prompt_token_ids=tokens)
         async for output in self._engine.generate(request, params, request_id):
             if output.finished:
                 return output
         raise StageError(self._spec.name, f"the engine ended {request_id} without a final output")
-
-    def _by_ids(self, ids: Int32, start: int) -> dict[str, Any]:
-        """What vLLM scores by itself; not yet run on a GPU. -1 pads, and comes back as -inf."""
-        known = np.where(ids < self._vocabulary, ids, -1)
-        return {"prompt_logprob_token_ids": known, "prompt_logprob_start": start}
 
     def _scores(self, ids: Int32, found: NDArray[Any]) -> Scores:
         wanted = self._wanted(0, ids)
@@ -207,10 +198,6 @@ class Scoring:
         bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
         dtype = bits[self._dtype] if wanted.states else np.int32
         return np.zeros((0, self._width(wanted)), dtype)
-
-
-def _by_rows(wanted: Wanted) -> dict[str, Any]:
-    return {"extra_args": wanted.arguments()}
 
 
 def finite(logprobs: Float32) -> Float32:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from async_opd.core.engine_args import Device
 from async_opd.core.loss_config import ScoreKind
 
 
@@ -22,5 +21,4 @@ class TeacherEngineSpec:
     kind: ScoreKind
     top_k: int
     eos_ids: tuple[int, ...]
-    device: Device = "cpu"
     temperature: float = 1.0

@@ -173,7 +173,6 @@ class Boxes:
             kind=score_kind(config.loss),
             top_k=scored_top_k(config.loss),
             eos_ids=self.eos_ids,
-            device=self.device,
             temperature=teacher.temperature,
         )
         return await self._start(
