@@ -43,6 +43,7 @@ LONGEST_DELAY_S = 30.0
 IN_FLIGHT = 2
 """Batches in flight per replica: one in the engine, one behind it."""
 EARLY = ("early_rows", "early_used", "early_dropped")
+"""Totals: rows scored ahead, those of them in finished samples, and pieces that were given up."""
 REPORT_S = 10.0
 """A replica that does not report in time is left out of this report."""
 
