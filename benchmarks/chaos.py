@@ -6,13 +6,16 @@ Two runs of the quickstart (two student replicas; ``eval.every=0``). The first i
 interrupted after M minutes of training; the second has as many steps as the first had made, and
 every ``--every`` seconds one process of it, drawn at random, is killed (-9) or, one in six, stopped
 (SIGSTOP): a student's or a teacher's engine or actor, the scorer, the queue, the trainer. Nothing
-is killed while the victim of the blow before is still down.
+is killed while the victim of the blow before is still down: a repair that takes longer than
+``--every`` puts the next blow off, and ``s_per_kill`` says how often there really was one.
 
     time lost per kill   (seconds of the second run - those of the first, at equal steps) / kills
     throughput_ratio     the first's seconds over the second's
 
 Prints every kill and recovery, and one JSON line last: ``kills``, ``recoveries``, ``lost``,
-``duplicated``, ``lost_s_per_kill``, ``status``, ``throughput_ratio``. About 2·M minutes and more.
+``duplicated``, ``lost_s_per_kill``, ``s_per_kill``, ``status``, ``throughput_ratio``. A run may be
+over before its last victim is repaired: then there is one recovery less than there are kills, and a
+line says so. About 2·M minutes and more.
 """
 
 from __future__ import annotations
@@ -142,13 +145,16 @@ class Blows:
 
     def strike(self) -> None:
         """Until the run ends; a blow waits until the one before is repaired."""
-        while not self._ends_within(self.every):
+        due = time.monotonic() + self.every
+        while not self._ends_within(max(due - time.monotonic(), 0)):
             heard = self._heard()
             what = self._kill()
             if what is None:
+                due = time.monotonic() + POLL_S
                 continue
             self.kills += 1
             began = time.monotonic()
+            due = began + self.every
             print(f"{time.strftime('%X')} kill {self.kills}: {what}", flush=True)
             while self._heard() == heard and not self._ends_within(POLL_S):
                 if time.monotonic() - began > STALL_S:
@@ -159,6 +165,8 @@ class Blows:
                 self.recoveries += 1
                 took = time.monotonic() - began
                 print(f"{time.strftime('%X')} repaired after {took:.1f} s", flush=True)
+        if self.recoveries < self.kills:
+            print(f"the run was over before the repair after kill {self.kills}", flush=True)
 
     def _kill(self) -> str | None:
         box = self.random.choice(BOXES)
@@ -225,6 +233,7 @@ def main() -> None:
     result = disturbed(out, steps, args.seed, args.every, overrides)
     seconds = result.pop("seconds")
     result["lost_s_per_kill"] = (seconds - calm) / max(result["kills"], 1)
+    result["s_per_kill"] = seconds / max(result["kills"], 1)
     result["throughput_ratio"] = calm / seconds if seconds else 0.0
     print(f"disturbed: {seconds:.1f} s")
     print(json.dumps(result))

@@ -26,6 +26,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.utils import CoreEngineProcManager
 
 from async_opd.core.activity import Activity
 from async_opd.core.engine_args import sleep_level
@@ -33,6 +34,7 @@ from async_opd.core.errors import RolloutFault, StageError, TransferAborted, Wei
 from async_opd.core.gate import Gate
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
+from async_opd.core.vitals import Vitals
 from async_opd.core.weights import Rendezvous, WeightMeta
 from rollouter.ahead import Ahead
 from rollouter.feed import Feed
@@ -83,6 +85,7 @@ class StudentReplica:
         self._engine = AsyncLLM.from_engine_args(
             args, stat_loggers=[] if fixed is not None else [watcher]
         )
+        self._vitals = Vitals(spec.name, _sentinels(self._engine))
         self._activity = Activity("generate")
         self._version = 0
         self._requests = 0
@@ -112,7 +115,7 @@ class StudentReplica:
         """Answers groups from topic ``prompts`` until stopped."""
         self._work = asyncio.create_task(self._feed.run(), name="feed")
         try:
-            await asyncio.wait({self._work})
+            await self._vitals.within(asyncio.wait({self._work}))
             if not self._work.cancelled():
                 self._work.result()
         finally:
@@ -216,7 +219,8 @@ class StudentReplica:
             info |= {"timeout_s": rendezvous.timeout_s, "chunk_bytes": rendezvous.chunk_bytes}
         else:
             info |= {"packed": True, "packed_buffer_size_bytes": rendezvous.chunk_bytes}
-        await self._engine.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+        request = WeightTransferInitRequest(init_info=info)
+        await self._vitals.within(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self, on_sync: str) -> None:
         """Stops sampling; ``on_sync`` says what happens to requests in flight.
@@ -227,21 +231,22 @@ class StudentReplica:
         self._flowing.clear()
         self._syncing.set()
         self._pause_started = self._activity.clock()
-        await self._engine.pause_generation(**PAUSE[on_sync])
+        await self._vitals.within(self._engine.pause_generation(**PAUSE[on_sync]))
 
     async def receive(self, meta: WeightMeta) -> None:
         """Takes the new weights while the sender sends them.
 
         TransferAborted if they did not come and the engine still has all of its old ones.
         """
-        await self._engine.start_weight_update()
+        await self._vitals.within(self._engine.start_weight_update())
         update = {
             "names": list(meta.names),
             "dtype_names": list(meta.dtype_names),
             "shapes": [list(shape) for shape in meta.shapes],
         }
         try:
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=update))
+            request = WeightTransferUpdateRequest(update_info=update)
+            await self._vitals.within(self._engine.update_weights(request))
         except Exception as error:
             if UNTOUCHED in str(error) and self._workers == 1:
                 raise TransferAborted(self._spec.name, str(error)) from error
@@ -249,8 +254,9 @@ class StudentReplica:
 
     async def finish(self, version: int) -> None:
         """Names the new weights and checks that the engine does too."""
-        await self._engine.finish_weight_update(weight_version=str(version))
-        told = await self._engine.get_weight_version()
+        finishing = self._engine.finish_weight_update(weight_version=str(version))
+        await self._vitals.within(finishing)
+        told = await self._vitals.within(self._engine.get_weight_version())
         if told != str(version):
             raise WeightSyncError(
                 self._spec.name, f"the engine reports version {told} after the sync to {version}"
@@ -260,7 +266,7 @@ class StudentReplica:
 
     async def resume(self) -> None:
         """Goes on sampling."""
-        await self._engine.resume_generation()
+        await self._vitals.within(self._engine.resume_generation())
         self._syncing.clear()
         self._flowing.set()
         paused_s = self._activity.clock() - self._pause_started
@@ -324,6 +330,12 @@ class StudentReplica:
         if self._grading is not None:
             self._grading.close()
         self._engine.shutdown()
+
+
+def _sentinels(engine: AsyncLLM) -> list[int]:
+    """Of its core's processes; none where vLLM leaves them to somebody else."""
+    manager = engine.engine_core.resources.engine_manager
+    return list(manager.sentinels()) if isinstance(manager, CoreEngineProcManager) else []
 
 
 def _first_version(rollout: Rollout) -> int:

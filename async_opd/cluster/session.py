@@ -6,7 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from threading import Event, Thread
 
@@ -14,6 +14,7 @@ import ray
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.core.family import family
 
 
 @asynccontextmanager
@@ -24,6 +25,19 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.cluster.address or "local"
+    with family() if address == "local" else nullcontext() as ours:
+        await _start(config, address)
+        if ours is not None:
+            ours.note()
+        try:
+            yield
+        finally:
+            with suppress(TimeoutError):  # Ray's processes end with this one then
+                async with asyncio.timeout(config.timeouts.shutdown_s):
+                    await _in_a_daemon(ray.shutdown)
+
+
+async def _start(config: RunConfig, address: str) -> None:
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -43,12 +57,6 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
             "check cluster.address, or leave it out for a local cluster; a cluster with token "
             "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)",
         ) from error
-    try:
-        yield
-    finally:
-        with suppress(TimeoutError):  # Ray's processes end with this one then
-            async with asyncio.timeout(config.timeouts.shutdown_s):
-                await _in_a_daemon(ray.shutdown)
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:

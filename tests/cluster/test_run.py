@@ -51,9 +51,15 @@ class Run:
 class Running:
     """``async_opd run`` in a process of its own."""
 
-    def __init__(self, directory: Path, *overrides: str, example: Path = EXAMPLE) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *overrides: str,
+        example: Path = EXAMPLE,
+        program: tuple[str, ...] = ("async_opd.cli",),
+    ) -> None:
         self.directory = directory
-        command = [sys.executable, "-m", "async_opd.cli", "run", str(example), *SHORT, *overrides]
+        command = [sys.executable, "-m", *program, "run", str(example), *SHORT, *overrides]
         self.output = (directory.parent / f"{directory.name}.txt").open("w+")
         self.process = subprocess.Popen(
             [*command, "--run-dir", str(directory)],
@@ -71,6 +77,14 @@ class Running:
             assert time.monotonic() < deadline, self.read()
             self.look()
             time.sleep(0.2)
+
+    def until_there(self, path: Path) -> None:
+        """Waits for a file."""
+        deadline = time.monotonic() + BOUND_S
+        while not path.exists():
+            assert self.process.poll() is None, self.read()
+            assert time.monotonic() < deadline, self.read()
+            time.sleep(0.01)
 
     def look(self) -> None:
         """Remembers all processes below the run."""

@@ -1,0 +1,64 @@
+"""``async_opd run`` whose weight sync stops after its first chunk, once, when a test asks for it.
+
+python -m tests.chaos.halfway FOLDER run CONFIG …
+
+test: FOLDER/armed ──► trainer: FOLDER/halfway, the broadcast stands ──► test: FOLDER/go
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import async_opd.cluster.trainer as cluster_trainer
+import async_opd.run as run_module
+from async_opd.cli import main
+from async_opd.cluster.boxes import Factories, Factory
+from async_opd.cluster.launch import launch
+from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import Device
+from async_opd.core.stages import Queue
+from async_opd.core.weights import WeightMeta, chunk_plan
+from trainer.publish import GlooTransport, _pack
+from trainer.stage import TrainerStage
+
+PATIENCE_S = 4.0
+"""Below the bound of the collective: who is left still gets its answer."""
+
+
+class Halfway(GlooTransport):
+    """Stops after the first chunk if it finds the file ``armed``."""
+
+    def __init__(self, folder: Path, *args: Any) -> None:
+        super().__init__(*args)
+        self.folder = folder
+
+    def broadcast(self, weights: list[Any], meta: WeightMeta) -> None:
+        plan = chunk_plan(meta.sizes, self._chunk_bytes)
+        assert len(plan) > 1, "one chunk has no middle"
+        for chunk in plan:
+            self._group.broadcast(_pack(weights, chunk), 0).wait()
+            self.stand()
+
+    def stand(self) -> None:
+        """Until the test has done what it wants to."""
+        if (self.folder / "armed").exists():
+            (self.folder / "armed").rename(self.folder / "halfway")
+            end = time.monotonic() + PATIENCE_S
+            while not (self.folder / "go").exists() and time.monotonic() < end:
+                time.sleep(0.01)
+
+
+def build_trainer(config: RunConfig, device: Device, queue: Queue, folder: str) -> TrainerStage:
+    """The real one, over this transport."""
+    cluster_trainer.GlooTransport = partial(Halfway, Path(folder))  # type: ignore[misc, assignment]
+    return cluster_trainer.build_trainer(config, device, queue)
+
+
+if __name__ == "__main__":
+    trainer = Factory("tests.chaos.halfway:build_trainer", (sys.argv[1],))
+    run_module.launch = partial(launch, factories=Factories(trainer=trainer))  # type: ignore[assignment]
+    sys.exit(main(sys.argv[2:]))
