@@ -87,12 +87,15 @@ async def launch(
 
     Raises EngineStartError naming the first box that did not come up.
     """
-    async with ray_session(config):
+    async with ray_session(config) as family:
         if device == "cuda":
             _enough_gpus(config)
         boxes = Boxes(config, device, eos_ids, factories or Factories(), tell)
         try:
-            yield await _build(boxes)
+            stages = await _build(boxes)
+            if family is not None:
+                family.note()
+            yield stages
         finally:
             await boxes.close()
 

@@ -14,12 +14,15 @@ import ray
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.family import family
+from async_opd.core.family import Family, family
 
 
 @asynccontextmanager
-async def ray_session(config: RunConfig) -> AsyncIterator[None]:
+async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
     """Starts or joins the cluster; shuts our part of it down on the way out.
+
+    What a local one starts is a family, whose head and agents are noted by who knows when all are
+    there.
 
     Ray's token authentication stays as it is (on by default).
     """
@@ -27,10 +30,8 @@ async def ray_session(config: RunConfig) -> AsyncIterator[None]:
     address = config.cluster.address or "local"
     with family() if address == "local" else nullcontext() as ours:
         await _start(config, address)
-        if ours is not None:
-            ours.note()
         try:
-            yield
+            yield ours
         finally:
             with suppress(TimeoutError):  # Ray's processes end with this one then
                 async with asyncio.timeout(config.timeouts.shutdown_s):

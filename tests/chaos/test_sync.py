@@ -46,10 +46,10 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
-def test_the_kill_in_the_middle_of_a_broadcast_ended_it(survived: Run) -> None:
+def test_the_kill_in_the_middle_of_a_broadcast_is_no_matter_of_time(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
     (line,) = (line for line in log.splitlines() if "student/2 left the pool" in line)
-    assert "its engine's process has ended" in line
+    assert "took longer" not in line
 
 
 def test_who_was_not_killed_generates_on(survived: Run) -> None:
