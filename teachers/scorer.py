@@ -30,7 +30,9 @@ from async_opd.core.stages import (
     early_topic,
     rollouts_topic,
 )
-from teachers.pool import IN_FLIGHT, Health, Rebuild, Replica, Scored, TeacherPool, Weights
+from teachers.pool import Scored, TeacherPool
+from teachers.replicas import Rebuild, Replica, Weights
+from teachers.seats import IN_FLIGHT, Health
 from teachers.shift import Shift
 
 

@@ -39,7 +39,7 @@ from async_opd.core.stages import TeacherScorer, WeightSync
 from async_opd.core.turns import Host, LockedSync, ScorerInTurns, Turns
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
-from teachers.pool import Weights
+from teachers.replicas import Weights
 
 
 @dataclass(frozen=True)

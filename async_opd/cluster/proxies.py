@@ -13,7 +13,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Captured, SamplingSpec, StageReport, StepReport
 from async_opd.core.topic import TopicStats
 from async_opd.core.weights import Rendezvous, WeightMeta
-from teachers.pool import Weights
+from teachers.replicas import Weights
 
 ENDLESS = float("inf")
 """For calls that wait for work; the pipeline's stall bound covers them."""

@@ -21,7 +21,7 @@ from async_opd.core.errors import ProcessDied, StageError, StageTimeout
 from async_opd.core.stages import DEAD, PROMPTS, STALE, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
 from teachers.endpoint import EndpointReplica
-from teachers.pool import Rebuild, Weights
+from teachers.replicas import Rebuild, Weights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 

@@ -12,7 +12,7 @@ from async_opd.plan.clock import Clock, Level
 from async_opd.plan.population import Population
 from async_opd.plan.setting import TeacherPool
 from async_opd.plan.topic import Topic
-from teachers.pool import IN_FLIGHT
+from teachers.seats import IN_FLIGHT
 
 Work = tuple[list[int], int]
 """A batch of samples and its tokens."""

@@ -18,7 +18,8 @@ from async_opd.core.config import HealthConfig
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.pool import Scored, TeacherPool, Weights
+from teachers.pool import Scored, TeacherPool
+from teachers.replicas import Weights
 from tests.conftest import make_prompt, make_rollout
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
