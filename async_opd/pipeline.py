@@ -113,6 +113,7 @@ class Pipeline:
                     arrows.create_task(_endless("supervision", self.stages.keep(self._reissue))),
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
+                    arrows.create_task(self._tell()),
                 ]
                 if self.start is None:
                     await self._evaluate("eval_initial")
@@ -257,6 +258,12 @@ class Pipeline:
         )
         self.log.message(f"step {self._step}, version {self.accounts.admission.version}: {found}")
 
+    async def _tell(self) -> None:
+        """What becomes of teachers' replicas, at once: without them no step may end."""
+        while True:
+            for news in await self.stages.scorer.news():
+                self.log.message(news)
+
     async def _meter(self, report: StepReport) -> None:
         rollout, teachers, trainer, topics = await asyncio.gather(
             self.stages.rollouter.report(),
@@ -264,8 +271,6 @@ class Pipeline:
             self.stages.trainer.report(),
             self.stages.queue.stats(),
         )
-        for note in (note for stage in (rollout, *teachers.values()) for note in stage.notes):
-            self.log.message(note)
         pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
         metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
         warnings = self.accounts.guardrail.observe(metrics)

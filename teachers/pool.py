@@ -53,16 +53,20 @@ class TeacherPool:
         health: Health,
         rebuild: Rebuild | None = None,
         *,
+        tell: Callable[[str], None] = lambda text: None,
         asleep: bool = False,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``."""
+        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
+
+        ``tell`` hears what becomes of replicas.
+        """
         self._name = f"teacher {name}"
         self._health = health
         self._clock = clock
         self._seats = Seats(
-            name, replicas, health, rebuild, asleep=asleep, timer=timer, clock=clock
+            name, replicas, health, rebuild, tell=tell, asleep=asleep, timer=timer, clock=clock
         )
         self.balancer = self._seats.balancer
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
@@ -226,10 +230,9 @@ class TeacherPool:
         for percent in (50, 99):
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
-        notes, self._seats.notes = tuple(self._seats.notes), []
         waits = merged.waits_for if self.balancer.serving else "a replica that works"
         waits = "its turn" if self._seats.asleep else waits
-        return replace(merged, counters=counters, gauges=gauges, waits_for=waits, notes=notes)
+        return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 
 def _group(batch: Batch) -> str | None:

@@ -59,12 +59,14 @@ class ScorerStage:
         """
         health = health or {}
         self._hosts = dict(hosts or {})
+        self._news: asyncio.Queue[str] = asyncio.Queue()
         self._pools = {
             name: TeacherPool(
                 name,
                 replicas,
                 health.get(name, HealthConfig()),
                 rebuild,
+                tell=self._news.put_nowait,
                 asleep=name in self._hosts,
             )
             for name, replicas in teachers.items()
@@ -226,6 +228,13 @@ class ScorerStage:
     async def load(self, teacher: str, weights: Weights) -> None:
         """New weights for all replicas of a teacher."""
         await self._pools[teacher].load(weights)
+
+    async def news(self) -> list[str]:
+        """What became of replicas, as soon as there is any."""
+        found = [await self._news.get()]
+        while not self._news.empty():
+            found.append(self._news.get_nowait())
+        return found
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""

@@ -55,7 +55,7 @@ class Seat:
 class Seats:
     """Of one teacher. ``run`` mends replicas and never ends by itself.
 
-    ``example`` is one rollout that could be scored, for probes; ``notes`` say what became of whom.
+    ``example`` is one rollout that could be scored, for probes.
     """
 
     def __init__(
@@ -65,13 +65,17 @@ class Seats:
         health: Health,
         rebuild: Rebuild | None,
         *,
+        tell: Callable[[str], None],
         asleep: bool,
         timer: Timer | None,
         clock: Callable[[], float],
     ) -> None:
-        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``."""
+        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
+
+        ``tell`` hears what became of whom.
+        """
         self.example: Batch | None = None
-        self.notes: list[str] = []
+        self._tell = tell
         self.failures = self.rebuilds = 0.0
         self.weights: Weights | None = None
         self.asleep = asleep
@@ -280,7 +284,7 @@ class Seats:
         return float(self._health.probe_s * (2 ** min(before, 16) - 1))
 
     def _note(self, seat: Seat, words: str) -> None:
-        self.notes.append(f"{self._name}/{seat.index} {words}")
+        self._tell(f"{self._name}/{seat.index} {words}")
 
     def all_gone(self) -> NoReplica:
         """The error of work that nobody is left for."""

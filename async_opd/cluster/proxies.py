@@ -222,6 +222,10 @@ class ScorerProxy:
         """See ScorerStage.load, which bounds it."""
         await self._remote.call("load", teacher, weights, timeout_s=ENDLESS)
 
+    async def news(self) -> list[str]:
+        """See ScorerStage.news."""
+        return cast(list[str], await self._remote.call_again("news", timeout_s=ENDLESS))
+
     async def report(self) -> dict[str, StageReport]:
         """See ScorerStage.report."""
         return cast(dict[str, StageReport], await self._remote.call_again("report"))

@@ -29,6 +29,5 @@ def merge_reports(reports: Iterable[StageReport]) -> StageReport:
         counters=dict(counters),
         gauges=merged,
         busy=tuple(interval for report in reports for interval in report.busy),
-        notes=tuple(note for report in reports for note in report.notes),
         waits_for=waiting[0] if waiting and all(waiting) else "",
     )

@@ -111,15 +111,13 @@ class StageReport:
     """What a stage did since its last report.
 
     ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
-    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes), ``notes``
-    what people should know of since then.
+    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes).
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     busy: tuple[Interval, ...] = ()
     waits_for: str = ""
-    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +184,10 @@ class TeacherScorer(Protocol):
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """What the teacher itself answers: the yardstick of the evaluation."""
+        ...
+
+    async def news(self) -> list[str]:
+        """Waits until something became of a replica, and says what."""
         ...
 
     async def report(self) -> dict[str, StageReport]:

@@ -172,6 +172,10 @@ class ScorerInTurns:
         """See TeacherScorer.generate."""
         return await self._inner.generate(teacher, prompts, sampling)
 
+    async def news(self) -> list[str]:
+        """See TeacherScorer.news."""
+        return await self._inner.news()
+
     async def report(self) -> dict[str, StageReport]:
         """See TeacherScorer.report."""
         return await self._inner.report()

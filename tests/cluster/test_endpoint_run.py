@@ -33,6 +33,7 @@ def served(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
         "urls": [server.url],
         "served_model": "sorter",
         "api_key_env": "SORTER_KEY",
+        "sources": ["sort", "reverse"],
         "health": {"timeout_s": 200},
     }
     server.wait()
@@ -40,7 +41,7 @@ def served(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
         patch.setenv("SORTER_KEY", KEY)
         running = Running(
             tmp_path_factory.mktemp("runs") / "served",
-            f"teachers.sort={json.dumps(teacher)}",
+            f"teachers={json.dumps({'sort': teacher})}",
             f"train.steps={STEPS}",
             "eval.every=0",
             "log.wandb=off",

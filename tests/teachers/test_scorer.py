@@ -74,6 +74,24 @@ async def test_a_lease_that_expired_meanwhile_is_scored_again_and_stops_nothing(
         assert (uids, running.done()) == (["p/0", "p/0"], False)
 
 
+class Never(FakeRebuild):
+    """Rebuilds for ever."""
+
+    async def __call__(self, teacher: str, index: int, old: object) -> Fake:
+        return await asyncio.get_running_loop().create_future()
+
+
+async def test_what_becomes_of_a_replica_is_news_before_anything_is_scored() -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    scorer = ScorerStage({"t": [Fake(dead=True)]}, queue, {"t": 8}, rebuild=Never())
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts("p/0"))
+    news = await asyncio.wait_for(scorer.news(), 5)
+    assert news[0] == "teacher t/0 ejected: r: its process died"
+    await scorer.shutdown()
+    await asyncio.wait({running})
+
+
 async def test_a_teacher_without_any_replica_left_ends_the_stage_with_its_name() -> None:
     async with stage(Fake(dead=True)) as (queue, running):
         await queue.put(TOPIC, rollouts("p/0"))
