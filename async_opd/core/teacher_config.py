@@ -106,8 +106,8 @@ class EngineTeacher(Teacher):
 
     early_tokens: int = Field(default=0, ge=0)
     """Scoring while the student decodes: tokens of a rollout after which they go ahead to the
-    teacher, for example 256; 0: a rollout is scored when it is finished. Worth it on-policy with
-    long responses: docs/teachers.md."""
+    teacher, for example 256; 0: a rollout is scored when it is finished. Worth it on-policy,
+    where long responses end together: docs/teachers.md."""
 
     @property
     def gpus(self) -> int:
