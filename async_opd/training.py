@@ -44,16 +44,24 @@ class Training:
 
     async def run(self) -> None:
         """Until every step is trained. Raises the first error, but for the trainer's deaths."""
-        while True:
-            try:
-                await self.pipeline.run()
-            except ProcessDied as error:
-                if error.stage != TRAINER:
-                    raise
-                self.job.message(f"the trainer failed: {error}")
-                await self._rewind(error)
-            else:
-                return
+        try:
+            while not await self._completes():
+                pass
+        finally:
+            if self._evaluation is not None:
+                self._evaluation.close()
+
+    async def _completes(self) -> bool:
+        """False if the trainer died, and everything went back to a checkpoint."""
+        try:
+            await self.pipeline.run()
+        except ProcessDied as error:
+            if error.stage != TRAINER:
+                raise
+            self.job.message(f"the trainer failed: {error}")
+            await self._rewind(error)
+            return False
+        return True
 
     def _pipeline(self) -> Pipeline:
         job = self.job
@@ -147,4 +155,4 @@ def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | N
         top_p=1.0,
         n=1,
     )
-    return Evaluation(tuple(prompts), sampling, grade)
+    return Evaluation(tuple(prompts), sampling, grade, graders.close)

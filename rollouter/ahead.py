@@ -42,6 +42,7 @@ class Ahead:
         self._waiting.clear()
         for sender in self._senders.values():
             sender.cancel()
+        self._senders.clear()
 
     async def _send(self, teacher: str) -> None:
         try:
@@ -50,4 +51,5 @@ class Ahead:
                 with suppress(AsyncOPDError):  # the finished rollouts will say what is wrong
                     await self._queue.put(early_topic(teacher), pieces)
         finally:
-            del self._senders[teacher]
+            if self._senders.get(teacher) is asyncio.current_task():
+                del self._senders[teacher]

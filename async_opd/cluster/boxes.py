@@ -274,14 +274,14 @@ class _Rebuild:
     boxes: Boxes
 
     async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
-        """See teachers.pool.Rebuild."""
+        """See teachers.replicas.Rebuild."""
         old.kill()
         replica = await self.boxes.teacher(teacher, index)
         assert isinstance(replica, TeacherProxy)  # servers are waited for, not rebuilt
         return replica
 
     async def close(self) -> None:
-        """See teachers.pool.Rebuild."""
+        """See teachers.replicas.Rebuild."""
         await self.boxes.close()
 
 

@@ -220,7 +220,7 @@ class ScorerProxy:
 
     async def load(self, teacher: str, weights: Weights) -> None:
         """See ScorerStage.load, which bounds it."""
-        await self._remote.call("load", teacher, weights, timeout_s=ENDLESS)
+        await self._remote.call_again("load", teacher, weights, timeout_s=ENDLESS)
 
     async def news(self) -> list[str]:
         """See ScorerStage.news."""

@@ -33,9 +33,12 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
         try:
             yield ours
         finally:
-            with suppress(TimeoutError):  # Ray's processes end with this one then
+            try:
                 async with asyncio.timeout(config.timeouts.shutdown_s):
                     await _in_a_daemon(ray.shutdown)
+            except TimeoutError:  # a joined cluster sees to what was ours in it
+                if ours is not None:
+                    await asyncio.to_thread(ours.end)
 
 
 async def _start(config: RunConfig, address: str) -> None:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.errors import RolloutFault, StageError, first_cause
 from async_opd.core.samples import Lost, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 
@@ -28,12 +28,13 @@ class Evaluation:
     """The evaluation prompts, how to sample and how to grade them.
 
     ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it sees
-    to its own bounds, of time and of how many at a time.
+    to its own bounds, of time and of how many at a time. ``close`` ends what it holds.
     """
 
     prompts: tuple[Prompt, ...]
     sampling: SamplingSpec
     grade: Grade
+    close: Callable[[], None] = lambda: None
 
     async def run(self, answers: Answers, prefix: str) -> Measured:
         """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
@@ -68,7 +69,7 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         started = clock()
         rollouts = await answers(prompts, self.sampling)
-        grades = await asyncio.gather(*map(self._grade, rollouts))
+        grades = await self._grades(rollouts)
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
         lost: dict[str, list[Lost]] = defaultdict(list)
         for rollout, grade in zip(rollouts, grades, strict=True):
@@ -94,6 +95,14 @@ class Evaluation:
             means[f"{prefix}/{source}/ungraded"] = float(len(failed))
         means[f"{prefix}/seconds"] = clock() - started
         return Measured(means, tuple(one for failed in lost.values() for one in failed))
+
+    async def _grades(self, rollouts: Sequence[Rollout]) -> list[float | Lost]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._grade(rollout)) for rollout in rollouts]
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+        return [task.result() for task in tasks]
 
     async def _grade(self, rollout: Rollout) -> float | Lost:
         try:

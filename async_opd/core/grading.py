@@ -62,12 +62,21 @@ class Graders:
         if self._spec.name == "exact" and not has_verifier(row):
             return exact(response, row)
         async with self._room:
-            process = self._idle.pop() if self._idle else await _Process.start(self._spec)
+            process = self._one_idle() or await _Process.start(self._spec)
             try:
                 return await process.grade(response, row, self._spec.timeout_s)
             finally:
                 if process.alive:
                     self._idle.append(process)
+
+    def _one_idle(self) -> _Process | None:
+        """One that still lives: others may end it, for want of memory."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.process.poll() is None:
+                return process
+            process.end()
+        return None
 
     def close(self) -> None:
         """Ends the processes that grade nothing."""

@@ -41,7 +41,7 @@ class Ledger:
     """Accounts for rollouts by uid. A sample that is unknown or comes twice stops the run."""
 
     def __init__(self, group_size: int, record: Record | None = None) -> None:
-        self._group_size = group_size
+        self.group_size = group_size
         self._record = record or NoRecord()
         self._in_flight: dict[str, Prompt] = {}
         self._trained = 0
@@ -50,7 +50,7 @@ class Ledger:
 
     def admitted(self, prompts: Iterable[Prompt], members: int | None = None) -> list[Group]:
         """The prompts' groups are in flight: whole ones, or their first ``members``."""
-        size = self._group_size if members is None else members
+        size = self.group_size if members is None else members
         groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
         new = {f"{g.prompt.uid}/{member}": g.prompt for g in groups for member in g.members}
         self._in_flight |= new
@@ -60,7 +60,7 @@ class Ledger:
 
     def refused(self, prompt: Header, members: int | None = None) -> list[Header]:
         """The rollouts of a prompt that cannot be sampled: admitted, and dead letters at once."""
-        size = self._group_size if members is None else members
+        size = self.group_size if members is None else members
         headers = [replace(prompt, uid=f"{prompt.uid}/{member}") for member in range(size)]
         self._record.admitted([header.uid for header in headers])
         for header in headers:
@@ -86,7 +86,7 @@ class Ledger:
         """All samples in flight of the same prompt, the given one among them."""
         prompt = self._known(header)
         tokens = len(prompt.token_ids)
-        mine = (f"{prompt.uid}/{member}" for member in range(self._group_size))
+        mine = (f"{prompt.uid}/{member}" for member in range(self.group_size))
         return [
             Header(uid, tokens, 0, NEVER_OLD, prompt.teacher)
             for uid in mine

@@ -29,7 +29,7 @@ MAY_CHANGE = (
     *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),
     *("teachers.*.replicas", "teachers.*.tensor_parallel", "teachers.*.engine.*"),
     *("teachers.*.urls", "teachers.*.api_key_env", "teachers.*.concurrency"),
-    *("teachers.*.placement", "teachers.*.with"),
+    *("teachers.*.placement", "teachers.*.with", "teachers.*.early_tokens"),
     *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
     *("train.threads", "train.tokens_per_micro_batch", "train.gradient_checkpointing"),
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),

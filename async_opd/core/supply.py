@@ -7,7 +7,8 @@
                           letters, none of them is waited for, another prompt's group is sampled
 
 A stream that has only bad prompts, or a grader that always fails, ends the run: by the teachers'
-``max_dead_letter_share``, or here by ``IN_A_ROW``.
+``max_dead_letter_share``, or here by ``IN_A_ROW``. It does so when every account is right: a
+checkpoint of that moment can be resumed.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ class Supply:
         self._again: Counter[str] = Counter()
         self._told = False  # of the first that is sampled again
         self._ungraded: set[str] = set()
+        self._enough: StageError | None = None  # why the run has to end
 
     def groups(self, count: int, members: int | None = None) -> list[Group]:
         """The groups of the next prompts that can be sampled; they are in flight now.
@@ -83,7 +85,7 @@ class Supply:
         """
         prompts: list[Prompt] = []
         refused = 0
-        while len(prompts) < count:
+        while len(prompts) < count and self._enough is None:
             for one in self._prompts.next(count - len(prompts)):
                 if isinstance(one, Prompt):
                     prompts.append(one)
@@ -93,8 +95,14 @@ class Supply:
                     self._bury(Lost(header, one.reason, one.stage))
                 if refused >= IN_A_ROW:
                     cause = f"{refused} prompts and none of them can be sampled: {one.reason}"
-                    raise StageError("prompts", cause, "see dead_letters.jsonl, mend the data")
-        return self._ledger.admitted(prompts, members)
+                    remedy = "see dead_letters.jsonl, mend the data"
+                    self._enough = self._enough or StageError("prompts", cause, remedy)
+        groups = self._ledger.admitted(prompts, members)
+        if self._enough is not None:
+            missing = count - len(prompts)
+            self._admission.give_back(missing * (members or self._ledger.group_size))
+            raise self._enough
+        return groups
 
     def replace(self, lost: Lost) -> Replaced:
         """What takes the place of a rollout that was lost; nothing if a copy of it was not."""
@@ -125,12 +133,17 @@ class Supply:
         self._dead_letters.skipped(len(expected))
 
     def ungraded(self, lost: Iterable[Lost]) -> None:
-        """Answers of an evaluation that could not be graded. A prompt counts once."""
+        """Answers of an evaluation that could not be graded. A prompt counts once.
+
+        StageError if they are too many.
+        """
         for one in lost:
             if one.header.uid not in self._ungraded:
                 self._ungraded.add(one.header.uid)
                 self._log.dead_letter(one)
-                self._dead_letters.add(one)
+                self._count(one)
+        if self._enough is not None:
+            raise self._enough
 
     def _replace_group(self, lost: Lost, size: int) -> Replaced:
         reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
@@ -148,7 +161,13 @@ class Supply:
 
     def _bury(self, lost: Lost) -> None:
         self._tell(lost)
-        self._dead_letters.add(lost)
+        self._count(lost)
+
+    def _count(self, lost: Lost) -> None:
+        try:
+            self._dead_letters.add(lost)
+        except StageError as error:
+            self._enough = self._enough or error
 
     def _tell(self, lost: Lost) -> None:
         """The summary has the count too, should nothing be logged after it."""

@@ -7,6 +7,7 @@ after the last row that this was given; steps that come again are not given to i
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -20,11 +21,15 @@ NAME = "wandb_run.json"
 
 @dataclass(frozen=True)
 class WandbRun:
-    """``rows`` were given to the wandb run ``id``; ``step`` is the highest among them."""
+    """``rows`` were given to the wandb run ``id``; ``step`` is the highest among them.
+
+    ``evaluated`` is the highest among rows of evaluations, which come after their step's own.
+    """
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
     rows: Annotated[int, Field(ge=0, lt=2**48)] = 0
     step: Annotated[int, Field(ge=-1, lt=2**48)] = -1
+    evaluated: Annotated[int, Field(ge=-1, lt=2**48)] = -1
 
     @classmethod
     def new(cls) -> Self:
@@ -39,9 +44,11 @@ class WandbRun:
         except (OSError, ValidationError):
             return cls.new()
 
-    def after(self, step: int) -> Self:
+    def after(self, step: int, *, evaluation: bool = False) -> Self:
         """With one row more."""
-        return type(self)(self.id, self.rows + 1, max(self.step, step))
+        if evaluation:
+            return replace(self, rows=self.rows + 1, evaluated=max(self.evaluated, step))
+        return replace(self, rows=self.rows + 1, step=max(self.step, step))
 
     def write(self, run_dir: Path) -> None:
         """OSError."""

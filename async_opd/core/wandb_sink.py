@@ -35,7 +35,7 @@ class WandbSink:
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
         self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
-        self._known = self._at.step
+        self._known = self._at
 
     def start(self) -> str | None:
         """Opens the wandb run, offline if its server cannot be reached; then says so.
@@ -86,15 +86,17 @@ class WandbSink:
         wandb's own step counts rows. Steps that it was given before the run went back to a
         checkpoint are left out.
         """
-        if self._run is None or step <= self._known:
+        evaluation = any(key.startswith("eval") for key in metrics)
+        known = self._known.evaluated if evaluation else self._known.step
+        if self._run is None or step <= known:
             return
-        row, self._at = self._at.rows, self._at.after(step)
+        row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
         self._at.write(self._run_dir)
         self._run.log({"step": step, **metrics}, step=row)
 
     def rewind(self) -> None:
         """What wandb has stays there."""
-        self._known = self._at.step
+        self._known = self._at
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Nothing: wandb takes numbers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 
@@ -59,6 +60,13 @@ def test_nothing_happens_to_processes_of_a_family_that_ended_well() -> None:
     assert child.poll() is None
     child.kill()
     child.wait(10)
+
+
+def test_a_family_can_be_ended_before_its_first_process_is() -> None:
+    with family() as ours:
+        child = subprocess.Popen(["sleep", "60"])
+        ours.end()
+        assert child.wait(10) == -signal.SIGKILL
 
 
 def test_the_mark_is_there_only_within() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -115,6 +116,14 @@ async def test_a_grader_whose_process_ends_is_a_fault_and_the_next_response_is_g
     with pytest.raises(GradeError, match=rf"ended its process \({end}\) on row 0:7"):
         await graders.grade(how, row())
     assert await graders.grade("x", row()) == 1.0
+
+
+async def test_a_process_that_ended_while_it_had_no_work_costs_nothing(made: Made) -> None:
+    graders = made("users_graders:pid")
+    ended = round(await graders.grade("x", row()) * 2**32)
+    os.kill(ended, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, ended, os.WEXITED | os.WNOWAIT)
+    assert await graders.grade("x", row()) != ended / 2**32
 
 
 async def test_what_a_grader_raises_comes_back_with_the_row(made: Made) -> None:

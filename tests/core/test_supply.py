@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -77,7 +78,7 @@ def lost(uid: str, stage: str = "grader") -> Lost:
 
 
 def admitted(made: Desk, groups: int = 1) -> None:
-    made.supply.groups(made.admission.try_admit(made.ledger._group_size, groups))
+    made.supply.groups(made.admission.try_admit(made.ledger.group_size, groups))
 
 
 def test_a_prompt_that_cannot_be_sampled_is_left_out_and_the_next_one_comes() -> None:
@@ -214,3 +215,45 @@ def test_whatever_is_lost_the_budget_stays_filled_and_every_sample_has_one_state
         made.supply.replace(lost(uids[pick % len(uids)]))
         assert made.admission.admitted == made.ledger.counts["in_flight"] == budget
     assert len(made.told.dead) == made.ledger.counts["dead_lettered"]
+
+
+def accounts_fit(made: Desk, taken: int) -> bool:
+    """Whether a checkpoint of this moment can be resumed, and its last batch filled."""
+    counts = made.ledger.counts
+    in_flight = counts["in_flight"]
+    return made.admission.admitted == in_flight and taken <= in_flight + counts["dead_lettered"]
+
+
+@given(bad=st.sets(st.integers(0, 80), min_size=1), n=st.integers(1, 4), groups=st.integers(1, 64))
+def test_too_many_bad_prompts_end_a_run_whose_accounts_fit(
+    bad: set[int], n: int, groups: int
+) -> None:
+    stream = Stream(bad=bad)
+    made = desk(stream, n=n, share=0.003)
+    made.admission.advance(40)
+    with suppress(StageError):
+        admitted(made, groups)
+    assert accounts_fit(made, next(stream.numbers))
+
+
+@given(n=st.integers(1, 4), whole=st.booleans(), losses=st.integers(1, 12))
+def test_too_many_lost_rollouts_end_a_run_whose_accounts_fit(
+    n: int, whole: bool, losses: int
+) -> None:
+    stream = Stream()
+    made = desk(stream, n=n, whole=whole, share=0.002)
+    made.admission.advance(40)
+    admitted(made, 16)
+    with suppress(StageError):
+        for number in range(losses * (AGAIN + 1)):
+            made.supply.replace(lost(f"p{number // (AGAIN + 1)}/0"))
+    assert accounts_fit(made, next(stream.numbers))
+
+
+def test_a_run_that_has_to_end_takes_no_further_prompts() -> None:
+    stream = Stream(only_bad=True)
+    made = desk(stream, share=0.01)
+    for _ in range(2):
+        with pytest.raises(StageError, match="are dead letters"):
+            admitted(made)
+    assert next(stream.numbers) <= 12

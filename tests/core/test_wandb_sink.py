@@ -99,6 +99,20 @@ def test_steps_that_come_again_after_a_rewind_are_left_out(
     assert [row["step"] for _, row in opened[0].rows] == [1, 2, 3, 4]
 
 
+def test_an_evaluation_that_was_cut_off_comes_after_the_resume(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1, 2)
+    sink = WandbSink(config(), tmp_path, resumed=True)
+    sink.start()
+    for _ in range(2):
+        sink.log(2, {"eval/sort/accuracy": 0.5})
+    again = WandbSink(config(), tmp_path, resumed=True)
+    again.start()
+    again.log(2, {"eval/sort/accuracy": 0.5})
+    assert [len(run.rows) for run in opened] == [2, 2, 0]
+
+
 def test_rows_of_one_step_all_come_and_in_any_order(tmp_path: Path, opened: list[FakeRun]) -> None:
     logged(tmp_path, 1, 2, 1, 2)
     assert [row["step"] for _, row in opened[0].rows] == [1, 2, 1, 2]
