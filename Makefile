@@ -5,6 +5,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
+FAST := -n 2 --dist loadscope -m "not engine"
 
 .PHONY: quickstart test check format models clean
 
@@ -12,7 +13,7 @@ quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
-	$(BIN)/pytest -n 2 --dist loadscope -m "not engine"
+	$(BIN)/pytest $(FAST)
 	$(BIN)/pytest -m engine
 
 check: .venv/installed
@@ -20,7 +21,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -m "not engine"
+	$(BIN)/pytest $(FAST)
 
 format: .venv/installed
 	$(BIN)/ruff format .

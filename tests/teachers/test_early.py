@@ -82,6 +82,9 @@ class Engine:
 
     async def check_health(self) -> None: ...
 
+    async def get_weight_version(self) -> str:
+        return "0"
+
 
 def _row(tokens: tuple[int, ...], wanted: Any, index: int) -> Any:
     seen = tokens[: wanted.start + index + 1]
