@@ -14,6 +14,7 @@
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
                                          and captures a checkpoint every so many versions
     push      consumes a snapshot,       waits for the evaluation of the version before
+    tell      consumes teachers' news,   waits for something to become of a replica
 
 Everything runs at the same time. Whatever ends with an error ends the run, with the stage's name.
 """

@@ -171,7 +171,7 @@ async def test_a_rolling_sync_passes_over_a_replica_that_died_meanwhile() -> Non
     weights = sync(events, [Receiver(events), dead], rolling=True)
     await weights.connect()
     await weights.snapshot(1)
-    first, resume = weights._receivers[0], weights._receivers[0].resume
+    first, resume = weights._waves.receivers[0], weights._waves.receivers[0].resume
 
     async def resume_while_the_other_dies() -> None:
         weights.lose(1)
@@ -244,32 +244,32 @@ async def test_the_others_have_the_new_version_in_the_end(part: str) -> None:
 async def test_a_broken_transfer_leaves_the_old_weights_generating_until_it_is_made_again() -> None:
     receivers = [Receiver([]), Receiver([])]
     weights = sync([], receivers, tries=2)
-    assert isinstance(weights._sender, Sender)
-    weights._sender.fails = 1
+    assert isinstance(weights._waves._sender, Sender)
+    weights._waves._sender.fails = 1
     await weights.snapshot(1)
     report = await weights.push()
     assert report.metrics["sync/rounds"] == 2
     assert [(r.version, r.paused) for r in receivers] == [(1, False), (1, False)]
-    assert weights._sender.worlds == [3, 3]
+    assert weights._waves._sender.worlds == [3, 3]
 
 
 async def test_a_sender_that_always_fails_ends_the_push_after_so_many_tries() -> None:
     receivers = [Receiver([])]
     weights = sync([], receivers, tries=3)
-    assert isinstance(weights._sender, Sender)
-    weights._sender.fails = 9
+    assert isinstance(weights._waves._sender, Sender)
+    weights._waves._sender.fails = 9
     await weights.snapshot(1)
     with pytest.raises(WeightSyncError, match="connection reset"):
         await weights.push()
-    assert weights._sender.fails == 6
+    assert weights._waves._sender.fails == 6
     assert not receivers[0].paused
 
 
 async def test_a_dead_trainer_ends_the_push_at_once_and_the_replicas_go_on() -> None:
     receivers = [Receiver([])]
     weights = sync([], receivers, tries=3)
-    assert isinstance(weights._sender, Sender)
-    weights._sender.dead = True
+    assert isinstance(weights._waves._sender, Sender)
+    weights._waves._sender.dead = True
     receivers[0].aborts = 1
     await weights.snapshot(1)
     with pytest.raises(ProcessDied, match="trainer"):
@@ -280,8 +280,8 @@ async def test_a_dead_trainer_ends_the_push_at_once_and_the_replicas_go_on() -> 
 async def test_a_trainer_that_hangs_beyond_its_own_bound_is_taken_for_dead() -> None:
     receivers = [Receiver([])]
     weights = sync([], receivers, timeout_s=0.01)
-    assert isinstance(weights._sender, Sender)
-    weights._sender.hangs = True
+    assert isinstance(weights._waves._sender, Sender)
+    weights._waves._sender.hangs = True
     await weights.snapshot(1)
     with pytest.raises(ProcessDied, match="trainer: it hangs"):
         await weights.push()
