@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> 
     if rank == 0:
         torch.save(grads, Path(directory) / "gradients.pt")
     dist.destroy_process_group()
+    # Gloo's threads may still hold the tensors of the last collective; an interpreter that is
+    # finalized meanwhile aborts when they let go of them (pytorch pull request 179291).
+    os._exit(0)
 
 
 def sharded(tied: bool, mixed: bool, directory: Path) -> dict[str, torch.Tensor]:
