@@ -123,11 +123,14 @@ class World:
             Sender(publisher), [self.replica], [1], on_sync="keep", timeout_s=30.0
         )
         self.version = 0
+        self.on_sync = "keep"
+        pause = self.replica.pause
+        self.replica.pause = lambda _: pause(self.on_sync)  # type: ignore[method-assign]
 
     async def push(self, on_sync: str = "keep") -> None:
         """A weight sync of the transformers model's weights."""
         self.version += 1
-        self.sync._on_sync = on_sync
+        self.on_sync = on_sync
         await self.sync.snapshot(self.version)
         await self.sync.push()
 
