@@ -3,18 +3,21 @@
     growing rollouts ──offer──► waiting ──as fast as the queue takes them──► topic early/<teacher>
 
 Advice, so nobody waits for it: while a batch is being put, rollouts grow, and the next piece is the
-longer. What is finished before its turn sends no further piece.
+longer. What is finished before its turn sends no further piece. What the queue refuses is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+from collections import Counter
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.stages import Queue, early_topic
 from rollouter.growing import Growing
+
+REFUSED = "early_refused"
+"""Pieces that the queue did not take, by the kind of its error: ``early_refused/<kind>``."""
 
 
 class Ahead:
@@ -24,6 +27,7 @@ class Ahead:
         self._queue = queue
         self._waiting: dict[str, dict[str, Growing]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
+        self._refused: Counter[str] = Counter()
 
     def offer(self, growing: Growing) -> None:
         """A rollout with enough new tokens; an older offer of it is void."""
@@ -44,12 +48,19 @@ class Ahead:
             sender.cancel()
         self._senders.clear()
 
+    def drain(self) -> dict[str, float]:
+        """Pieces refused since the last time; nothing if there were none."""
+        refused, self._refused = self._refused, Counter()
+        return {f"{REFUSED}/{kind}": float(count) for kind, count in refused.items()}
+
     async def _send(self, teacher: str) -> None:
         try:
             while waiting := self._waiting.pop(teacher, None):
                 pieces = Batch.pack(growing.piece() for growing in waiting.values())
-                with suppress(AsyncOPDError):  # the finished rollouts will say what is wrong
+                try:
                     await self._queue.put(early_topic(teacher), pieces)
+                except AsyncOPDError as error:  # the finished rollouts will say what is wrong
+                    self._refused[type(error).__name__] += len(pieces)
         finally:
             if self._senders.get(teacher) is asyncio.current_task():
                 del self._senders[teacher]

@@ -311,6 +311,7 @@ class StudentReplica:
             "rollouts": float(self._feed.rollouts),
             "request_s": self._request_s,
             "paused_s": self._paused_s,
+            **self._ahead.drain(),
         }
         self._tokens, self._request_s, self._paused_s = 0, 0.0, 0.0
         self._feed.rollouts = 0

@@ -131,7 +131,7 @@ class SimulatedStudent:
         """Tokens and busy time."""
         tokens, self._tokens = self._tokens, 0
         return StageReport(
-            counters={"tokens": float(tokens)},
+            counters={"tokens": float(tokens), **self._ahead.drain()},
             gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
             busy=self._activity.drain(),
         )

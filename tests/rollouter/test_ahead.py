@@ -97,6 +97,19 @@ async def test_a_queue_that_is_closed_harms_nobody() -> None:
     assert ahead._senders == {}
 
 
+async def test_pieces_that_the_queue_refuses_are_counted_with_its_reason() -> None:
+    messages = queue(most=1)
+    ahead = Ahead(messages)
+    ahead.offer(grow(growing("p/0"), 1))
+    await settle()
+    for uid in ("q/0", "q/1"):
+        ahead.offer(grow(growing(uid), 1))  # they wait in put
+    await settle()
+    await messages.close()
+    await settle()
+    assert [ahead.drain(), ahead.drain()] == [{"early_refused/QueueClosed": 2.0}, {}]
+
+
 async def test_nothing_leaves_after_the_end() -> None:
     messages = queue()
     ahead = Ahead(messages)

@@ -61,6 +61,7 @@ class Replica:
         self.death: asyncio.Future[None] = asyncio.Future()
         self.hangs = False
         self.runs = False
+        self.counters: dict[str, float] = {}
 
     async def run(self) -> None:
         self.runs = True
@@ -83,7 +84,7 @@ class Replica:
     async def report(self) -> StageReport:
         if self.death.done():
             await self.death
-        return StageReport(gauges={"version": float(self.life)})
+        return StageReport(self.counters, {"version": float(self.life)})
 
 
 class World:
@@ -210,6 +211,17 @@ async def test_the_report_counts_rebuilds_and_who_serves() -> None:
     await settle()
     gauges = (await world.stage.report()).gauges
     assert (gauges["rebuilds"], gauges["replicas"]) == (1, 2)
+
+
+async def test_the_report_has_totals_of_refused_pieces_and_no_rates() -> None:
+    world = World(2)
+    await settle()
+    for replica in world.replicas.values():
+        replica.counters = {"early_refused/QueueClosed": 2.0, "tokens": 1.0}
+    await world.stage.report()
+    report = await world.stage.report()
+    assert report.gauges["early_refused/QueueClosed"] == 8
+    assert report.counters == {"tokens": 2}
 
 
 @given(deaths=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
