@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +32,7 @@ from async_opd.core.batch import Batch, unpack_lost
 from async_opd.core.checkpoint import Checkpoint
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import StageError, StageTimeout, first_cause
+from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation, Measured
 from async_opd.core.ledger import Record
 from async_opd.core.metering import Metering
@@ -50,6 +51,9 @@ from async_opd.core.stages import (
 from async_opd.core.supply import Prompts
 
 Result = TypeVar("Result")
+
+LAST_NEWS_S = 5.0
+"""The wait for a scoring stage that may not answer any more, when the run fails anyway."""
 
 
 class Log(Protocol):
@@ -103,6 +107,7 @@ class Pipeline:
         self.accounts = Accounts(self.config, self.prompts, self.log, self.record, cut)
         self.metering = Metering()
         self._step = self.accounts.step
+        self._heard = 0
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
 
@@ -131,6 +136,7 @@ class Pipeline:
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as errors:
+            await self._hear_the_last()
             raise first_cause(errors) from errors
 
     async def checkpoint(self) -> None:
@@ -262,8 +268,22 @@ class Pipeline:
     async def _tell(self) -> None:
         """What becomes of teachers' replicas, at once: without them no step may end."""
         while True:
-            for news in await self.stages.scorer.news():
-                self.log.message(news)
+            await self._hear()
+
+    async def _hear(self, wait: bool = True) -> bool:
+        """Whether there was any news."""
+        news = await self.stages.scorer.news(self._heard, wait)
+        self._heard = news.heard
+        for line in news.lines:
+            self.log.message(line)
+        return bool(news.lines)
+
+    async def _hear_the_last(self) -> None:
+        """What came just before the error that ends the run, where it may be explained."""
+        with suppress(AsyncOPDError, TimeoutError):
+            async with asyncio.timeout(LAST_NEWS_S):
+                while await self._hear(wait=False):
+                    pass
 
     async def _meter(self, report: StepReport) -> None:
         rollout, teachers, trainer, topics = await asyncio.gather(

@@ -24,12 +24,14 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,
     SCORED,
+    News,
     Queue,
     SamplingSpec,
     StageReport,
     early_topic,
     rollouts_topic,
 )
+from teachers.bulletin import Bulletin
 from teachers.pool import Scored, TeacherPool
 from teachers.replicas import Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
@@ -59,14 +61,14 @@ class ScorerStage:
         """
         health = health or {}
         self._hosts = dict(hosts or {})
-        self._news: asyncio.Queue[str] = asyncio.Queue()
+        self._bulletin = Bulletin()
         self._pools = {
             name: TeacherPool(
                 name,
                 replicas,
                 health.get(name, HealthConfig()),
                 rebuild,
-                tell=self._news.put_nowait,
+                tell=self._bulletin.tell,
                 asleep=name in self._hosts,
             )
             for name, replicas in teachers.items()
@@ -229,12 +231,9 @@ class ScorerStage:
         """New weights for all replicas of a teacher."""
         await self._pools[teacher].load(weights)
 
-    async def news(self) -> list[str]:
+    async def news(self, heard: int, wait: bool = True) -> News:
         """What became of replicas, as soon as there is any."""
-        found = [await self._news.get()]
-        while not self._news.empty():
-            found.append(self._news.get_nowait())
-        return found
+        return await self._bulletin.after(heard, wait)
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""

@@ -35,6 +35,7 @@ from async_opd.core.samples import (
 from async_opd.core.stages import (
     PROMPTS,
     Captured,
+    News,
     SamplingSpec,
     StageReport,
     StepReport,
@@ -244,6 +245,7 @@ class FakeLog:
     summary: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append(step)
@@ -253,7 +255,9 @@ class FakeLog:
         self.summary |= metrics
 
     def waits(self, waits: Mapping[str, str]) -> None: ...
-    def message(self, text: str) -> None: ...
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
 
     def dead_letter(self, lost: Lost) -> None:
         self.dead.append(lost.header.uid)
@@ -386,6 +390,43 @@ async def test_a_teacher_that_dies_ends_the_run_with_its_name() -> None:
     run = world()
     run.teachers["a"].fail = True
     with pytest.raises(NoReplica, match=r"teacher a: all 1 replicas are gone.* its process died"):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world(seed)
+    run.teachers["a"].fail = True
+    news = run.scorer.news
+
+    async def slow(heard: int, wait: bool = True) -> News:
+        """The error overtakes the answer, as between processes."""
+        answer = await news(heard, wait)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        return answer
+
+    monkeypatch.setattr(run.scorer, "news", slow)
+    with pytest.raises(NoReplica):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+    told = [line.partition(":")[0] for line in run.log.told if line.startswith("teacher")]
+    assert told == ["teacher a/0 ejected", "teacher a/0 is gone for good"]
+
+
+async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("async_opd.pipeline.LAST_NEWS_S", 0.01)
+    run = world(replicas=1)
+    run.students[0].fail_at = 3
+
+    async def never(heard: int, wait: bool = True) -> News:
+        return await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(run.scorer, "news", never)
+    with pytest.raises(StageError, match="student/0: its process died"):
         await asyncio.wait_for(run.pipeline.run(), 5)
 
 

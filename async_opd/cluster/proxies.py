@@ -10,7 +10,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.loans import Lease
 from async_opd.core.queue import Ack
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Captured, SamplingSpec, StageReport, StepReport
+from async_opd.core.stages import Captured, News, SamplingSpec, StageReport, StepReport
 from async_opd.core.topic import TopicStats
 from async_opd.core.weights import Rendezvous, WeightMeta
 from teachers.replicas import Weights
@@ -222,9 +222,10 @@ class ScorerProxy:
         """See ScorerStage.load, which bounds it."""
         await self._remote.call_again("load", teacher, weights, timeout_s=ENDLESS)
 
-    async def news(self) -> list[str]:
+    async def news(self, heard: int, wait: bool = True) -> News:
         """See ScorerStage.news."""
-        return cast(list[str], await self._remote.call_again("news", timeout_s=ENDLESS))
+        found = await self._remote.call_again("news", heard, wait, timeout_s=ENDLESS)
+        return cast(News, found)
 
     async def report(self) -> dict[str, StageReport]:
         """See ScorerStage.report."""

@@ -121,6 +121,14 @@ class StageReport:
 
 
 @dataclass(frozen=True)
+class News:
+    """Lines for people; ``heard`` is what to ask with for those that come after."""
+
+    heard: int
+    lines: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class StepReport:
     """One optimizer step.
 
@@ -186,8 +194,8 @@ class TeacherScorer(Protocol):
         """What the teacher itself answers: the yardstick of the evaluation."""
         ...
 
-    async def news(self) -> list[str]:
-        """Waits until something became of a replica, and says what."""
+    async def news(self, heard: int, wait: bool = True) -> News:
+        """What became of replicas after the line ``heard``; waits until there is something."""
         ...
 
     async def report(self) -> dict[str, StageReport]:

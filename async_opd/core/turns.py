@@ -19,6 +19,7 @@ from typing import Protocol
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
+    News,
     SamplingSpec,
     StageReport,
     SyncReport,
@@ -172,9 +173,9 @@ class ScorerInTurns:
         """See TeacherScorer.generate."""
         return await self._inner.generate(teacher, prompts, sampling)
 
-    async def news(self) -> list[str]:
+    async def news(self, heard: int, wait: bool = True) -> News:
         """See TeacherScorer.news."""
-        return await self._inner.news()
+        return await self._inner.news(heard, wait)
 
     async def report(self) -> dict[str, StageReport]:
         """See TeacherScorer.report."""

@@ -86,8 +86,8 @@ async def test_what_becomes_of_a_replica_is_news_before_anything_is_scored() -> 
     scorer = ScorerStage({"t": [Fake(dead=True)]}, queue, {"t": 8}, rebuild=Never())
     running = asyncio.create_task(scorer.run())
     await queue.put(TOPIC, rollouts("p/0"))
-    news = await asyncio.wait_for(scorer.news(), 5)
-    assert news[0] == "teacher t/0 ejected: r: its process died"
+    news = await asyncio.wait_for(scorer.news(0), 5)
+    assert news.lines[0] == "teacher t/0 ejected: r: its process died"
     await scorer.shutdown()
     await asyncio.wait({running})
 
