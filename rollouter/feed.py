@@ -52,12 +52,28 @@ class Feed:
         self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
         self._finished: list[int] = []
         self._asks = False  # for prompts, now
+        self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Works until cancelled; raises the first error of a rollout.
+        """Works until stopped or cancelled; raises the first error of a rollout.
 
         What is not in the queue by then never will be; it can run again.
         """
+        self._work = asyncio.create_task(self._pull(), name="feed")
+        try:
+            await asyncio.wait({self._work})
+        finally:
+            await self.stop()
+        if not self._work.cancelled():
+            self._work.result()
+
+    async def stop(self) -> None:
+        """Ends ``run``; gives up what was taken and is not finished."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
+
+    async def _pull(self) -> None:
         try:
             async with asyncio.TaskGroup() as rollouts:
                 while True:

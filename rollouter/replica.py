@@ -95,7 +95,6 @@ class StudentReplica:
         self._held_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
         self._syncs = 0
-        self._work: asyncio.Task[None] | None = None
         self._flowing = asyncio.Event()
         self._syncing = asyncio.Event()
         self._flowing.set()
@@ -113,20 +112,14 @@ class StudentReplica:
 
     async def run(self) -> None:
         """Answers groups from topic ``prompts`` until stopped."""
-        self._work = asyncio.create_task(self._feed.run(), name="feed")
         try:
-            await self._vitals.within(asyncio.wait({self._work}))
-            if not self._work.cancelled():
-                self._work.result()
+            await self._vitals.within(self._feed.run())
         finally:
-            self._work.cancel()
             self._ahead.close()
 
     async def stop(self) -> None:
-        """Ends ``run``; gives up what was taken and is not finished."""
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.wait({self._work})
+        """See Feed.stop."""
+        await self._feed.stop()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         """RolloutFault for a prompt that the engine refuses."""

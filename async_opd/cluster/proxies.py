@@ -66,13 +66,32 @@ class QueueProxy:
         return cast(dict[str, TopicStats], await self._remote.call_again("stats"))
 
 
-class StudentProxy:
+class HostProxy:
+    """``async_opd.core.turns.Host``: who shares its GPUs with teachers. The turns have bounds."""
+
+    def __init__(self, remote: Remote) -> None:
+        self._remote = remote
+
+    async def idle(self) -> None:
+        """See async_opd.core.turns.Host."""
+        await self._remote.call("idle", timeout_s=ENDLESS)
+
+    async def rest(self) -> None:
+        """See async_opd.core.turns.Host."""
+        await self._remote.call("rest", timeout_s=ENDLESS)
+
+    async def wake(self) -> None:
+        """See async_opd.core.turns.Host."""
+        await self._remote.call("wake", timeout_s=ENDLESS)
+
+
+class StudentProxy(HostProxy):
     """A student replica: for the rollout stage and, as a receiver, for the weight sync."""
 
     def __init__(self, remote: Remote, consumer: str) -> None:
+        super().__init__(remote)
         self.name = remote.name
         self.consumer = consumer
-        self._remote = remote
 
     async def run(self) -> None:
         """See StudentReplica.run; ended by the pool's heartbeat if it hangs."""
@@ -122,18 +141,6 @@ class StudentProxy:
     async def resume(self) -> None:
         """See StudentReplica.resume."""
         await self._remote.call("resume")
-
-    async def idle(self) -> None:
-        """See async_opd.core.turns.Host."""
-        await self._remote.call("idle", timeout_s=ENDLESS)
-
-    async def rest(self) -> None:
-        """See async_opd.core.turns.Host, which bounds it."""
-        await self._remote.call("rest", timeout_s=ENDLESS)
-
-    async def wake(self) -> None:
-        """See async_opd.core.turns.Host, which bounds it."""
-        await self._remote.call("wake", timeout_s=ENDLESS)
 
 
 class TeacherProxy:
@@ -232,11 +239,8 @@ class ScorerProxy:
         return cast(dict[str, StageReport], await self._remote.call_again("report"))
 
 
-class TrainerProxy:
+class TrainerProxy(HostProxy):
     """``async_opd.core.stages.Trainer``, and the sender of the weight sync."""
-
-    def __init__(self, remote: Remote) -> None:
-        self._remote = remote
 
     async def step(self) -> StepReport:
         """See TrainerStage.step."""
@@ -281,15 +285,3 @@ class TrainerProxy:
     async def send(self, wave: int) -> None:
         """See TrainerStage.send."""
         await self._remote.call("send", wave)
-
-    async def idle(self) -> None:
-        """See async_opd.core.turns.Host."""
-        await self._remote.call("idle", timeout_s=ENDLESS)
-
-    async def rest(self) -> None:
-        """See async_opd.core.turns.Host, which bounds it."""
-        await self._remote.call("rest", timeout_s=ENDLESS)
-
-    async def wake(self) -> None:
-        """See async_opd.core.turns.Host, which bounds it."""
-        await self._remote.call("wake", timeout_s=ENDLESS)

@@ -65,18 +65,11 @@ class SimulatedStudent:
 
     async def run(self) -> None:
         """Answers groups until stopped."""
-        self._work = asyncio.create_task(self._feed.run())
-        try:
-            await asyncio.wait({self._work})
-            if not self._work.cancelled():
-                self._work.result()
-        finally:
-            self._work.cancel()
+        await self._feed.run()
 
     async def stop(self) -> None:
         """Ends ``run``."""
-        self._work.cancel()
-        await asyncio.wait({self._work})
+        await self._feed.stop()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._lengths.sample(self._random)

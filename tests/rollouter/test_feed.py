@@ -78,6 +78,19 @@ async def test_a_lease_is_acknowledged_although_no_further_prompts_come() -> Non
     task.cancel()
 
 
+async def test_of_a_feed_that_is_stopped_nothing_more_reaches_the_queue() -> None:
+    messages, engine = queue(), Engine()
+    feed = Feed("student/0", messages, Slots(8, 2), engine.sample)
+    running = asyncio.create_task(feed.run())
+    await messages.put(PROMPTS, groups("p"))
+    await settle()
+    await feed.stop()
+    await asyncio.wait_for(running, 5)
+    engine.answers.release()
+    await settle()
+    assert (await messages.stats())["rollouts/math"].put == 0
+
+
 async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     async def grade(rollout: Rollout) -> Rollout:
         return replace(rollout, reward=0.5)
