@@ -1,7 +1,9 @@
 """kill -9 of the driver between two checkpoints, and its run resumed, against an undisturbed run.
 
 Both are exactly on-policy and reproducible, so that their weights can be compared bit for bit. The
-undisturbed one has its checkpoints on a disk that is too small for two, where that can be had.
+teacher is the student as it was up to two versions ago, and sees another prompt: a resumed run that
+had any other weights in it would learn other ones. The undisturbed run has its checkpoints on a
+disk that is too small for two, where that can be had; the other one is in wandb, too.
 """
 
 from __future__ import annotations
@@ -15,22 +17,24 @@ import pytest
 
 from async_opd.core.audit import Audit, audit
 from async_opd.core.checkpoint import Checkpoints
+from async_opd.core.wandb_run import WandbRun
 from tests.cluster.test_run import Run, Running
+from tests.wandb_rows import rows
 
 pytestmark = pytest.mark.engine
 
 STEPS, BATCH = 10, 8
 SMALL_DISK_MIB = 9  # one checkpoint has 7
 CONFIG = (
-    "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse], "
-    "engine: {max_num_seqs: 1}}}",
+    "teachers={easier: {kind: self, refresh_every: 3, sources: [sort, reverse], "
+    "prompt_template: 'sort {answer}=', engine: {max_num_seqs: 1}}}",
     "data.eval=[]",
     "rollout={n: 2, max_tokens: 8, reproducible: true, concurrency: 1, engine: {max_num_seqs: 1}}",
     f"train={{steps: {STEPS}, batch_size: {BATCH}, lr: 1e-3, warmup_steps: 2}}",
     "async={staleness_threshold: 0, sync_steps: 1}",
     "checkpoint.every=2",
-    "log.wandb=off",
 )
+WANDB, NO_WANDB = "log.wandb=offline", "log.wandb=off"
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     disk.mkdir(parents=True)
     size = f"size={SMALL_DISK_MIB}m"
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", disk], check=False)
-    running = Running(directory, *CONFIG)
+    running = Running(directory, *CONFIG, NO_WANDB)
     running.until("everything is up")
     yield running.end()
     if mount.returncode == 0:
@@ -50,11 +54,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Running:
     """A driver killed after a checkpoint, and everything that it had started."""
-    running = Running(tmp_path_factory.mktemp("runs") / "killed", *CONFIG)
+    running = Running(tmp_path_factory.mktemp("runs") / "killed", *CONFIG, WANDB)
     running.until("checkpoint of step 4")
     running.look()
     running.process.kill()
-    running.process.wait(10)
+    running.process.wait(30)
     return running
 
 
@@ -73,8 +77,14 @@ def _name(process: psutil.Process) -> str:
 
 
 @pytest.fixture(scope="module")
-def resumed(killed: Running) -> Run:
-    running = Running(killed.directory, *CONFIG, "--resume")
+def given(killed: Running) -> WandbRun:
+    """What wandb was given when the driver was killed."""
+    return WandbRun.of(killed.directory)
+
+
+@pytest.fixture(scope="module")
+def resumed(killed: Running, given: WandbRun) -> Run:
+    running = Running(killed.directory, *CONFIG, WANDB, "--resume")
     running.until("everything is up")
     return running.end()
 
@@ -84,7 +94,7 @@ def found(run: Run) -> Audit:
 
 
 def test_no_process_outlives_a_killed_driver(killed: Running) -> None:
-    assert alive(killed, 10) == []
+    assert alive(killed, 30) == []
 
 
 def test_its_run_completes_when_it_is_resumed(resumed: Run) -> None:
@@ -111,6 +121,14 @@ def test_its_weights_are_those_of_an_undisturbed_run_bit_for_bit(
 ) -> None:
     one, two = (run.directory / "model" / "model.safetensors" for run in (resumed, undisturbed))
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_it_goes_on_in_the_same_wandb_run(resumed: Run, given: WandbRun) -> None:
+    files = sorted((resumed.directory / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert [file.stem for file in files] == [f"run-{given.id}"] * 2
+    before, after = ([(row["_step"], row["step"]) for row in rows(file)] for file in files)
+    assert before == [(step - 1, step) for step in range(1, len(before) + 1)]
+    assert after == [(step - 1, step) for step in range(given.step + 1, STEPS + 1)]
 
 
 def test_a_full_disk_costs_checkpoints_and_not_the_run(undisturbed: Run) -> None:

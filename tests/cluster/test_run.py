@@ -113,7 +113,7 @@ class Running:
     def end(self) -> Run:
         """Waits for the exit; gives leftovers a few seconds to be gone."""
         code = self.process.wait(BOUND_S)
-        _, left = psutil.wait_procs(list(self.family.values()), timeout=15)
+        _, left = psutil.wait_procs(list(self.family.values()), timeout=30)
         names = [" ".join(p.cmdline())[:80] for p in left if p.is_running()]
         return Run(code, self.read(), self.directory, names)
 

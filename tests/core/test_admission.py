@@ -37,7 +37,7 @@ async def test_a_new_version_opens_the_next_batch() -> None:
     waiting = asyncio.create_task(budget.admit(1, at_most_groups=99))
     await asyncio.sleep(0)
     budget.advance(1)
-    assert await asyncio.wait_for(waiting, 1) == 4
+    assert await asyncio.wait_for(waiting, 5) == 4
 
 
 async def test_the_threshold_admits_its_share_of_the_next_version() -> None:

@@ -29,7 +29,7 @@ def test_orphans_of_a_process_that_is_killed_end_with_it() -> None:
     assert first.stdout is not None
     orphan = int(first.stdout.readline())
     first.kill()
-    first.wait(10)
+    first.wait(30)
     assert is_gone(orphan)
 
 
@@ -50,7 +50,7 @@ def test_who_was_noted_ends_without_the_mark_too() -> None:
     assert first.stdout is not None
     hidden = int(first.stdout.readline())
     first.kill()
-    first.wait(10)
+    first.wait(30)
     assert is_gone(hidden)
 
 
@@ -59,14 +59,14 @@ def test_nothing_happens_to_processes_of_a_family_that_ended_well() -> None:
         child = subprocess.Popen(["sleep", "60"])
     assert child.poll() is None
     child.kill()
-    child.wait(10)
+    child.wait(30)
 
 
 def test_a_family_can_be_ended_before_its_first_process_is() -> None:
     with family() as ours:
         child = subprocess.Popen(["sleep", "60"])
         ours.end()
-        assert child.wait(10) == -signal.SIGKILL
+        assert child.wait(30) == -signal.SIGKILL
 
 
 def test_the_mark_is_there_only_within() -> None:

@@ -41,7 +41,7 @@ def by_name(response, row):
     return 1.0
 
 def slow(response, row):
-    time.sleep(0.3)
+    time.sleep(0.2)
     return 1.0
 
 def starts_one(response, row):
@@ -102,8 +102,8 @@ async def test_no_more_are_started_than_are_allowed(made: Made) -> None:
 async def test_a_grader_that_hangs_is_a_fault_and_the_next_response_is_graded(
     made: Made, how: str
 ) -> None:
-    graders = made("users_graders:by_name", timeout_s=0.5, processes=1)
-    with pytest.raises(GradeError, match=r"by_name took longer than 0.5 s on row 0:7"):
+    graders = made("users_graders:by_name", timeout_s=1, processes=1)
+    with pytest.raises(GradeError, match=r"by_name took longer than 1 s on row 0:7"):
         await graders.grade(how, row())
     assert await graders.grade("x", row()) == 1.0
 
@@ -133,15 +133,15 @@ async def test_what_a_grader_raises_comes_back_with_the_row(made: Made) -> None:
 
 
 async def test_waiting_for_a_process_counts_against_nobody(made: Made) -> None:
-    graders = made("users_graders:slow", timeout_s=1, processes=1)
-    found = await asyncio.gather(*(graders.grade("x", row()) for _ in range(5)))
-    assert found == [1.0] * 5
+    graders = made("users_graders:slow", timeout_s=2, processes=1)
+    found = await asyncio.gather(*(graders.grade("x", row()) for _ in range(12)))
+    assert found == [1.0] * 12
 
 
 async def test_what_a_late_grader_had_started_is_ended_with_it(made: Made, tmp_path: Path) -> None:
     told = tmp_path / "pid"
     with pytest.raises(GradeError, match="took longer"):
-        await made("users_graders:starts_one", timeout_s=1).grade("x", row(told=str(told)))
+        await made("users_graders:starts_one", timeout_s=3).grade("x", row(told=str(told)))
     assert is_gone(int(told.read_text()))
 
 
@@ -195,5 +195,5 @@ def test_a_busy_grader_ends_when_its_starter_is_killed(folder: Path) -> None:
     assert starter.stdout is not None
     grader = int(starter.stdout.readline())
     starter.kill()
-    starter.wait(10)
+    starter.wait(30)
     assert is_gone(grader)

@@ -30,5 +30,5 @@ def test_a_child_ends_when_its_parent_is_killed() -> None:
     assert parent.stdout is not None
     child = int(parent.stdout.readline())
     os.kill(parent.pid, signal.SIGKILL)
-    parent.wait(10)
+    parent.wait(30)
     assert is_gone(child)

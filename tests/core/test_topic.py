@@ -89,7 +89,7 @@ async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still
     queue = topic(max_bytes=1)
     waiting = asyncio.create_task(queue.get(3, 3))
     for uid in ("a/0", "b/0", "c/0"):
-        await asyncio.wait_for(queue.put(batch(uid)), 1)
+        await asyncio.wait_for(queue.put(batch(uid)), 5)
     assert len(await waiting) == 3
 
 
@@ -144,7 +144,7 @@ async def test_a_get_cancelled_after_it_was_served_gives_its_lease_back() -> Non
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert uids(await asyncio.wait_for(queue.get(1), 1)) == ["a/0"]
+    assert uids(await asyncio.wait_for(queue.get(1), 5)) == ["a/0"]
 
 
 async def test_closing_wakes_every_waiter_with_an_error() -> None:
@@ -183,7 +183,7 @@ def test_every_sample_is_acknowledged_exactly_once_whatever_consumers_do(
         plan = iter(asks)
         while len(done) < sum(sizes):
             at_most, what = next(plan, (6, "ack"))
-            lease = await asyncio.wait_for(queue.get(at_most), 1)
+            lease = await asyncio.wait_for(queue.get(at_most), 5)
             if what == "ack":
                 assert queue.ack(lease.id)
                 done += uids(lease)

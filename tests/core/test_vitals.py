@@ -58,4 +58,4 @@ async def test_it_watches_the_processes_of_multiprocessing() -> None:
     process.start()
     with pytest.raises(ProcessDied):
         await asyncio.wait_for(Vitals("e", [process.sentinel]).within(asyncio.Event().wait()), 60)
-    process.join(10)
+    process.join(30)

@@ -223,11 +223,11 @@ async def test_who_fails_is_lost_with_the_part_and_the_cause(part: str, rolling:
 @pytest.mark.parametrize("part", PARTS)
 async def test_who_hangs_is_lost_after_the_bound(part: str) -> None:
     losses = Losses()
-    weights = sync([], [Receiver([]), Receiver([], hang=part)], timeout_s=0.01, lost=losses)
+    weights = sync([], [Receiver([]), Receiver([], hang=part)], timeout_s=0.2, lost=losses)
     await weights.snapshot(1)
     await weights.push()
     assert list(losses) == [1]
-    assert "took longer than 0.01 s" in str(losses[1])
+    assert "took longer than 0.2 s" in str(losses[1])
 
 
 @pytest.mark.parametrize("part", ["pause keep", "finish 1", "resume", "join"])
@@ -279,7 +279,7 @@ async def test_a_dead_trainer_ends_the_push_at_once_and_the_replicas_go_on() -> 
 
 async def test_a_trainer_that_hangs_beyond_its_own_bound_is_taken_for_dead() -> None:
     receivers = [Receiver([])]
-    weights = sync([], receivers, timeout_s=0.01)
+    weights = sync([], receivers, timeout_s=0.2)
     assert isinstance(weights._waves._sender, Sender)
     weights._waves._sender.hangs = True
     await weights.snapshot(1)

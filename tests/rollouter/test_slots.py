@@ -59,7 +59,7 @@ async def test_one_that_is_cancelled_while_it_waits_takes_no_slot_along() -> Non
     waiting.cancel()
     release.set()
     await asyncio.gather(first, waiting, return_exceptions=True)
-    assert (slots.running, await asyncio.wait_for(slots.room(), 1)) == (0, 1)
+    assert (slots.running, await asyncio.wait_for(slots.room(), 5)) == (0, 1)
 
 
 async def test_room_is_told_in_groups() -> None:
@@ -84,7 +84,7 @@ async def test_there_is_no_room_while_somebody_waits_for_a_slot() -> None:
     assert not room.done()
     release.set()
     await asyncio.gather(*tasks)
-    assert await asyncio.wait_for(room, 1) == 1
+    assert await asyncio.wait_for(room, 5) == 1
 
 
 def test_an_engine_that_takes_everything_gets_more_up_to_a_few_that_wait() -> None:
