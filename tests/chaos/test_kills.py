@@ -1,8 +1,8 @@
 """Processes killed and stopped, one after the other, in one real run.
 
 It has one student replica, and first both of its teacher's replicas fail. Without them nothing can
-be trained: the run waits for each repair, and the next blow comes after it. (A teacher's engine that
-is stopped is found out in less time than another one takes to start.)
+be trained: the run waits for each repair, and the next blow comes after it. (A stopped engine of a
+teacher is found out in less time than another one takes to start.)
 """
 
 from __future__ import annotations
