@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import statistics
 import tempfile
 import time
@@ -29,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.core.batch import Batch
-from async_opd.core.engine_args import engine_env
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Piece, Rollout
 from async_opd.core.stages import SCORED, early_topic, rollouts_topic, topics
 from benchmarks.random_model import make_model
-from benchmarks.scoring import cpu_seconds, make_replica, rollouts
+from benchmarks.scoring import cpu_seconds, load_vllm, make_replica, rollouts
 from teachers.scorer import ScorerStage
 
 VOCABULARY, PROMPT = 32_000, 64
@@ -174,7 +172,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
-    os.environ.update(engine_env("cpu"))
+    load_vllm()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(measure(arguments, Path(folder)))))
 

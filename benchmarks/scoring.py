@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import itertools
 import json
 import os
@@ -150,6 +151,16 @@ async def timed(way: Way, items: Sequence[Rollout]) -> tuple[float, float]:
     return tokens / (time.perf_counter() - started), tokens / (cpu_seconds() - used)
 
 
+def load_vllm() -> None:
+    """For CPUs, and where no frame holds an engine.
+
+    An error that is kept somewhere below keeps the frames of who imports it, and what is in them:
+    an engine would live until the interpreter ends, and its finalizer then fails.
+    """
+    os.environ.update(engine_env("cpu"))
+    importlib.import_module("teachers.replica")
+
+
 def make_replica(model: Path, kv_cache_mib: int = 256) -> Any:
     """A teacher that returns its top 64."""
     from teachers.replica import TeacherReplica
@@ -223,7 +234,7 @@ def main() -> None:
     parser.add_argument("--rollouts", type=int, default=32)
     parser.add_argument("--long-rollouts", type=int, default=8)
     arguments = parser.parse_args()
-    os.environ.update(engine_env("cpu"))
+    load_vllm()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(compare(arguments, Path(folder)))))
 
