@@ -11,7 +11,6 @@ import asyncio
 from dataclasses import dataclass, replace
 
 from async_opd.cluster.launch import Stages
-from async_opd.cluster.singles import TRAINER
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ProcessDied
@@ -22,7 +21,7 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.prompts import PromptStream, to_prompt
 from async_opd.core.resume import cut_files, identity
 from async_opd.core.samples import Rollout
-from async_opd.core.stages import SamplingSpec
+from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.core.text import Text
 from async_opd.job import Job
 from async_opd.pipeline import Pipeline

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from async_opd.core.errors import CheckpointError
 from async_opd.core.sample_file import read_samples, write_samples
 from async_opd.core.samples import Sample
+from trainer.sharding import lend, placed, whole
 
 Tensors = dict[str, torch.Tensor]
 WRONG = (AttributeError, KeyError, TypeError, ValueError)
@@ -39,19 +40,31 @@ class TrainerState:
 
 
 def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Parameters, persistent buffers, the optimizer's moments and random states, on the host."""
-    tensors = {f"model/{name}": tensor for name, tensor in _model(model)}
-    for name, parameter in model.named_parameters():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            tensors[f"optimizer/{name}/{key}"] = value
+    """Parameters, persistent buffers, the optimizer's moments and random states, on the host.
+
+    Whole ones: if the model is sharded, the other ranks call ``lend_state`` meanwhile. So it can be
+    loaded with any number of ranks.
+    """
+    tensors = {
+        name: whole(tensor.detach()).to("cpu", copy=True).contiguous()
+        for name, tensor in _state(model, optimizer)
+    }
     tensors["rng/cpu"] = torch.get_rng_state()
     if next(model.parameters()).is_cuda:
         tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
+    return tensors
+
+
+def lend_state(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What ``copy_state`` takes of another rank."""
+    lend(tensor.detach() for _, tensor in _state(model, optimizer))
 
 
 def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """The reverse, in place. CheckpointError if they are of another model."""
+    """The reverse, in place. CheckpointError if they are of another model.
+
+    A sharded model's other ranks call it with the ``outline`` of rank 0's.
+    """
     own = dict(_model(model))
     stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
     wrong = sorted(stored ^ set(own)) or [
@@ -61,17 +74,29 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
         raise CheckpointError("trainer", f"the checkpoint is of another model: {wrong[:5]}")
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(tensors[f"model/{name}"])
+            tensor.copy_(placed(tensors[f"model/{name}"], tensor))
     for name, parameter in model.named_parameters():
         prefix = f"optimizer/{name}/"
         moments = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
         if moments:
             optimizer.state[parameter] = {
-                moment: tensors[key].to(parameter.device) for moment, key in moments.items()
+                moment: placed(tensors[key], parameter)
+                if tensors[key].ndim
+                else tensors[key].to(parameter.device, copy=True)
+                for moment, key in sorted(moments.items())
             }
     torch.set_rng_state(tensors["rng/cpu"])
     if "rng/cuda" in tensors and next(model.parameters()).is_cuda:
         torch.cuda.set_rng_state(tensors["rng/cuda"])
+
+
+def outline(model: Any, tensors: Tensors) -> Tensors:
+    """What a sharded model's other ranks need for ``load_state``: of what is sharded its shape."""
+    parts = {f"model/{name}" for name, _ in model.named_parameters()}
+    return {
+        name: t.to("meta") if t.ndim and (name in parts or name.startswith("optimizer/")) else t
+        for name, t in tensors.items()
+    }
 
 
 def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) -> None:
@@ -95,6 +120,14 @@ def read_state(folder: Path) -> TrainerState:
     except (OSError, SafetensorError, *WRONG) as error:
         kind = type(error).__name__
         raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything but random states, in the same order on every rank."""
+    yield from ((f"model/{name}", tensor) for name, tensor in _model(model))
+    for name, parameter in model.named_parameters():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            yield f"optimizer/{name}/{key}", value
 
 
 def _model(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

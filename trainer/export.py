@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 NOT_COPIED = (
     "config.json",
@@ -25,21 +28,23 @@ generation's or the model code's."""
 TEMPLATES = "additional_chat_templates"
 
 
-def save_model(model: Any, source: str, directory: str) -> None:
+def save_model(
+    model: Any, source: str, directory: str, weights: dict[str, torch.Tensor] | None = None
+) -> None:
     """Writes weights, config and everything else of the source's; complete or not at all.
 
         write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
 
     At every moment there is a complete model on the disk; an error leaves the one that was there.
     A directory that is already there is replaced. Weights are written in the model's own precision
-    (float32 masters).
+    (float32 masters): those of ``weights``, if the model has only a part of them.
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
     old = target.with_name(target.name + ".old")
     shutil.rmtree(part, ignore_errors=True)
     try:
-        model.save_pretrained(part)
+        model.save_pretrained(part, state_dict=weights)
         _copy_rest(Path(source), part)
         if target.exists():
             shutil.rmtree(old, ignore_errors=True)

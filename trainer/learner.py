@@ -1,7 +1,9 @@
-"""The learner: one batch of samples, one optimizer step.
+"""The learner: one batch of samples, one optimizer step. It decides, ranks compute.
 
     samples ──shares──► weight of each token ─┐
-       └──plan, pack──► micro-batches ────────┴──► StudentLoss ──► AdamW ◄── clip ◄── gradients
+       └──rounds──► parts of each rank ───────┴──► rank 0 … N-1: backward ──► values, norm
+                                                                                │ finite?
+                                                   rank 0 … N-1: apply ◄────────┘
 
 Shares are those of the whole batch (``shares.py``), so that the gradient does not depend on how it
 is split. Logits exist for one chunk of response rows at a time (``losses/chunked.py``).
@@ -11,9 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,27 +23,23 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from trainer.checkpoint import Tensors, copy_state, load_state
-from trainer.heads import load_heads
-from trainer.losses import Head, Objective, build_objective
+from trainer.checkpoint import Tensors, outline
+from trainer.crew import ALONE, Crew
+from trainer.export import save_model
+from trainer.losses import Head, Objective
 from trainer.losses.report import Metrics, joined, step_metrics
-from trainer.named_weights import named_weights
-from trainer.packing import (
-    Packed,
-    Vocabularies,
-    pack,
-    plan,
-    refuse_foreign_tokens,
-    refuse_mixed_scores,
-)
+from trainer.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
+from trainer.rank import Computed, Part, Rank
 from trainer.repetition import repetition
+from trainer.rounds import rounds
 from trainer.schedule import learning_rate
-from trainer.shares import Shares
-from trainer.student import check_student, load_student
-from trainer.student_loss import StudentLoss
+from trainer.shares import Share, Shares
+from trainer.student import check_student
 
 if TYPE_CHECKING:
-    from async_opd.core.config import RunConfig, TrainConfig
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from async_opd.core.config import TrainConfig
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU: its attention is dense, quadratic in the row with everything that
@@ -57,7 +55,7 @@ class LearnerReport:
 
 
 class Learner:
-    """Owns the student's float32 master weights and their optimizer."""
+    """Owns the first rank, and through it the others: what it does, they all do."""
 
     def __init__(
         self,
@@ -67,22 +65,19 @@ class Learner:
         device: torch.device,
         shares: Shares | None = None,
         heads: Mapping[str, Head] | None = None,
+        mesh: DeviceMesh | None = None,
+        crew: Crew = ALONE,
     ) -> None:
         """``shares`` say what each token weighs, by default 1 / (tokens of the batch).
 
-        ``heads`` are the teachers', for objectives over the whole vocabulary.
+        ``heads`` are the teachers', for objectives over the whole vocabulary. ``mesh`` and ``crew``
+        are of several ranks.
         """
-        self.model = model.to(device)
+        self._rank = Rank(model, objective, train, device, heads, mesh)
+        self._crew = crew
         self._shares = shares or Shares()
         self._train = train
-        self._device = device
-        self._autocast = train.dtype == "bfloat16" or (
-            train.dtype == "auto" and device.type == "cuda"
-        )
-        self._student_loss = StudentLoss(
-            self.model, objective, heads or {}, torch.bfloat16 if self._autocast else None
-        )
-        rows = self._student_loss.vocabulary
+        rows = self._rank.vocabulary
         self._vocabularies = Vocabularies(
             rows, {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}
         )
@@ -91,22 +86,15 @@ class Learner:
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
         self._step = 0
         self._skipped = self._skipped_in_a_row = 0
-        decayed = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-        others = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
-        self._optimizer = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": train.weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            lr=train.lr,
-            betas=train.betas,
-            fused=True,
-        )
+
+    @property
+    def model(self) -> Any:
+        """The student; of several ranks its first shard."""
+        return self._rank.model
 
     def free_cache(self) -> None:
-        """Gives memory of past steps back to the GPU, for others on it."""
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        """Gives memory of past steps back to the GPUs, for others on them."""
+        self._all("free_cache")
 
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
@@ -122,43 +110,45 @@ class Learner:
         try:
             return self._train_batch(samples)
         finally:
-            self._optimizer.zero_grad(set_to_none=True)
+            self._rank.clear()
 
     def _train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         started = time.perf_counter()
-        self.model.train()
         shares, rewards = self._shares(samples)
-        groups = plan([s.rollout.tokens for s in samples], self._row_tokens)
-        reports = []
-        for group in groups:
-            group.sort(key=lambda index: samples[index].rollout.prompt.teacher)
-            packed = pack([samples[i] for i in group], [shares[i] for i in group])
-            reports.append(self._backward(packed.to(self._device)))
-        trained = [samples[i].rollout for group in groups for i in group]
+        division = self._division(samples)
+        parts = [[_part(samples, shares, group) for group in groups] for groups in division]
+        computed = self._each("backward", [(part,) for part in parts])
+        trained = [
+            sample.rollout for part in chain(*parts) if part.counts for sample in part.samples
+        ]
         runs = [(rollout.prompt.teacher, len(rollout.response_ids)) for rollout in trained]
-        means = step_metrics(joined(reports), runs) | rewards
-        norm = float(
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
-        )
-        rate = learning_rate(self._step, self._train)
+        means = step_metrics(self._joined(computed), runs) | rewards
+        norm, rate = computed[0].norm, learning_rate(self._step, self._train)
         fault = _not_finite(means, norm)
         if fault:
             self._skip(fault, samples)
         else:
             self._skipped_in_a_row = 0
-            for parameters in self._optimizer.param_groups:
-                parameters["lr"] = rate
-            self._optimizer.step()
+        self._all("apply", None if fault else rate)
         self._step += 1
         metrics = {
             **means,
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/skipped_steps": float(self._skipped),
-            "train/micro_batches": float(len(groups)),
+            "train/micro_batches": float(sum(len(groups) for groups in division)),
             "train/compute_s": time.perf_counter() - started,
         }
         return LearnerReport(metrics | self._shape(samples), fault)
+
+    def _division(self, samples: Sequence[Sample]) -> list[list[list[int]]]:
+        """Indices of each micro-batch of each rank; several share what there is to compute."""
+        lengths = [sample.rollout.tokens for sample in samples]
+        if self._crew.ranks == 1:
+            return rounds(lengths, self._row_tokens, 1)
+        some = [i for i, sample in enumerate(samples) if len(sample.rollout.response_ids)]
+        found = rounds([lengths[i] for i in some], self._row_tokens, self._crew.ranks)
+        return [[[some[i] for i in group] for group in groups] for groups in found]
 
     def _skip(self, fault: str, samples: Sequence[Sample]) -> None:
         """Counts a step that is left out. StageError if it may not be."""
@@ -193,42 +183,80 @@ class Learner:
             "train/repetition": sum(map(repetition, rollouts)) / count,
         }
 
+    # ── whole weights and states, of all ranks ─────────────────────────────────────────────────
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Current weights under their checkpoint names, in the engines' dtype.
+        """Copies of the current weights under their checkpoint names, in the engines' dtype.
 
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint.
         """
-        dtype = torch.bfloat16 if self._device.type == "cuda" else torch.float32
-        return named_weights(self.model, dtype)
+        lent = self._order("lend_weights")
+        yield from self._rank.weights()
+        lent()
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
-        return copy_state(self.model, self._optimizer)
+        lent = self._order("lend_state")
+        tensors = self._rank.state()
+        lent()
+        return tensors
 
     def restore(self, step: int, tensors: Tensors) -> None:
         """Goes on after ``step`` optimizer steps with the state of then."""
-        load_state(self.model, self._optimizer, tensors)
+        outlined = outline(self.model, tensors) if self._crew.ranks > 1 else {}
+        loaded = self._order("load", outlined)
+        self._rank.load(tensors)
+        loaded()
         self._step = step
+
+    def save(self, source: str, directory: str) -> None:
+        """Writes the student in Hugging Face format; see ``trainer.export``."""
+        lent = self._order("lend_masters")
+        masters = self._rank.masters()
+        lent()
+        save_model(self.model, source, directory, masters)
 
     def check(self) -> None:
         """StageError for an architecture whose logits this learner would compute wrongly."""
-        check_student(self.model, self._device, self._precision())
+        check_student(self.model, self._rank.device, self._rank.precision())
 
-    def _backward(self, packed: Packed) -> Metrics:
-        """Adds the micro-batch's gradients; returns the values of its response tokens."""
-        if len(packed.rows) == 0:
-            return {}
-        metrics: Metrics
-        with self._precision():
-            loss, metrics = self._student_loss(packed)
-        torch.autograd.backward(loss)
-        return metrics
+    # ── orders ─────────────────────────────────────────────────────────────────────────────────
 
-    def _precision(self) -> AbstractContextManager[Any]:
-        if self._autocast:
-            return torch.autocast(self._device.type, dtype=torch.bfloat16)
-        return nullcontext()
+    def _order(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
+        """Has the other ranks begin; all with the same arguments."""
+        return self._crew.order(method, [arguments] * (self._crew.ranks - 1))
+
+    def _all(self, method: str, *arguments: Any) -> None:
+        """Every rank does the same."""
+        self._each(method, [arguments] * self._crew.ranks)
+
+    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Every rank does it with arguments of its own; what they return, rank 0 first."""
+        others = self._crew.order(method, arguments[1:])
+        return [getattr(self._rank, method)(*arguments[0]), *others()]
+
+    def _joined(self, computed: Sequence[Computed]) -> Metrics:
+        """The values of all parts of all ranks, on this rank's device."""
+        reports = [report for one in computed for report in one.reports]
+        device = self._rank.device
+        return joined([{name: v.to(device) for name, v in report.items()} for report in reports])
+
+
+def _part(samples: Sequence[Sample], shares: Sequence[Share], group: Sequence[int]) -> Part:
+    """The samples of one teacher one after the other. An empty group keeps its rank in step."""
+    if not group:
+        return _filler(samples, shares)
+    order = sorted(group, key=lambda index: samples[index].rollout.prompt.teacher)
+    return Part(tuple(samples[i] for i in order), tuple(shares[i] for i in order))
+
+
+def _filler(samples: Sequence[Sample], shares: Sequence[Share]) -> Part:
+    """The shortest sample that has a response, without any weight."""
+    some = (i for i, sample in enumerate(samples) if len(sample.rollout.response_ids))
+    index = min(some, key=lambda i: samples[i].rollout.tokens)
+    share = replace(shares[index], weight=0.0, reward_weight=0.0)
+    return Part((samples[index],), (share,), counts=False)
 
 
 def _not_finite(means: Mapping[str, float], norm: float) -> str:
@@ -239,17 +267,3 @@ def _not_finite(means: Mapping[str, float], norm: float) -> str:
         return ""
     seen = f"loss {loss}, gradient norm {norm}"
     return seen + (f", not a number: {', '.join(broken)}" if broken else "")
-
-
-def build_learner(config: RunConfig, device_name: str) -> Learner:
-    """Seeds torch, loads the student in float32 and checks that its logits come out right."""
-    torch.manual_seed(config.seed)
-    device = torch.device(device_name)
-    model = load_student(config, device)
-    objective = build_objective(config.loss, config.reward, config.rollout.temperature)
-    weights = {name: teacher.weight for name, teacher in config.teachers.items()}
-    shares = Shares.of(config.loss, config.reward, config.rollout.max_tokens, weights)
-    heads = load_heads(config, len(model.get_output_embeddings().weight), device)
-    learner = Learner(model, objective, config.train, device, shares, heads)
-    learner.check()
-    return learner

@@ -84,7 +84,8 @@ def _pack(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor
 class Publisher:
     """Owns the snapshot, and one group per wave of replicas.
 
-    ``source`` yields the current weights under their checkpoint names, ``transport`` makes a group.
+    ``source`` yields copies of the current weights under their checkpoint names, ``transport``
+    makes a group.
     """
 
     def __init__(
@@ -108,7 +109,8 @@ class Publisher:
 
     def snapshot(self) -> WeightMeta:
         """Copies the weights; the learner may go on changing its own afterwards."""
-        self._snapshot = [(name, tensor.detach().clone()) for name, tensor in self._source()]
+        self._snapshot = []
+        self._snapshot = list(self._source())
         return self.meta
 
     @property

@@ -12,9 +12,9 @@ in a thread, so that the event loop answers while it trains.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import unpack_samples
@@ -23,6 +23,7 @@ from async_opd.core.gate import Gate
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import Captured, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
+from trainer.crew import ALONE, Crew, together
 from trainer.intake import Intake
 from trainer.publish import Publisher
 
@@ -30,11 +31,14 @@ if TYPE_CHECKING:
     from trainer.checkpoint import TrainerState
     from trainer.learner import Learner
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 
 class TrainerStage:
     """Implements ``async_opd.core.stages.Trainer`` and ``async_opd.core.weight_sync.WeightSender``.
 
-    One rank trains, or all ranks of a sharded learner in lock-step; this stage is rank 0's.
+    One rank trains, or several in lock-step (``trainer.crew``); this stage is rank 0's.
     """
 
     def __init__(
@@ -45,12 +49,14 @@ class TrainerStage:
         *,
         max_version_lag: int | None,
         model_dir: str,
+        crew: Crew = ALONE,
     ) -> None:
         self._learner = learner
         self._publisher = publisher
         self._intake = intake
         self._max_lag = max_version_lag
         self._model_dir = model_dir
+        self._crew = crew
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._gate = Gate()
@@ -73,7 +79,7 @@ class TrainerStage:
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._weights:
             with self._activity.busy():
-                report = await asyncio.to_thread(self._learner.train_batch, taken.samples)
+                report = await self._compute(self._learner.train_batch, taken.samples)
             self._step += 1
             self._trained, self._skipped = taken.headers, report.skipped
         await self._intake.done()
@@ -95,10 +101,12 @@ class TrainerStage:
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""
-        from trainer.export import save_model
-
         async with self._weights:
-            await asyncio.to_thread(save_model, self._learner.model, self._model_dir, directory)
+            await self._compute(self._learner.save, self._model_dir, directory)
+
+    async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """In a thread; with the other ranks, where there are some."""
+        return await together(self._crew, asyncio.to_thread(work, *args, **named))
 
     async def report(self) -> StageReport:
         """What happened since the last report."""
@@ -117,7 +125,7 @@ class TrainerStage:
         from trainer.checkpoint import TrainerState
 
         async with self._weights:
-            tensors = await asyncio.to_thread(self._learner.state)
+            tensors = await self._compute(self._learner.state)
             held = self._intake.held
             self._captured = TrainerState(self._step, self._version, tensors, held)
         return Captured(self._step, self._trained, self._skipped)
@@ -138,7 +146,7 @@ class TrainerStage:
 
         state = await asyncio.to_thread(read_state, Path(directory))
         async with self._weights:
-            await asyncio.to_thread(self._learner.restore, state.step, state.tensors)
+            await self._compute(self._learner.restore, state.step, state.tensors)
             self._step, self._version = state.step, state.version
         self._intake.hold(state.samples)
         return frozenset(sample.rollout.uid for sample in state.samples)
@@ -172,7 +180,7 @@ class TrainerStage:
         Weights and the optimizer's state stay on the GPU.
         """
         await self._gate.close()
-        await asyncio.to_thread(self._learner.free_cache)
+        await self._compute(self._learner.free_cache)
 
     async def wake(self) -> None:
         """Trains again."""
@@ -191,7 +199,7 @@ class TrainerStage:
     async def snapshot(self, version: int) -> WeightMeta:
         """Copies the weights out; they are ``version`` from now on."""
         async with self._weights:
-            meta = await asyncio.to_thread(self._publisher.snapshot)
+            meta = await self._compute(self._publisher.snapshot)
             self._version = version
         return meta
 

@@ -6,7 +6,7 @@ One box is one process. What is on the GPUs of another (a colocated teacher) is 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from async_opd.cluster.proxies import (
     StudentProxy,
     TeacherProxy,
 )
-from async_opd.cluster.singles import TRAINER, QueueBox, ScorerBox, Teachers, TrainerBox
+from async_opd.cluster.singles import QueueBox, ScorerBox, Teachers, TrainerBox
 from async_opd.core.config import (
     EndpointTeacher,
     EngineTeacher,
@@ -28,7 +28,7 @@ from async_opd.core.engine_args import Device, engine_env, engine_kwargs
 from async_opd.core.errors import StageError
 from async_opd.core.grading import GraderSpec
 from async_opd.core.loss_config import score_kind, scored_top_k
-from async_opd.core.stages import SamplingSpec
+from async_opd.core.stages import TRAINER, SamplingSpec
 from rollouter.spec import StudentEngineSpec
 from teachers.endpoint import EndpointReplica
 from teachers.endpoint_spec import endpoint_spec
@@ -50,6 +50,10 @@ class Factories:
     student: Factory = Factory("rollouter.replica:StudentReplica")
     teacher: Factory = Factory("teachers.replica:TeacherReplica")
     trainer: Factory = Factory("async_opd.cluster.trainer:build_trainer")
+
+
+async def _nothing() -> None:
+    """What there is to build, others build."""
 
 
 def nobody(text: str) -> None:
@@ -124,6 +128,19 @@ class Boxes:
         place = self.places.get((teacher.host or "", index))
         return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
 
+    async def _seats(
+        self, host: str, remotes: Sequence[Remote], build: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Builds a host of several processes, after the teachers that share GPUs with each."""
+        if self.device == "cpu":
+            seats = (self._seat(host, i, remote, _nothing) for i, remote in enumerate(remotes))
+            await asyncio.gather(build(), *seats)
+            return
+        await asyncio.gather(
+            *(self._seat(host, i, remote, _nothing) for i, remote in enumerate(remotes))
+        )
+        await build()
+
     async def _seat(
         self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
     ) -> None:
@@ -184,17 +201,21 @@ class Boxes:
         )
 
     async def trainer(self, queue: QueueProxy) -> TrainerBox:
-        """The trainer."""
-        remote = self._create(
-            TRAINER,
-            env={"OMP_NUM_THREADS": str(self.config.train.threads)},
-            gpus=int(self.device == "cuda"),
-            restarts=True,
-        )
+        """The trainer: all of its ranks, each after the teachers on its GPU."""
+        names = [TRAINER, *(f"{TRAINER}/{rank}" for rank in range(1, self.config.train.ranks))]
+        first, *others = ranks = [
+            self._create(
+                name,
+                env={"OMP_NUM_THREADS": str(self.config.train.threads)},
+                gpus=int(self.device == "cuda"),
+                restarts=True,
+            )
+            for name in names
+        ]
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
-        trainer = TrainerBox(remote, self.config, factory.path, args)
-        await self._seat("train", 0, remote, trainer.build)
+        trainer = TrainerBox(first, self.config, self.device, factory.path, args, tuple(others))
+        await self._seats("train", ranks, trainer.build)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerBox:

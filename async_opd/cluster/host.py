@@ -11,6 +11,7 @@ import asyncio
 import gc
 import importlib
 import os
+import socket
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -76,6 +77,12 @@ class Host:
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         return Place(context.get_node_id(), tuple(map(str, gpus)))
+
+    async def listen(self, address: str | None) -> tuple[str, int, int]:
+        """Opens a socket for whoever is built here: its address, port and file descriptor."""
+        address = address or ray.util.get_node_ip_address()
+        listener = socket.create_server((address, 0))
+        return address, int(listener.getsockname()[1]), listener.detach()
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
         """Imports ``module:callable`` and calls it."""
@@ -160,6 +167,15 @@ class Remote:
                 return int(await self._bounded(reference, timeout_s, "starting a process"))
             except ProcessRestarts:
                 continue  # that was the one before
+
+    async def listen(self, address: str | None, timeout_s: float) -> tuple[str, int, int]:
+        """Address, port and file descriptor of a socket in its process, opened for what is built.
+
+        ``address`` None is the one by which the cluster knows its node.
+        """
+        await self._started(timeout_s)
+        found = await self._bounded(self._handle.listen.remote(address), timeout_s, "listening")
+        return cast(tuple[str, int, int], found)
 
     async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """Calls a method with the default or another bound; ``float('inf')`` for none."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from async_opd.cluster.host import Remote
@@ -17,17 +17,17 @@ from async_opd.cluster.keeper import Keeper
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import Device
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout
-from async_opd.core.stages import DEAD, PROMPTS, STALE, early_topic, rollouts_topic, topics
+from async_opd.core.seat import Seat
+from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
 from teachers.endpoint import EndpointReplica
 from teachers.replicas import Rebuild, Weights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
-
-TRAINER = "trainer"
-"""The name of its process, in errors."""
+FOLLOWER = "async_opd.cluster.trainer:build_follower"
 
 
 class Single(Protocol):
@@ -59,16 +59,50 @@ class QueueBox:
 
 @dataclass
 class TrainerBox:
-    """The trainer. Built, it is at step 0, with the student's first weights."""
+    """The trainer. Built, it is at step 0, with the student's first weights.
+
+    ``remote`` is its first rank; the others know only each other and what it orders.
+    """
 
     remote: Remote
     config: RunConfig
+    device: Device
     path: str
     args: tuple[Any, ...]
+    others: tuple[Remote, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Remote, ...]:
+        """All of them, the first one first."""
+        return (self.remote, *self.others)
 
     async def build(self) -> None:
-        """See Single."""
-        await self.remote.build(self.path, self.args, self.config.timeouts.engine_start_s)
+        """See Single. Several ranks are built together: each waits for all."""
+        bound = self.config.timeouts.engine_start_s
+        if not self.others:
+            await self.remote.build(self.path, self.args, bound)
+            return
+        first, *seats = await self._meeting(bound)
+        args = (*self.args, first, self.others)
+        await asyncio.gather(
+            self.remote.build(self.path, args, bound),
+            *(
+                other.build(FOLLOWER, (self.config, self.device, seat), bound)
+                for other, seat in zip(self.others, seats, strict=True)
+            ),
+        )
+
+    async def _meeting(self, bound: float) -> list[Seat]:
+        """A seat for each rank; they meet where the first one listens."""
+        address = None if self.config.cluster.address else "127.0.0.1"
+        host, port, listener = await self.remote.listen(address, bound)
+        seat = Seat(0, len(self.ranks), host, port, self.config.timeouts.collective_s, listener)
+        others = (replace(seat, rank=i, listener=None) for i in range(1, len(self.ranks)))
+        return [seat, *others]
+
+    async def end(self, bound: float) -> None:
+        """Every process that still has something gets another one: it may hang in a collective."""
+        await asyncio.gather(*(_end(rank, bound) for rank in self.ranks))
 
 
 @dataclass
@@ -131,7 +165,8 @@ class Singles:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._keeper(self.queue).run(reissue))
             group.create_task(self._keeper(self.scorer).run())
-            group.create_task(self._watch_trainer())
+            for rank in self.trainer.ranks:
+                group.create_task(self._watch(rank))
 
     async def renew(self, error: ProcessDied) -> None:
         """After the trainer's death: all three as new. Raises the error if it died too often."""
@@ -139,26 +174,16 @@ class Singles:
         if delay is None:
             raise error
         await Alarm("trainer").pause(delay)
-        await self._end_trainer()
+        await self.trainer.end(self.config.supervision.timeout_s)
         await self._end(self.scorer, "shutdown")
         await self._end(self.queue, "close")
         await self.queue.build()
         await asyncio.gather(self.scorer.build(), self.trainer.build())
 
-    async def _watch_trainer(self) -> None:
-        error = await self._keeper(self.trainer).death()
-        raise ProcessDied(TRAINER, error.cause, error.remedy)
-
-    async def _end_trainer(self) -> None:
-        """One that hangs in a collective is not dead yet."""
-        remote = self.trainer.remote
-        try:
-            if await remote.is_built(self.config.supervision.timeout_s):
-                remote.restart()
-        except ProcessDied:
-            return
-        except StageTimeout:
-            remote.restart()
+    async def _watch(self, rank: Remote) -> None:
+        error = await self._keeper(self.trainer, rank).death()
+        who = "" if rank.name == TRAINER else f"{rank.name}: "
+        raise ProcessDied(TRAINER, who + error.cause, error.remedy)
 
     async def _end(self, single: Single, method: str) -> None:
         """Its object stops; if it does not, its process ends."""
@@ -171,5 +196,16 @@ class Singles:
         except StageError as error:
             self.tell(f"{single.remote.name} did not end well: {error}")
 
-    def _keeper(self, single: Single) -> Keeper:
-        return Keeper(single.remote, single.build, self.config.supervision, self.tell)
+    def _keeper(self, single: Single, remote: Remote | None = None) -> Keeper:
+        return Keeper(remote or single.remote, single.build, self.config.supervision, self.tell)
+
+
+async def _end(remote: Remote, bound: float) -> None:
+    """One that has nothing yet stays as it is."""
+    try:
+        if await remote.is_built(bound):
+            remote.restart()
+    except ProcessDied:
+        return
+    except StageTimeout:
+        remote.restart()

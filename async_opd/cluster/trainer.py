@@ -1,30 +1,58 @@
-"""Builds the training stage inside of its actor."""
+"""Builds the training stage inside of its actor, and the other ranks inside of theirs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from async_opd.cluster.crew import RemoteCrew
+from async_opd.cluster.host import Remote
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
+from async_opd.core.seat import Seat
 from async_opd.core.stages import Queue
+from trainer.crew import ALONE
 from trainer.intake import Intake
 from trainer.publish import GlooTransport, Publisher, Transport, own_address
 from trainer.stage import TrainerStage
 
+if TYPE_CHECKING:
+    from trainer.rank import Follower
 
-def build_trainer(config: RunConfig, device: Device, queue: Queue) -> TrainerStage:
-    """Learner, publisher and stage of rank 0."""
+
+def build_trainer(
+    config: RunConfig,
+    device: Device,
+    queue: Queue,
+    seat: Seat | None = None,
+    followers: Sequence[Remote] = (),
+) -> TrainerStage:
+    """Learner, publisher and stage of rank 0; with a ``seat``, of the first of several ranks."""
     import torch
 
-    from trainer.learner import build_learner
+    from trainer.build import build_learner
 
     torch.set_num_threads(config.train.threads)
-    learner = build_learner(config, device)
+    crew = RemoteCrew(followers) if followers else ALONE
+    learner = build_learner(config, device, seat, crew)
     return TrainerStage(
         learner,
         Publisher(learner.named_weights, lambda: _transport(config, device)),
         build_intake(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
+        crew=crew,
     )
+
+
+def build_follower(config: RunConfig, device: Device, seat: Seat) -> Follower:
+    """Another rank."""
+    import torch
+
+    from trainer.build import build_follower
+
+    torch.set_num_threads(config.train.threads)
+    return build_follower(config, device, seat)
 
 
 def build_intake(config: RunConfig, queue: Queue) -> Intake:

@@ -38,5 +38,7 @@ class TimeoutConfig(Section):
     """Without any finished step, the run is stopped as stalled."""
     request_s: float = Field(default=600, gt=0)
     """One call to an engine replica."""
+    collective_s: float = Field(default=600, gt=0)
+    """One collective of the trainer's ranks: how long one may wait for the others."""
     shutdown_s: float = Field(default=30, gt=0)
     """Clean shutdown; what still lives then is killed."""

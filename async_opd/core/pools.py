@@ -10,7 +10,7 @@ from async_opd.core.config import RunConfig
 
 @dataclass(frozen=True)
 class Pool:
-    """What one role takes: ``replicas`` engines (or one trainer), each on GPUs of its own.
+    """What one role takes: ``replicas`` engines (or ranks), each on GPUs of its own.
 
     Or on those of another pool, which ``shares`` names: then they are counted there.
     """
@@ -50,7 +50,7 @@ def pools(config: RunConfig) -> list[Pool]:
             )
             for name, t in config.teachers.items()
         ),
-        Pool("train", 1, 1, student, "trains the student"),
+        Pool("train", config.train.ranks, 1, student, "trains the student"),
     ]
 
 

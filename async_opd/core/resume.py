@@ -31,7 +31,8 @@ MAY_CHANGE = (
     *("teachers.*.urls", "teachers.*.api_key_env", "teachers.*.concurrency"),
     *("teachers.*.placement", "teachers.*.with", "teachers.*.early_tokens"),
     *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
-    *("train.threads", "train.tokens_per_micro_batch", "train.gradient_checkpointing"),
+    *("train.ranks", "train.threads", "train.tokens_per_micro_batch"),
+    "train.gradient_checkpointing",
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )
 """How fast, where and under which watch. All other keys say what is learned: they stay."""

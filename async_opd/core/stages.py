@@ -20,6 +20,8 @@ from async_opd.core.queue import Ack
 from async_opd.core.samples import Header, Prompt, Rollout
 from async_opd.core.topic import TopicStats
 
+TRAINER = "trainer"
+"""The trainer's name, in errors; of several ranks the first one's."""
 SCORED = "scored"
 PROMPTS = "prompts"
 """Groups that are admitted and wait for a free slot on any replica."""

@@ -41,8 +41,11 @@ class TrainConfig(Section):
     """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
+    ranks: PositiveInt = 1
+    """Processes that train in lock-step, each on a GPU of its own. Student, gradients and optimizer
+    are sharded over them (FSDP2)."""
     threads: PositiveInt = 1
-    """CPU threads of the trainer, where it trains on a CPU."""
+    """CPU threads of each rank, where it trains on a CPU."""
 
 
 class AsyncConfig(Section):

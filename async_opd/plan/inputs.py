@@ -27,7 +27,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         prompt_tokens=plan.prompt_tokens,
         rollout=_rollout(config, plan),
         teachers=_teachers(config, plan),
-        train=_train(plan),
+        train=_train(plan, config.train.ranks),
         on_sync=config.async_.on_sync,
         rolling=config.sync.rolling,
         max_version_lag=(
@@ -91,10 +91,10 @@ def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:
     )
 
 
-def _train(plan: PlanConfig) -> TrainerPool:
+def _train(plan: PlanConfig, ranks: int) -> TrainerPool:
     train = plan.train
     speed = TrainSpeed(train.overhead_s, train.tokens_per_s, train.snapshot_s, train.sync_s)
-    return TrainerPool(1, speed, train.scaling, train.turnaround_s)
+    return TrainerPool(ranks, speed, train.scaling, train.turnaround_s)
 
 
 def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:

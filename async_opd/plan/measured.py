@@ -16,7 +16,7 @@ import numpy as np
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.load import load_config
-from async_opd.core.plan_config import PlanConfig
+from async_opd.core.plan_config import PlanConfig, TrainPlan
 from async_opd.plan.calibration import calibrate
 from async_opd.plan.fit import Floats, batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.inputs import setting_of
@@ -176,8 +176,9 @@ class Record:
         idle_s = self._seconds - busy_s - float(self._of("train/wait_s").sum() + held.sum())
         stalls = self._of("sync/stall_mean_s")
         slope = max(slope, computed.mean() / tokens.mean() / 20)
+        ranks = 1 + TrainPlan.model_fields["scaling"].default * (self._config.train.ranks - 1)
         return {
-            "tokens_per_s": _rounded(1 / (slope * scale)),
+            "tokens_per_s": _rounded(1 / (slope * scale * ranks)),
             "overhead_s": _rounded(fixed * scale),
             "turnaround_s": _rounded(max(idle_s, 0.0) / len(self._steps)),
             "snapshot_s": _rounded(float(np.median(held[held > 0])) if held.any() else 0.0),

@@ -1,8 +1,8 @@
 """Processes killed and stopped, one after the other, in one real run.
 
-It has one student replica, and first both of its teacher's replicas fail. Without them nothing can
-be trained: the run waits for each repair, and the next blow comes after it. (A stopped engine of a
-teacher is found out in less time than another one takes to start.)
+First the scoring stage and both replicas of the only teacher fail, then the one student replica.
+Without them nothing can be trained: the run waits for each repair, and the next blow comes after
+it. (A stopped engine of a teacher is found out in less time than another one takes to start.)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         tmp_path_factory.mktemp("runs") / "kills",
         TEACHER,
         f"train.steps={STEPS}",
+        "train.ranks=2",
         "eval.every=0",
         "eval.teachers=false",
         "supervision.heartbeat_s=2",
@@ -37,8 +38,10 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
         "log.wandb=off",
     )
     running.until("step 0, version 0")
+    running.processes("scorer")["actor"].kill()
     running.processes("teacher sort/0")["actor"].kill()
     running.processes("teacher sort/1")["engine"].suspend()
+    running.until("scorer is restarted")
     running.until("teacher sort/1 is being rebuilt")
     running.until("teacher sort/0 is rebuilt")
     running.processes("student/0")["engine"].kill()
@@ -49,11 +52,11 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running.until("student/0 is rebuilt", times=3)
     running.processes("queue")["actor"].kill()
     running.until("queue is restarted")
-    running.processes("scorer")["actor"].kill()  # and with it the replicas that it has rebuilt
-    running.until("scorer is restarted")
     running.until("checkpoint of step 4")
-    running.processes("trainer")["actor"].kill()
+    running.processes("trainer/1")["actor"].kill()
     running.until("the run goes on after step")
+    running.processes("trainer")["actor"].kill()
+    running.until("the run goes on after step", times=2)
     running.look()
     return running.end()
 
@@ -71,6 +74,7 @@ def test_the_trainer_goes_on_after_a_checkpoint_and_the_engines_are_not_restarte
     survived: Run,
 ) -> None:
     assert "the run goes on after step 0" not in survived.output
+    assert "the trainer failed: trainer: trainer/1: its process died" in survived.output
     assert survived.output.count("everything is up") == 1
     steps = [line["step"] for line in survived.metrics if "loss/total" in line]
     assert steps == list(range(1, STEPS + 1))

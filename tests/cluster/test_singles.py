@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from async_opd.cluster.singles import Singles
+from async_opd.cluster.singles import Singles, TrainerBox
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ProcessDied, StageTimeout
 
@@ -19,6 +19,14 @@ class Box:
     def __init__(self, name: str, events: list[str], built: bool = True, hangs: bool = False):
         self.name, self.events, self.built, self.hangs = name, events, built, hangs
         self.remote: Any = self
+        self.others: tuple[Box, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Box, ...]:
+        return (self, *self.others)
+
+    async def end(self, bound: float) -> None:
+        await TrainerBox.end(cast(TrainerBox, self), bound)
 
     async def build(self) -> None:
         self.events.append(f"build {self.name}")
@@ -83,3 +91,13 @@ async def test_too_many_deaths_of_the_trainer_are_its_error() -> None:
     await made.renew(DIED)
     with pytest.raises(ProcessDied, match="its process died"):
         await made.renew(DIED)
+
+
+async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -> None:
+    events: list[str] = []
+    made = singles(events, built=True)
+    trainer: Any = made.trainer
+    trainer.others = (Box("trainer/1", events), Box("trainer/2", events, hangs=True))
+    await made.renew(DIED)
+    restarted = {event for event in events if event.startswith("restart trainer")}
+    assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}

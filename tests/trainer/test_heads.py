@@ -20,6 +20,7 @@ from trainer.heads import TeacherHead, read_head
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.packing import pack
+from trainer.rank import Computed
 
 CPU = torch.device("cpu")
 
@@ -319,9 +320,10 @@ def test_samples_of_one_teacher_lie_side_by_side() -> None:
     batch = [scored(model, i, 2, name) for i, name in enumerate("abba")]
     made = learner({name: head_of(model, name) for name in "ab"}, JSDConfig(kind="jsd"))
     seen: list[Any] = []
-    made._backward = lambda packed: seen.append(packed) or {}  # type: ignore
+    made._rank.backward = lambda parts: seen.append(parts) or Computed(({},), 0.0)  # type: ignore
     made.train_batch(batch)
-    assert [one.teacher for one in seen[0].tokens.teacher_states] == ["a", "b"]
+    ((part,),) = seen
+    assert [one.teacher for one in pack(part.samples).tokens.teacher_states] == ["a", "b"]
 
 
 def test_states_of_another_width_are_refused() -> None:

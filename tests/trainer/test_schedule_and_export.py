@@ -96,7 +96,7 @@ def test_a_save_that_fails_leaves_the_old_model(
 ) -> None:
     model, path = saved(tmp_path, quickstart)
 
-    def fail(*_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(model, "save_pretrained", fail)
@@ -156,8 +156,8 @@ def test_a_save_that_stops_half_way_leaves_the_old_weights(
     new = tiny_model(1)
     write = new.save_pretrained
 
-    def interrupted(part: Path) -> None:
-        write(part)
+    def interrupted(part: Path, **named: Any) -> None:
+        write(part, **named)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(new, "save_pretrained", interrupted)

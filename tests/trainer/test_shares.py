@@ -139,7 +139,7 @@ def gradients(
         Shares.of(config, reward, 20, teachers),
     )
     kept: Gradients = {}
-    made._optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
+    made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
         {name: p.grad.clone() for name, p in made.model.named_parameters()}
     )
     return kept, made.train_batch(samples).metrics

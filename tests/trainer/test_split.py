@@ -27,7 +27,7 @@ def gradients(batch: list[Sample], kind: str, dtype: torch.dtype, budget: int) -
     loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
     made = Learner(tiny_model().to(dtype), build_objective(loss), train, torch.device("cpu"))
     kept: Gradients = {}
-    made._optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
+    made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
         {name: p.grad.clone() for name, p in made.model.named_parameters()}
     )
     made.train_batch(batch)

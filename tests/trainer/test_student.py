@@ -11,7 +11,7 @@ import torch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from tests.trainer.models import random_sample, tiny_model
-from trainer.learner import build_learner
+from trainer.build import build_learner
 from trainer.student import check_student, disable_dropout
 
 CPU = torch.device("cpu")

@@ -1,0 +1,53 @@
+"""The trainer's other ranks over Ray: each in an actor of its own.
+
+learner's thread ──order──► event loop ──remote calls──► Follower in rank 1 … N-1
+      ▲ results ◄──────────────┘ the first that fails ──► failure()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from async_opd.cluster.host import Remote
+from async_opd.cluster.proxies import ENDLESS
+from async_opd.core.errors import ProcessDied, StageError
+from async_opd.core.stages import TRAINER
+
+
+class RemoteCrew:
+    """Implements ``trainer.crew.Crew``. Lives in rank 0's process, on its event loop."""
+
+    def __init__(self, followers: Sequence[Remote]) -> None:
+        self.ranks = len(followers) + 1
+        self._followers = tuple(followers)
+        self._loop = asyncio.get_running_loop()
+        self._failure: asyncio.Future[StageError] = self._loop.create_future()
+
+    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        """See Crew.order. Bounded by ``timeouts.collective_s`` of what they take part in."""
+        calls: list[Future[Any]] = [
+            asyncio.run_coroutine_threadsafe(self._call(follower, method, given), self._loop)
+            for follower, given in zip(self._followers, arguments, strict=True)
+        ]
+        return lambda: [call.result() for call in calls]
+
+    async def failure(self) -> StageError:
+        """See Crew.failure. A rank that died is the trainer's death."""
+        return await asyncio.shield(self._failure)
+
+    async def _call(self, follower: Remote, method: str, arguments: tuple[Any, ...]) -> Any:
+        if self._failure.done():
+            raise self._failure.result()
+        try:
+            return await follower.call(method, *arguments, timeout_s=ENDLESS)
+        except StageError as error:
+            failure = error
+            if isinstance(error, ProcessDied):
+                cause = f"{follower.name}: {error.cause}"
+                failure = ProcessDied(TRAINER, cause, error.remedy)
+            if not self._failure.done():
+                self._failure.set_result(failure)
+            raise failure from error

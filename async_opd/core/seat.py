@@ -1,0 +1,20 @@
+"""Where one of the trainer's ranks meets the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One rank among ``ranks``, and where they meet; ``listener`` is rank 0's open socket.
+
+    A collective that lasts longer than ``timeout_s`` is an error.
+    """
+
+    rank: int
+    ranks: int
+    host: str
+    port: int
+    timeout_s: float
+    listener: int | None = None

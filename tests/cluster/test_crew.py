@@ -1,0 +1,75 @@
+"""Orders to the trainer's other ranks, on made-up processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.crew import RemoteCrew
+from async_opd.core.errors import ProcessDied, StageError
+
+
+class Process:
+    """Answers with its arguments, or with an error."""
+
+    def __init__(self, name: str, error: StageError | None = None) -> None:
+        self.name = name
+        self.error = error
+        self.calls = 0
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        self.calls += 1
+        if self.error is not None:
+            raise self.error
+        return (self.name, method, *arguments)
+
+
+def crew(*processes: Process) -> RemoteCrew:
+    followers: Any = processes
+    return RemoteCrew(followers)
+
+
+async def results(made: RemoteCrew, *arguments: tuple[Any, ...]) -> list[Any]:
+    def order() -> list[Any]:
+        return made.order("backward", arguments)()
+
+    return await asyncio.to_thread(order)
+
+
+async def test_each_rank_gets_its_own_arguments() -> None:
+    made = crew(Process("trainer/1"), Process("trainer/2"))
+    found = await results(made, ("a",), ("b",))
+    assert found == [("trainer/1", "backward", "a"), ("trainer/2", "backward", "b")]
+
+
+async def test_the_first_rank_counts() -> None:
+    assert crew(Process("trainer/1"), Process("trainer/2")).ranks == 3
+
+
+async def test_the_death_of_a_rank_is_the_trainers() -> None:
+    made = crew(Process("trainer/1", ProcessDied("trainer/1", "its process died")))
+    with pytest.raises(ProcessDied) as caught:
+        await results(made, ())
+    assert caught.value.stage == "trainer"
+    assert "trainer/1: its process died" in caught.value.cause
+
+
+async def test_a_failure_is_told_to_whoever_waits_for_one() -> None:
+    made = crew(Process("trainer/1", StageError("trainer/1", "out of memory")))
+    waiting = asyncio.create_task(made.failure())
+    with pytest.raises(StageError, match="out of memory"):
+        await results(made, ())
+    assert (await waiting).cause == "out of memory"
+
+
+async def test_after_a_failure_nobody_gets_orders() -> None:
+    well = Process("trainer/2")
+    made = crew(Process("trainer/1", StageError("trainer/1", "out of memory")), well)
+    with pytest.raises(StageError):
+        await results(made, (), ())
+    calls = well.calls
+    with pytest.raises(StageError, match="out of memory"):
+        await results(made, (), ())
+    assert well.calls == calls

@@ -1,0 +1,200 @@
+"""Two ranks train as one does: the same steps, weights, checkpoints and models."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.core.config import ForwardKLConfig, TrainConfig
+from async_opd.core.errors import CheckpointError
+from async_opd.core.samples import Sample
+from async_opd.core.seat import Seat
+from tests.trainer.models import random_sample, tiny_model
+from trainer.checkpoint import Tensors
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Follower, Rank
+from trainer.sharding import join
+
+RANKS, STEPS = 2, 3
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, weight_decay=0.1, max_grad_norm=0.5)
+BATCHES = (
+    [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 0, 7, 2])],
+    [random_sample(i, size, k=6) for i, size in enumerate([0, 0, 4])],  # of one rank's worth
+    [random_sample(i, size, k=6) for i, size in enumerate([0, 0])],
+)
+TIED = (True, False)
+
+
+def model(tied: bool, seed: int = 0) -> Any:
+    made = tiny_model(seed)
+    if not tied:
+        torch.manual_seed(3)
+        made.config.tie_word_embeddings = False
+        made.lm_head.weight = torch.nn.Parameter(torch.randn_like(made.lm_head.weight) / 6)
+    return made
+
+
+class Pipes:
+    """A crew whose followers sit at the other ends of pipes."""
+
+    ranks = RANKS
+
+    def __init__(self, ends: Sequence[Connection]) -> None:
+        self._ends = ends
+
+    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        for end, given in zip(self._ends, arguments, strict=True):
+            end.send((method, given))
+        return lambda: [end.recv() for end in self._ends]
+
+    async def failure(self) -> Any:
+        raise NotImplementedError
+
+
+def follow(seat: Seat, tied: bool, end: Connection) -> None:
+    """Another rank, in its process: until it is told to end."""
+    objective = build_objective(ForwardKLConfig())
+    follower = Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU)))
+    while (order := end.recv()) is not None:
+        method, given = order
+        end.send(asyncio.run(getattr(follower, method)(*given)))
+    os._exit(0)  # see test_fsdp
+
+
+def trained(learner: Learner, batches: Sequence[list[Sample]]) -> list[dict[str, float]]:
+    return [learner.train_batch(batch).metrics for batch in batches]
+
+
+def lead(seat: Seat, tied: bool, ends: Sequence[Connection], folder: Path) -> None:
+    """The first rank, in its process: trains, goes back and trains on; writes what it found."""
+    objective = build_objective(ForwardKLConfig())
+    mesh = join(seat, CPU)
+    learner = Learner(model(tied), objective, TRAIN, CPU, mesh=mesh, crew=Pipes(ends))
+    found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
+    state = learner.state()
+    found["rest"] = trained(learner, BATCHES[1:])
+    found["weights"] = dict(learner.named_weights())
+    learner.restore(1, state)
+    found["again"] = trained(learner, BATCHES[1:])
+    found["weights again"] = dict(learner.named_weights())
+    found["state"] = state
+    learner.free_cache()
+    source = folder / "source"
+    model(tied).save_pretrained(source)
+    learner.save(str(source), str(folder / "model"))
+    torch.save(found, folder / "found.pt")
+    for end in ends:
+        end.send(None)
+    os._exit(0)
+
+
+@pytest.fixture(scope="module", params=TIED, ids=["tied", "untied"])
+def tied(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two ranks found, in processes of their own."""
+    path = tmp_path_factory.mktemp("ranks")
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    context = multiprocessing.get_context("fork")  # hands the socket down
+    here, there = context.Pipe()
+    first = Seat(0, RANKS, "127.0.0.1", port, 60, listener.fileno())
+    second = Seat(1, RANKS, "127.0.0.1", port, 60)
+    processes = [
+        context.Process(target=lead, args=(first, tied, [here], path)),
+        context.Process(target=follow, args=(second, tied, there)),
+    ]
+    for process in processes:
+        process.start()
+    listener.close()
+    for process in processes:
+        process.join(120)
+        if process.is_alive():
+            process.kill()
+    assert [process.exitcode for process in processes] == [0, 0]
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
+    return read
+
+
+@pytest.fixture(scope="module")
+def alone(tied: bool) -> tuple[list[dict[str, float]], Tensors, Learner]:
+    """Metrics of every step of one rank, its state after the first, and itself."""
+    learner = Learner(model(tied), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    metrics = trained(learner, BATCHES[:1])
+    state = learner.state()
+    return [*metrics, *trained(learner, BATCHES[1:])], state, learner
+
+
+Alone = tuple[list[dict[str, float]], Tensors, Learner]
+OF_THE_DIVISION = ("train/micro_batches", "train/compute_s")
+
+
+def test_every_step_has_the_metrics_of_one_rank(found: dict[str, Any], alone: Alone) -> None:
+    for expected, seen in zip(alone[0], found["first"] + found["rest"], strict=True):
+        assert seen.keys() == expected.keys()
+        for key in expected.keys() - set(OF_THE_DIVISION):
+            assert math.isclose(seen[key], expected[key], rel_tol=1e-4, abs_tol=1e-6), key
+
+
+def test_the_engines_get_the_weights_of_one_rank(found: dict[str, Any], alone: Alone) -> None:
+    expected = dict(alone[2].named_weights())
+    assert list(found["weights"]) == list(expected)
+    assert all(torch.allclose(found["weights"][n], expected[n], atol=1e-5) for n in expected)
+
+
+def test_the_state_is_that_of_one_rank(found: dict[str, Any], alone: Alone) -> None:
+    expected = {name: t for name, t in alone[1].items() if not name.startswith("rng/")}
+    assert found["state"].keys() == alone[1].keys()
+    assert all(torch.allclose(found["state"][n], t, atol=1e-5) for n, t in expected.items())
+
+
+def test_restored_ranks_repeat_their_steps_bit_for_bit(found: dict[str, Any]) -> None:
+    weights, again = found["weights"], found["weights again"]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_one_rank_goes_on_from_the_state_of_two(
+    found: dict[str, Any], tied: bool, alone: Alone
+) -> None:
+    learner = Learner(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    learner.restore(1, found["state"])
+    trained(learner, BATCHES[1:])
+    expected = dict(alone[2].named_weights())
+    weights = dict(learner.named_weights())
+    assert all(torch.allclose(weights[n], expected[n], atol=1e-5) for n in expected)
+
+
+def test_the_model_that_is_saved_is_whole(folder: Path, found: dict[str, Any]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    weights = found["weights again"]
+    own = dict(saved.named_parameters())
+    assert own.keys() == weights.keys()
+    assert all(torch.equal(own[name], weights[name]) for name in own)
+
+
+def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:
+    learner = Learner(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    with pytest.raises(CheckpointError, match="another model"):
+        learner.restore(1, {k: v for k, v in found["state"].items() if "norm" not in k})

@@ -1,0 +1,92 @@
+"""The student, sharded over the trainer's ranks with FSDP2, and whole tensors of it again.
+
+    rank 0 ─┐ one process group ──fully_shard──► each rank has its rows of every parameter
+    rank 1 ─┘                                    (and of gradients and the optimizer's moments)
+
+Every function here that speaks of whole tensors is a collective: all ranks call it in the same
+order. Without sharding they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from async_opd.core.seat import Seat
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer.student_loss import StudentLoss
+
+
+def join(seat: Seat, device: torch.device) -> DeviceMesh:
+    """Meets the other ranks; returns the mesh of all of them. RuntimeError after the timeout."""
+    from torch.distributed import (  # type: ignore[attr-defined]
+        TCPStore,
+        init_process_group,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    bound = timedelta(seconds=seat.timeout_s)
+    store = TCPStore(
+        seat.host,
+        seat.port,
+        seat.ranks,
+        is_master=seat.rank == 0,
+        timeout=bound,
+        master_listen_fd=seat.listener,
+    )
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=bound)
+    return init_device_mesh(device.type, (seat.ranks,))
+
+
+def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
+    """Each of the decoder's blocks for itself, then the head, then what is left.
+
+    A head that is tied to the embedding is gathered with it. In bfloat16, parameters are gathered
+    and used in it, gradients are reduced in float32.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if bfloat16:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    blocks = set(getattr(student.decoder, "_no_split_modules", None) or ())
+    for module in student.decoder.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if student.head.linear.weight is not student.decoder.get_input_embeddings().weight:
+        fully_shard(student.head, mesh=mesh, mp_policy=policy)
+    fully_shard(student, mesh=mesh, mp_policy=policy)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it; the tensor itself if it is not sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def lend(tensors: Iterable[torch.Tensor]) -> None:
+    """This rank's part of what rank 0 makes ``whole``, in the same order."""
+    for tensor in tensors:
+        whole(tensor)
+
+
+def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy of rank 0's whole tensor, sharded as ``like``; the others give one on ``meta``."""
+    if not is_sharded(like):
+        return tensor.to(like.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    given = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    return distribute_tensor(given.to(like.device), sharded.device_mesh, sharded.placements)
