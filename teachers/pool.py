@@ -74,6 +74,11 @@ class TeacherPool:
         self._homes: Homes[Replica] = Homes()
         self._early: Counter[str] = Counter()
 
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them, also those that do not serve."""
+        return self._seats.replicas
+
     async def run(self) -> None:
         """Mends replicas as they fail."""
         await self._seats.run()

@@ -240,10 +240,18 @@ class ScorerStage:
         reports = await asyncio.gather(*(pool.report() for pool in self._pools.values()))
         return dict(zip(self._pools, reports, strict=True))
 
+    async def hand_over(self) -> tuple[dict[str, list[Replica]], Rebuild | None]:
+        """Stops scoring; the replicas as they are now, and who ends those that were rebuilt."""
+        await self._stop()
+        return {name: pool.replicas for name, pool in self._pools.items()}, self._rebuild
+
     async def shutdown(self) -> None:
         """Stops scoring, and ends the replicas that were rebuilt."""
+        await self._stop()
+        if self._rebuild is not None:
+            await self._rebuild.close()
+
+    async def _stop(self) -> None:
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait({self._work})
-        if self._rebuild is not None:
-            await self._rebuild.close()

@@ -93,6 +93,11 @@ class Seats:
         self._whole = asyncio.Event()  # nothing is being mended
         self._whole.set()
 
+    @property
+    def replicas(self) -> list[Replica]:
+        """All of them, also those that do not serve."""
+        return [seat.replica for seat in self._seats]
+
     async def run(self) -> None:
         """Mends replicas as they fail."""
         async with asyncio.TaskGroup() as group:

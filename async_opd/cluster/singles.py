@@ -138,6 +138,11 @@ class ScorerBox:
         for name, weights in self.weights.items():
             await self.remote.call("load", name, weights)
 
+    async def hand_over(self, bound: float) -> None:
+        """Scoring stops; the replicas of now, rebuilt ones too, are those of the next stage."""
+        found = await self.remote.call("hand_over", timeout_s=bound)
+        self.teachers, self.rebuild = found
+
     @property
     def _topics(self) -> list[str]:
         """What it takes leases of."""
@@ -175,8 +180,9 @@ class Singles:
             raise error
         await Alarm("trainer").pause(delay)
         await self.trainer.end(self.config.supervision.timeout_s)
-        await self._end(self.scorer, "shutdown")
-        await self._end(self.queue, "close")
+        bound = self.config.supervision.timeout_s
+        await self._end(self.scorer, self.scorer.hand_over(bound))
+        await self._end(self.queue, self.queue.remote.call("close", timeout_s=bound))
         await self.queue.build()
         await asyncio.gather(self.scorer.build(), self.trainer.build())
 
@@ -185,10 +191,10 @@ class Singles:
         who = "" if rank.name == TRAINER else f"{rank.name}: "
         raise ProcessDied(TRAINER, who + error.cause, error.remedy)
 
-    async def _end(self, single: Single, method: str) -> None:
+    async def _end(self, single: Single, ending: Coroutine[Any, Any, Any]) -> None:
         """Its object stops; if it does not, its process ends."""
         try:
-            await single.remote.call(method, timeout_s=self.config.supervision.timeout_s)
+            await ending
         except ProcessDied:
             return
         except StageTimeout:

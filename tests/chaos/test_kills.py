@@ -16,7 +16,7 @@ from tests.cluster.test_run import Run, Running
 
 pytestmark = pytest.mark.engine
 
-STEPS = 40
+STEPS = 24
 TEACHER = (
     "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse], "
     "replicas: 2, health: {timeout_s: 5, probes: 1}}}"
@@ -78,6 +78,11 @@ def test_the_trainer_goes_on_after_a_checkpoint_and_the_engines_are_not_restarte
     assert survived.output.count("everything is up") == 1
     steps = [line["step"] for line in survived.metrics if "loss/total" in line]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_rebuilt_teachers_serve_on_after_the_trainers_death(survived: Run) -> None:
+    log = (survived.directory / "run.log").read_text()
+    assert [log.count(f"teacher sort/{index} is rebuilt") for index in (0, 1)] == [1, 1]
 
 
 def test_the_stopped_engine_is_found_by_its_silence(survived: Run) -> None:

@@ -31,6 +31,9 @@ class Box:
     async def build(self) -> None:
         self.events.append(f"build {self.name}")
 
+    async def hand_over(self, bound: float) -> None:
+        await self.call("hand_over", bound)
+
     async def call(self, method: str, timeout_s: float) -> None:
         if self.hangs:
             raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
@@ -64,7 +67,7 @@ async def test_the_scorer_ends_before_the_queue_and_all_are_built_again() -> Non
     events: list[str] = []
     await singles(events).renew(DIED)
     assert events == [
-        "shutdown scorer",
+        "hand_over scorer",
         "close queue",
         "build queue",
         "build scorer",

@@ -113,6 +113,21 @@ async def test_a_stage_that_is_shut_down_ends_what_it_rebuilt() -> None:
     assert rebuild.closed
 
 
+async def test_a_stage_that_hands_over_ends_no_replica_and_names_those_of_now() -> None:
+    class Open(FakeRebuild):
+        async def close(self) -> None:
+            raise AssertionError("closed")
+
+    rebuild, fake = Open(), Fake()
+    scorer = ScorerStage(
+        {"t": [fake]}, MessageQueue(topics(["t"]), 1, 1, 1.0), {"t": 8}, {}, rebuild
+    )
+    running = asyncio.create_task(scorer.run())
+    await settle()
+    assert await scorer.hand_over() == ({"t": [fake]}, rebuild)
+    assert running.done()
+
+
 def test_the_scoring_stage_needs_neither_an_engine_nor_a_tokenizer() -> None:
     names = ("vllm", "torch", "transformers", "tokenizers")
     absent = "".join(f"sys.modules[{name!r}] = None;" for name in names)
