@@ -65,7 +65,7 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
 
     A sharded model's other ranks call it with the ``outline`` of rank 0's.
     """
-    own = dict(_model(model))
+    own = dict(model_state(model))
     stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
     wrong = sorted(stored ^ set(own)) or [
         name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
@@ -124,13 +124,13 @@ def read_state(folder: Path) -> TrainerState:
 
 def _state(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
     """Everything but random states, in the same order on every rank."""
-    yield from ((f"model/{name}", tensor) for name, tensor in _model(model))
+    yield from ((f"model/{name}", tensor) for name, tensor in model_state(model))
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             yield f"optimizer/{name}/{key}", value
 
 
-def _model(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def model_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, tied ones once, and the buffers that a state dict holds."""
     yield from model.named_parameters()
     persistent = model.state_dict(keep_vars=True)

@@ -33,8 +33,12 @@ class Crew(Protocol):
         """Has each do something, with arguments of its own; call what is returned for the results.
 
         From a thread beside the event loop. Calling it raises what the first that failed raised.
+        StageError after a failure, or after ``give_up``: then they are out of step.
         """
         ...
+
+    def give_up(self) -> None:
+        """Rank 0 has failed in the middle of what they all do: no more orders."""
 
     async def failure(self) -> StageError:
         """Returns when one of them has died or failed."""
@@ -49,6 +53,9 @@ class Alone:
     def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """There is nobody."""
         return list
+
+    def give_up(self) -> None:
+        """There is nobody."""
 
     async def failure(self) -> StageError:
         """Never."""

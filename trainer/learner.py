@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -191,30 +192,25 @@ class Learner:
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint.
         """
-        lent = self._order("lend_weights")
-        yield from self._rank.weights()
-        lent()
+        with self._ordered("lend_weights"):
+            yield from self._rank.weights()
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
-        lent = self._order("lend_state")
-        tensors = self._rank.state()
-        lent()
-        return tensors
+        with self._ordered("lend_state"):
+            return self._rank.state()
 
     def restore(self, step: int, tensors: Tensors) -> None:
         """Goes on after ``step`` optimizer steps with the state of then."""
         outlined = outline(self.model, tensors) if self._crew.ranks > 1 else {}
-        loaded = self._order("load", outlined)
-        self._rank.load(tensors)
-        loaded()
+        with self._ordered("load", outlined):
+            self._rank.load(tensors)
         self._step = step
 
     def save(self, source: str, directory: str) -> None:
         """Writes the student in Hugging Face format; see ``trainer.export``."""
-        lent = self._order("lend_masters")
-        masters = self._rank.masters()
-        lent()
+        with self._ordered("lend_masters"):
+            masters = self._rank.masters()
         save_model(self.model, source, directory, masters)
 
     def check(self) -> None:
@@ -223,18 +219,33 @@ class Learner:
 
     # ── orders ─────────────────────────────────────────────────────────────────────────────────
 
-    def _order(self, method: str, *arguments: Any) -> Callable[[], list[Any]]:
-        """Has the other ranks begin; all with the same arguments."""
-        return self._crew.order(method, [arguments] * (self._crew.ranks - 1))
-
     def _all(self, method: str, *arguments: Any) -> None:
         """Every rank does the same."""
         self._each(method, [arguments] * self._crew.ranks)
 
     def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Every rank does it with arguments of its own; what they return, rank 0 first."""
-        others = self._crew.order(method, arguments[1:])
-        return [getattr(self._rank, method)(*arguments[0]), *others()]
+        with self._begun(method, arguments[1:]) as results:
+            return [getattr(self._rank, method)(*arguments[0]), *results()]
+
+    @contextmanager
+    def _ordered(self, method: str, *arguments: Any) -> Iterator[None]:
+        """The other ranks do it meanwhile, all with the same arguments."""
+        with self._begun(method, [arguments] * (self._crew.ranks - 1)) as results:
+            yield
+            results()
+
+    @contextmanager
+    def _begun(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Iterator[Callable[[], list[Any]]]:
+        """The other ranks have begun. Whatever breaks it off leaves them out of step."""
+        results = self._crew.order(method, arguments)
+        try:
+            yield results
+        except BaseException:
+            self._crew.give_up()
+            raise
 
     def _joined(self, computed: Sequence[Computed]) -> Metrics:
         """The values of all parts of all ranks, on this rank's device."""

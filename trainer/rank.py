@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.samples import Sample
-from trainer.checkpoint import Tensors, copy_state, lend_state, load_state
+from trainer.checkpoint import Tensors, copy_state, lend_state, load_state, model_state
 from trainer.losses import Head, Objective
 from trainer.losses.report import Metrics
 from trainer.named_weights import named_weights
@@ -126,11 +126,11 @@ class Rank:
         """The whole student in host memory, by its parameters' names; None if it is not sharded."""
         if self._ranks == 1:
             return None
-        return {name: whole(t.detach()).cpu() for name, t in self.model.state_dict().items()}
+        return {name: whole(t.detach()).cpu() for name, t in model_state(self.model)}
 
     def lend_masters(self) -> None:
         """What ``masters`` takes of another rank."""
-        lend(tensor.detach() for tensor in self.model.state_dict().values())
+        lend(tensor.detach() for _, tensor in model_state(self.model))
 
     def load(self, tensors: Tensors) -> None:
         """The state of then; ranks but the first get its outline only."""

@@ -23,24 +23,29 @@ class RemoteCrew:
     def __init__(self, followers: Sequence[Remote]) -> None:
         self.ranks = len(followers) + 1
         self._followers = tuple(followers)
+        self._given_up = False
         self._loop = asyncio.get_running_loop()
         self._failure: asyncio.Future[StageError] = self._loop.create_future()
 
     def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """See Crew.order. Bounded by ``timeouts.collective_s`` of what they take part in."""
+        if self._given_up:
+            raise StageError(TRAINER, "its ranks are out of step, after an error in one of them")
         calls: list[Future[Any]] = [
             asyncio.run_coroutine_threadsafe(self._call(follower, method, given), self._loop)
             for follower, given in zip(self._followers, arguments, strict=True)
         ]
         return lambda: [call.result() for call in calls]
 
+    def give_up(self) -> None:
+        """See Crew.give_up."""
+        self._given_up = True
+
     async def failure(self) -> StageError:
         """See Crew.failure. A rank that died is the trainer's death."""
         return await asyncio.shield(self._failure)
 
     async def _call(self, follower: Remote, method: str, arguments: tuple[Any, ...]) -> Any:
-        if self._failure.done():
-            raise self._failure.result()
         try:
             return await follower.call(method, *arguments, timeout_s=ENDLESS)
         except StageError as error:
@@ -48,6 +53,7 @@ class RemoteCrew:
             if isinstance(error, ProcessDied):
                 cause = f"{follower.name}: {error.cause}"
                 failure = ProcessDied(TRAINER, cause, error.remedy)
+            self._given_up = True
             if not self._failure.done():
                 self._failure.set_result(failure)
             raise failure from error

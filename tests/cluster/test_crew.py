@@ -70,6 +70,15 @@ async def test_after_a_failure_nobody_gets_orders() -> None:
     with pytest.raises(StageError):
         await results(made, (), ())
     calls = well.calls
-    with pytest.raises(StageError, match="out of memory"):
+    with pytest.raises(StageError, match="out of step"):
         await results(made, (), ())
     assert well.calls == calls
+
+
+async def test_nor_after_the_first_rank_has_failed_itself() -> None:
+    well = Process("trainer/1")
+    made = crew(well)
+    made.give_up()
+    with pytest.raises(StageError, match="out of step"):
+        await results(made, ())
+    assert well.calls == 0

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.engine
 
 K = 16
 MODES = ("keep", "recompute", "finish")
+MANY, AT_ONCE = 64, 8  # some are in flight whenever a sync comes
 EARLY = 3
 
 
@@ -112,11 +113,18 @@ class World:
         long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
         ahead = {"sort": early}
         spec = StudentEngineSpec(
-            "student/0", kwargs(path), long, EOS, "gloo", top_k=K, early_tokens=ahead
+            "student/0",
+            kwargs(path),
+            long,
+            EOS,
+            "gloo",
+            concurrency=AT_ONCE,
+            top_k=K,
+            early_tokens=ahead,
         )
         self.replica = StudentReplica(spec, self.queue)
         self.publisher = publisher = Publisher(
-            lambda: iter([(n, p.detach()) for n, p in self.model.named_parameters()]),
+            lambda: iter([(n, p.detach().clone()) for n, p in self.model.named_parameters()]),
             lambda: GlooTransport("127.0.0.1", 30.0, 100_000),
         )
         self.sync = BroadcastSync(
@@ -283,12 +291,12 @@ async def scenario(path: Path, early: int) -> Seen:
             await w.push()
             seen.errors[family] = await w.error()
         for mode in MODES:
-            await w.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(24)))
+            await w.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(MANY)))
             await decoding(w.replica)
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
             await w.push(mode)
-            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", 24, 24)).batches)
+            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", MANY, MANY)).batches)
             seen.spans[mode] = [rollout.version_spans for rollout in rollouts]
             seen.in_flight_errors[mode] = (
                 max(

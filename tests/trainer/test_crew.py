@@ -27,6 +27,9 @@ class Others:
     def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         raise NotImplementedError
 
+    def give_up(self) -> None:
+        raise NotImplementedError
+
     async def failure(self) -> StageError:
         await self.failed.wait()
         return DEATH

@@ -10,10 +10,11 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from async_opd.core.config import Loss, TrainConfig
+from async_opd.core.config import ForwardKLConfig, Loss, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
+from trainer.crew import Alone
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
 
@@ -316,3 +317,37 @@ def test_published_weights_have_the_names_of_the_checkpoint(tmp_path: Any) -> No
     made.model.save_pretrained(tmp_path)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert sorted(file.keys()) == sorted(name for name, _ in made.named_weights())
+
+
+class Watched(Alone):
+    """Notes that the ranks are given up."""
+
+    given_up = False
+
+    def give_up(self) -> None:
+        self.given_up = True
+
+
+def of_a_crew(crew: Watched) -> Learner:
+    objective = build_objective(ForwardKLConfig())
+    return Learner(tiny_model(), objective, TrainConfig(), torch.device("cpu"), crew=crew)
+
+
+def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -> None:
+    crew = Watched()
+    made = of_a_crew(crew)
+
+    def fail(parts: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    made._rank.backward = fail  # type: ignore[method-assign,assignment]
+    with pytest.raises(RuntimeError, match="out of memory"):
+        made.train_batch(samples())
+    assert crew.given_up
+
+
+def test_a_batch_that_is_refused_leaves_them_in_step() -> None:
+    crew = Watched()
+    with pytest.raises(TypeError, match="several kinds"):
+        of_a_crew(crew).train_batch([*samples(k=0), *samples(k=6)])
+    assert not crew.given_up

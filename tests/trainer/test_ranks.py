@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
-import multiprocessing
-import os
-import socket
-from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +14,10 @@ from async_opd.core.config import ForwardKLConfig, TrainConfig
 from async_opd.core.errors import CheckpointError
 from async_opd.core.samples import Sample
 from async_opd.core.seat import Seat
+from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from trainer.checkpoint import Tensors
+from trainer.crew import Crew
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
@@ -46,58 +43,38 @@ def model(tied: bool, seed: int = 0) -> Any:
     return made
 
 
-class Pipes:
-    """A crew whose followers sit at the other ends of pipes."""
-
-    ranks = RANKS
-
-    def __init__(self, ends: Sequence[Connection]) -> None:
-        self._ends = ends
-
-    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        for end, given in zip(self._ends, arguments, strict=True):
-            end.send((method, given))
-        return lambda: [end.recv() for end in self._ends]
-
-    async def failure(self) -> Any:
-        raise NotImplementedError
-
-
-def follow(seat: Seat, tied: bool, end: Connection) -> None:
-    """Another rank, in its process: until it is told to end."""
-    objective = build_objective(ForwardKLConfig())
-    follower = Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU)))
-    while (order := end.recv()) is not None:
-        method, given = order
-        end.send(asyncio.run(getattr(follower, method)(*given)))
-    os._exit(0)  # see test_fsdp
-
-
 def trained(learner: Learner, batches: Sequence[list[Sample]]) -> list[dict[str, float]]:
     return [learner.train_batch(batch).metrics for batch in batches]
 
 
-def lead(seat: Seat, tied: bool, ends: Sequence[Connection], folder: Path) -> None:
-    """The first rank, in its process: trains, goes back and trains on; writes what it found."""
+def ranks(tied: bool, folder: Path) -> dict[str, Any]:
+    """What two ranks found, in processes of their own: they train, go back and train on."""
     objective = build_objective(ForwardKLConfig())
-    mesh = join(seat, CPU)
-    learner = Learner(model(tied), objective, TRAIN, CPU, mesh=mesh, crew=Pipes(ends))
-    found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
-    state = learner.state()
-    found["rest"] = trained(learner, BATCHES[1:])
-    found["weights"] = dict(learner.named_weights())
-    learner.restore(1, state)
-    found["again"] = trained(learner, BATCHES[1:])
-    found["weights again"] = dict(learner.named_weights())
-    found["state"] = state
-    learner.free_cache()
-    source = folder / "source"
-    model(tied).save_pretrained(source)
-    learner.save(str(source), str(folder / "model"))
-    torch.save(found, folder / "found.pt")
-    for end in ends:
-        end.send(None)
-    os._exit(0)
+
+    def lead(seat: Seat | None, crew: Crew) -> dict[str, Any]:
+        assert seat is not None
+        learner = Learner(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU), crew=crew)
+        found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
+        state = learner.state()
+        found["rest"] = trained(learner, BATCHES[1:])
+        found["weights"] = dict(learner.named_weights())
+        learner.restore(1, state)
+        found["again"] = trained(learner, BATCHES[1:])
+        found["weights again"] = dict(learner.named_weights())
+        found["state"] = state
+        learner.free_cache()
+        source = folder / "source"
+        model(tied).save_pretrained(source)
+        learner.save(str(source), str(folder / "model"))
+        torch.save(found, folder / "found.pt")
+        return {}
+
+    def follow(seat: Seat) -> Follower:
+        return Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU)))
+
+    in_processes(RANKS, lead, follow, 120)
+    found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
+    return found
 
 
 @pytest.fixture(scope="module", params=TIED, ids=["tied", "untied"])
@@ -106,34 +83,13 @@ def tied(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folder(tied: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What two ranks found, in processes of their own."""
-    path = tmp_path_factory.mktemp("ranks")
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    context = multiprocessing.get_context("fork")  # hands the socket down
-    here, there = context.Pipe()
-    first = Seat(0, RANKS, "127.0.0.1", port, 60, listener.fileno())
-    second = Seat(1, RANKS, "127.0.0.1", port, 60)
-    processes = [
-        context.Process(target=lead, args=(first, tied, [here], path)),
-        context.Process(target=follow, args=(second, tied, there)),
-    ]
-    for process in processes:
-        process.start()
-    listener.close()
-    for process in processes:
-        process.join(120)
-        if process.is_alive():
-            process.kill()
-    assert [process.exitcode for process in processes] == [0, 0]
-    return path
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, Any]:
-    read: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
-    return read
+def found(tied: bool, folder: Path) -> dict[str, Any]:
+    return ranks(tied, folder)
 
 
 @pytest.fixture(scope="module")
