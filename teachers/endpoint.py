@@ -41,7 +41,7 @@ REMEDIES = {
 
 
 class EndpointReplica:
-    """A client of one server. Picklable until its first request."""
+    """A client of one server. Pickled, it is another client of the same server."""
 
     def __init__(self, spec: EndpointSpec) -> None:
         self._spec = spec
@@ -50,6 +50,10 @@ class EndpointReplica:
         self._agreement = Agreement()
         self._counters = dict.fromkeys(("tokens", "samples", "batches"), 0.0)
         self._session: aiohttp.ClientSession | None = None
+
+    def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec]]:
+        """Connections stay in the process that has them."""
+        return EndpointReplica, (self._spec,)
 
     async def ready(self) -> int:
         """Asks for the server's health. Returns 1: its workers are its own business."""
@@ -122,6 +126,7 @@ class EndpointReplica:
         """Ends the connections."""
         if self._session is not None:
             await self._session.close()
+            self._session = None
 
     # ── HTTP ───────────────────────────────────────────────────────────────────────────────────
 

@@ -48,6 +48,14 @@ class Sleeper(Replica, Protocol):
     async def wake(self) -> None: ...
 
 
+@runtime_checkable
+class Client(Replica, Protocol):
+    """A replica that is a client of somebody else's server."""
+
+    async def close(self) -> None:
+        """Ends its connections."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """A version of the student's weights in a directory, and how long taking them may take."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import chain
 
 from async_opd.core.batch import Batch
 from async_opd.core.config import HealthConfig
@@ -33,7 +34,7 @@ from async_opd.core.stages import (
 )
 from teachers.bulletin import Bulletin
 from teachers.pool import Scored, TeacherPool
-from teachers.replicas import Rebuild, Replica, Weights
+from teachers.replicas import Client, Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
 from teachers.shift import Shift
 
@@ -243,7 +244,11 @@ class ScorerStage:
     async def hand_over(self) -> tuple[dict[str, list[Replica]], Rebuild | None]:
         """Stops scoring; the replicas as they are now, and who ends those that were rebuilt."""
         await self._stop()
-        return {name: pool.replicas for name, pool in self._pools.items()}, self._rebuild
+        found = {name: pool.replicas for name, pool in self._pools.items()}
+        for replica in chain.from_iterable(found.values()):
+            if isinstance(replica, Client):
+                await replica.close()
+        return found, self._rebuild
 
     async def shutdown(self) -> None:
         """Stops scoring, and ends the replicas that were rebuilt."""

@@ -31,16 +31,16 @@ def join(seat: Seat, device: torch.device) -> DeviceMesh:
     )
     from torch.distributed.device_mesh import init_device_mesh
 
-    bound = timedelta(seconds=seat.timeout_s)
+    bound, start = timedelta(seconds=seat.timeout_s), timedelta(seconds=seat.start_s)
     store = TCPStore(
         seat.host,
         seat.port,
         seat.ranks,
         is_master=seat.rank == 0,
-        timeout=bound,
+        timeout=start,
         master_listen_fd=seat.listener,
     )
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = "nccl" if device.type == "cuda" else "gloo"
     init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=bound)
     return init_device_mesh(device.type, (seat.ranks,))
 
@@ -49,13 +49,16 @@ def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
     """Each of the decoder's blocks for itself, then the head, then what is left.
 
     A head that is tied to the embedding is gathered with it. In bfloat16, parameters are gathered
-    and used in it, gradients are reduced in float32.
+    and used in it, gradients are reduced in float32; inputs stay as they are: what the loss is told
+    of its tokens is no activation.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     policy = MixedPrecisionPolicy()
     if bfloat16:
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     blocks = set(getattr(student.decoder, "_no_split_modules", None) or ())
     for module in student.decoder.modules():
         if type(module).__name__ in blocks:

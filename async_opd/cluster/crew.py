@@ -15,17 +15,21 @@ from async_opd.cluster.host import Remote
 from async_opd.cluster.proxies import ENDLESS
 from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.stages import TRAINER
+from trainer.crew import GRACE_S
 
 
 class RemoteCrew:
     """Implements ``trainer.crew.Crew``. Lives in rank 0's process, on its event loop."""
 
-    def __init__(self, followers: Sequence[Remote]) -> None:
+    def __init__(self, followers: Sequence[Remote], grace_s: float = GRACE_S / 2) -> None:
+        """A failure may be that of another's death, which is known up to ``grace_s`` later."""
         self.ranks = len(followers) + 1
         self._followers = tuple(followers)
         self._given_up = False
         self._loop = asyncio.get_running_loop()
+        self._grace_s = grace_s
         self._failure: asyncio.Future[StageError] = self._loop.create_future()
+        self._death: asyncio.Future[StageError] = self._loop.create_future()
 
     def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
         """See Crew.order. Bounded by ``timeouts.collective_s`` of what they take part in."""
@@ -43,17 +47,27 @@ class RemoteCrew:
 
     async def failure(self) -> StageError:
         """See Crew.failure. A rank that died is the trainer's death."""
-        return await asyncio.shield(self._failure)
+        await asyncio.wait((self._failure,))
+        await asyncio.wait((self._death,), timeout=self._grace_s)
+        return (self._death if self._death.done() else self._failure).result()
 
     async def _call(self, follower: Remote, method: str, arguments: tuple[Any, ...]) -> Any:
         try:
             return await follower.call(method, *arguments, timeout_s=ENDLESS)
-        except StageError as error:
-            failure = error
-            if isinstance(error, ProcessDied):
-                cause = f"{follower.name}: {error.cause}"
-                failure = ProcessDied(TRAINER, cause, error.remedy)
+        except Exception as error:
             self._given_up = True
+            failure = _failure(follower.name, error)
+            if isinstance(failure, ProcessDied) and not self._death.done():
+                self._death.set_result(failure)
             if not self._failure.done():
                 self._failure.set_result(failure)
             raise failure from error
+
+
+def _failure(name: str, error: Exception) -> StageError:
+    """A rank's death is the trainer's."""
+    if isinstance(error, ProcessDied):
+        return ProcessDied(TRAINER, f"{name}: {error.cause}", error.remedy)
+    if isinstance(error, StageError):
+        return error
+    return StageError(name, f"{type(error).__name__}: {error}")

@@ -81,7 +81,8 @@ class Host:
     async def listen(self, address: str | None) -> tuple[str, int, int]:
         """Opens a socket for whoever is built here: its address, port and file descriptor."""
         address = address or ray.util.get_node_ip_address()
-        listener = socket.create_server((address, 0))
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
         return address, int(listener.getsockname()[1]), listener.detach()
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:

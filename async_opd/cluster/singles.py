@@ -96,7 +96,8 @@ class TrainerBox:
         """A seat for each rank; they meet where the first one listens."""
         address = None if self.config.cluster.address else "127.0.0.1"
         host, port, listener = await self.remote.listen(address, bound)
-        seat = Seat(0, len(self.ranks), host, port, self.config.timeouts.collective_s, listener)
+        collective_s = self.config.timeouts.collective_s
+        seat = Seat(0, len(self.ranks), host, port, collective_s, bound, listener)
         others = (replace(seat, rank=i, listener=None) for i in range(1, len(self.ranks)))
         return [seat, *others]
 

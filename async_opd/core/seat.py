@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class Seat:
     """One rank among ``ranks``, and where they meet; ``listener`` is rank 0's open socket.
 
-    A collective that lasts longer than ``timeout_s`` is an error.
+    A collective that lasts longer than ``timeout_s`` is an error, and so are ranks of which one
+    comes ``start_s`` after another.
     """
 
     rank: int
@@ -17,4 +18,5 @@ class Seat:
     host: str
     port: int
     timeout_s: float
+    start_s: float
     listener: int | None = None

@@ -28,7 +28,7 @@ class Process:
 
 def crew(*processes: Process) -> RemoteCrew:
     followers: Any = processes
-    return RemoteCrew(followers)
+    return RemoteCrew(followers, grace_s=0.0 if len(processes) == 1 else 5.0)
 
 
 async def results(made: RemoteCrew, *arguments: tuple[Any, ...]) -> list[Any]:
@@ -62,6 +62,35 @@ async def test_a_failure_is_told_to_whoever_waits_for_one() -> None:
     with pytest.raises(StageError, match="out of memory"):
         await results(made, ())
     assert (await waiting).cause == "out of memory"
+
+
+async def test_a_collective_that_broke_is_blamed_on_the_rank_that_died_a_moment_later() -> None:
+    class DiesLater(Process):
+        async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+            await broken.wait()
+            return await super().call(method, *arguments, timeout_s=timeout_s)
+
+    broken = asyncio.Event()
+    died = DiesLater("trainer/1", ProcessDied("trainer/1", "its process died"))
+    made = crew(died, Process("trainer/2", StageError("trainer/2", "connection reset by peer")))
+    waiting = asyncio.create_task(made.failure())
+    order = asyncio.create_task(results(made, (), ()))
+    await asyncio.sleep(0)
+    broken.set()
+    assert isinstance(await waiting, ProcessDied)
+    with pytest.raises(StageError):
+        await order
+
+
+async def test_arguments_that_cannot_be_sent_are_a_failure() -> None:
+    class Refuses(Process):
+        async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+            raise TypeError("cannot pickle")
+
+    made = crew(Refuses("trainer/1"))
+    with pytest.raises(StageError, match="TypeError: cannot pickle"):
+        await results(made, ())
+    assert (await made.failure()).stage == "trainer/1"
 
 
 async def test_after_a_failure_nobody_gets_orders() -> None:

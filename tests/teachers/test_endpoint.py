@@ -229,9 +229,17 @@ async def test_the_key_is_in_no_text_of_its_own_and_in_no_error() -> None:
     assert "api_key_env" in str(caught.value)
 
 
-async def test_a_client_travels_to_another_process() -> None:
-    replica = pickle.loads(pickle.dumps(EndpointReplica(SPEC)))
-    assert isinstance(replica, EndpointReplica)
+async def test_a_client_travels_to_another_process_also_after_a_request() -> None:
+    async def answer(request: web.Request) -> web.Response:
+        return web.Response(body=vllm_answer(vllm_rows(make_rollout(), SPEC.top_k)))
+
+    async with served(answer) as replica:
+        await replica.score(Batch.pack([make_rollout()]))
+        other = pickle.loads(pickle.dumps(replica))
+        try:
+            await other.score(Batch.pack([make_rollout()]))
+        finally:
+            await other.close()
 
 
 @pytest.mark.parametrize("status", [400, 404, 500, 503])

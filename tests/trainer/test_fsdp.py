@@ -16,6 +16,7 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.losses.reduction import token_weights
 from trainer.packing import pack
+from trainer.sharding import shard
 from trainer.shares import Share
 from trainer.student_loss import StudentLoss
 
@@ -45,19 +46,12 @@ def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> 
     """One of the processes: every other sample, sharded student; writes the whole gradients."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
     student = module(tied)
-    bfloat16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    policy = bfloat16 if mixed else MixedPrecisionPolicy()
-    for layer in student.decoder.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    if not tied:
-        fully_shard(student.head, mesh=mesh, mp_policy=policy)
-    fully_shard(student, mesh=mesh, mp_policy=policy)
+    shard(student, mesh, bfloat16=mixed)
     loss = loss_of(student, list(range(rank, len(SIZES), RANKS)))
     (RANKS * loss).backward()  # FSDP averages over ranks; the weights already divide
     grads = {n: p.grad.full_tensor() for n, p in student.named_parameters()}  # type: ignore

@@ -17,7 +17,7 @@ from async_opd.core.seat import Seat
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from trainer.checkpoint import Tensors
-from trainer.crew import Crew
+from trainer.crew import ALONE, Crew
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
@@ -101,6 +101,23 @@ def alone(tied: bool) -> tuple[list[dict[str, float]], Tensors, Learner]:
     return [*metrics, *trained(learner, BATCHES[1:])], state, learner
 
 
+@pytest.fixture(scope="module")
+def half() -> tuple[dict[str, float], dict[str, float]]:
+    """Metrics of a step under bfloat16, of one rank and of two."""
+    objective, train = build_objective(ForwardKLConfig()), TRAIN.model_copy(update=HALF)
+
+    def lead(seat: Seat | None, crew: Crew) -> dict[str, float]:
+        mesh = None if seat is None else join(seat, CPU)
+        learner = Learner(model(False), objective, train, CPU, mesh=mesh, crew=crew)
+        return learner.train_batch(BATCHES[0]).metrics
+
+    def follow(seat: Seat) -> Follower:
+        return Follower(Rank(model(False), objective, train, CPU, mesh=join(seat, CPU)))
+
+    return lead(None, ALONE), in_processes(RANKS, lead, follow, 120)
+
+
+HALF = {"dtype": "bfloat16"}
 Alone = tuple[list[dict[str, float]], Tensors, Learner]
 OF_THE_DIVISION = ("train/micro_batches", "train/compute_s")
 
@@ -148,6 +165,24 @@ def test_the_model_that_is_saved_is_whole(folder: Path, found: dict[str, Any]) -
     own = dict(saved.named_parameters())
     assert own.keys() == weights.keys()
     assert all(torch.equal(own[name], weights[name]) for name in own)
+
+
+def test_the_model_that_is_saved_has_no_weight_twice(folder: Path, tied: bool) -> None:
+    from safetensors import safe_open
+
+    with safe_open(folder / "model" / "model.safetensors", "pt") as file:
+        assert ("lm_head.weight" in file.keys()) is not tied  # noqa: SIM118
+
+
+def test_in_bfloat16_the_loss_is_that_of_one_rank_up_to_rounding(half: Any) -> None:
+    one, two = half
+    assert math.isclose(two["loss/total"], one["loss/total"], rel_tol=0.03)
+
+
+def test_in_bfloat16_what_the_loss_is_told_of_its_tokens_is_not_rounded(half: Any) -> None:
+    one, two = half
+    assert math.isclose(two["loss/teacher_topk_mass"], one["loss/teacher_topk_mass"], rel_tol=1e-6)
+    assert math.isclose(two["loss/total"], two["loss/distillation"], rel_tol=1e-5)
 
 
 def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:
