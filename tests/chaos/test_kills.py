@@ -39,7 +39,7 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     )
     running.until("step 0, version 0")
     running.processes("scorer")["actor"].kill()
-    running.processes("teacher sort/0")["actor"].kill()
+    running.processes("teacher sort/0")["engine"].kill()
     running.processes("teacher sort/1")["engine"].suspend()
     running.until("scorer is restarted")
     running.until("teacher sort/1 is being rebuilt")
