@@ -5,6 +5,8 @@ Each sync is made again without them, and the one that is left goes on.
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
 from async_opd.core.audit import audit
@@ -59,7 +61,7 @@ def test_who_was_not_killed_generates_on(survived: Run) -> None:
 def test_the_sync_names_who_did_not_answer(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
     (line,) = (line for line in log.splitlines() if "student/1 left the pool" in line)
-    assert "student/0…1 took longer than 8 s" in line
+    assert re.search(r"student/0…[12] took longer than 8 s", line)  # the first sync, or the next
 
 
 def test_the_sync_is_made_again_and_the_run_completes(survived: Run) -> None:
