@@ -32,18 +32,22 @@ for one in $noted; do
   begun=$(sed 's/.*) //' "/proc/${one%:*}/stat" | cut -d ' ' -f 20)
   [ "$begun" = "${one#*:}" ] && kill -9 "${one%:*}"
 done
+none=
 for round in 1 2 3 4 5 6 7 8 9; do
   files=$(grep -lzxsF "$0" /proc/[0-9]*/environ)
-  [ "$files" ] || exit
+  [ "$files$none" = none ] && exit
+  none=none
   for file in $files; do
+    none=
     pid=${file#/proc/}
     kill -9 "${pid%/environ}"
   done
   sleep 0.1
 done
 """
-"""A number may be another process's by then, its start says so. The second part again and again:
-who is killed may just have started another."""
+"""A number may be another process's by then, its start says so. The second part until nobody was
+found twice: who is killed may just have started another, and in the middle of an exec a process
+has no environment."""
 
 
 @dataclass(frozen=True)
