@@ -61,6 +61,8 @@ class RemoteCrew:
                 self._death.set_result(failure)
             if not self._failure.done():
                 self._failure.set_result(failure)
+            if failure is error:
+                raise
             raise failure from error
 
 

@@ -2,7 +2,7 @@
 
 queue ─┬─ student/0 … student/N-1     rollouter
        ├─ <teacher>/0 … per teacher   scorer
-       └─ trainer                     (then: rendezvous of trainer and students)
+       └─ trainer, trainer/1 … its ranks (then: rendezvous of trainer and students)
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 queue    dies: built again, empty; the ledger issues again what is in flight
 scorer   dies: built again; what it had taken from the queue goes back
-trainer  dies: the run goes on from a checkpoint (async_opd.run); queue and scorer are emptied
+trainer  dies, or any of its ranks: all ranks are built again, and the run goes on from a checkpoint
+         (async_opd.training); the queue is emptied, the scorer hands its replicas over to the next
 """
 
 from __future__ import annotations
