@@ -1,20 +1,28 @@
-# make quickstart   installs everything and distils two teachers into one student (CPU, ~6 minutes)
-# make test         installs everything and runs all tests
-# make check        format, lint, types, layers and the fast tests: what to run before a commit
+# make quickstart     installs everything and distils two teachers into one student (CPU, ~6 minutes)
+# make test           installs everything and runs all tests but the long ones (under 15 minutes)
+# make test-long      runs the long tests: kills in whole runs, every objective's example
+# make test-security runs the tests of what docs/security.md promises (part of make test)
+# make check          format, lint, types, layers and the fast tests: what to run before a commit
 
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
-FAST := -n 2 --dist loadscope -m "not engine"
+FAST := -n 2 --dist loadscope -m "not engine and not long"
 
-.PHONY: quickstart test check format models clean
+.PHONY: quickstart test test-long test-security check format models clean
 
 quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
 	$(BIN)/pytest $(FAST)
-	$(BIN)/pytest -m engine
+	$(BIN)/pytest -m "engine and not long"
+
+test-long: .venv/installed models
+	$(BIN)/pytest -m long
+
+test-security: .venv/installed
+	$(BIN)/pytest tests/security
 
 check: .venv/installed
 	$(BIN)/ruff format --check .

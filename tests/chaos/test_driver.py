@@ -21,7 +21,7 @@ from async_opd.core.wandb_run import WandbRun
 from tests.cluster.test_run import Run, Running
 from tests.wandb_rows import rows
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS, BATCH = 10, 8
 SMALL_DISK_MIB = 9  # one checkpoint has 7

@@ -14,7 +14,7 @@ import pytest
 from async_opd.core.audit import audit
 from tests.cluster.test_run import Run, Running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 24
 TEACHER = (

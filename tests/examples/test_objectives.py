@@ -98,6 +98,7 @@ def steps(
 
 
 @pytest.mark.engine
+@pytest.mark.long
 def test_an_example_runs(steps: list[dict[str, Any]]) -> None:
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert all(math.isfinite(line["loss/total"]) for line in steps)

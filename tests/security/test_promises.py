@@ -22,7 +22,7 @@ from async_opd.core.errors import ConfigError
 from async_opd.core.load import load_config
 from async_opd.core.preflight import preflight
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"
 STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
