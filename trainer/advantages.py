@@ -3,7 +3,9 @@
     A_i = (r_i - mean(r)) / std(r)       ``std``; population standard deviation of the group
     A_i = r_i - mean(r)                  ``none`` (arXiv:2503.20783: no bias towards easy prompts)
 
-A group whose rewards are all equal says nothing: its advantages are 0.
+A group whose rewards are all equal says nothing: its advantages are 0. Rewards that differ by no
+more than ``ROUNDING`` are equal: divided by their own spread, 0.1 + 0.2 + 0.3 would be one standard
+deviation better than 0.6.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 
 Normalize = Literal["std", "none"]
+
+ROUNDING = 1e-6
+"""Rewards this close, relative to the largest of their group or to 1, are the same number: graders
+return 0 to 1, and a sum in float32 is rounded by some 1e-7 of it."""
 
 
 def rewards_of(samples: Sequence[Sample]) -> list[float]:
@@ -47,11 +53,11 @@ def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
 def advantages(
     rewards: Sequence[float], groups: Sequence[Sequence[int]], normalize: Normalize
 ) -> list[float]:
-    """The advantage of each rollout, in the order of ``rewards``."""
+    """The advantage of each rollout, in the order of ``rewards``; 0 for all of a flat group."""
     result = [0.0] * len(rewards)
     for group in groups:
         own = np.array([rewards[index] for index in group])
-        if own.min() == own.max():
+        if np.ptp(own) <= ROUNDING * max(1.0, np.abs(own).max()):
             continue
         scale = own.std() if normalize == "std" else 1.0
         for index, value in zip(group, (own - own.mean()) / scale, strict=True):

@@ -95,6 +95,28 @@ def test_a_group_of_equal_rewards_has_no_advantage(normalize: Any) -> None:
     assert advantages([0.1] * 3, [[0, 1, 2]], normalize) == [0, 0, 0]
 
 
+@pytest.mark.parametrize("normalize", ["std", "none"])
+@pytest.mark.parametrize("odd", [0.1 + 0.2 + 0.3, float(np.float32(0.6)), 0.6 - 1e-7])
+def test_rewards_that_differ_by_rounding_are_equal(odd: float, normalize: Any) -> None:
+    assert advantages([odd, 0.6, 0.6, 0.6], [[0, 1, 2, 3]], normalize) == [0, 0, 0, 0]
+
+
+@given(st.floats(0, 1e6), st.lists(st.floats(-1e-7, 1e-7), min_size=2, max_size=8))
+def test_a_spread_within_rounding_is_flat_at_any_scale(reward: float, errors: list[float]) -> None:
+    rewards = [reward * (1 + error) for error in errors]
+    flat = [advantages(rewards, [range(len(rewards))], how) for how in ("std", "none")]  # type: ignore[arg-type]
+    assert flat == [[0.0] * len(rewards)] * 2
+
+
+def test_a_difference_of_a_thousandth_is_none_of_rounding() -> None:
+    assert advantages([0.6, 0.601], [[0, 1]], "std") == pytest.approx([-1, 1])
+
+
+def test_a_group_whose_rewards_differ_by_rounding_counts_as_flat() -> None:
+    metrics = Shares(reward_weight=1.0)(batch((0.1 + 0.2 + 0.3, 0.6, 0.6, 1, 0, 0)))[1]
+    assert metrics["reward/flat_groups"] == 0.5
+
+
 @given(st.lists(st.floats(-5, 5), min_size=2, max_size=8))
 def test_advantages_of_a_group_sum_to_nothing(rewards: list[float]) -> None:
     found = advantages(rewards, [range(len(rewards))], "none")
