@@ -100,6 +100,8 @@ class Pipeline:
     checkpointer: Checkpointer | None = None
     start: Checkpoint | None = None
     """Where the run goes on from; ``prompts`` stands at its cursor."""
+    again: bool = False
+    """The run has begun before, on the same engines: they may have weights of any version."""
 
     def __post_init__(self) -> None:
         """The control plane: accounts and meters."""
@@ -122,6 +124,7 @@ class Pipeline:
                     arrows.create_task(self._tell()),
                 ]
                 if self.start is None:
+                    await self._first_weights()
                     await self._evaluate("eval_initial")
                     await self._evaluate_teachers()
                 else:
@@ -156,6 +159,12 @@ class Pipeline:
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(finished)))
+
+    async def _first_weights(self) -> None:
+        """Trainer ──► replicas, which have them unless the run has begun before."""
+        if self.again:
+            await self.stages.sync.snapshot(0, again=True)
+            await self._bounded("the first weight sync", self.stages.sync.push())
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""

@@ -62,7 +62,7 @@ class Training:
             return False
         return True
 
-    def _pipeline(self) -> Pipeline:
+    def _pipeline(self, again: bool = False) -> Pipeline:
         job = self.job
         return Pipeline(
             job.config,
@@ -73,6 +73,7 @@ class Training:
             job.journal,
             self._checkpointer,
             job.start,
+            again,
         )
 
     async def _rewind(self, error: ProcessDied) -> None:
@@ -88,12 +89,12 @@ class Training:
         start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
             job.message(note)
-        await self.stages.rewind(error, to_start=start is None)
+        await self.stages.rewind(error)
         cut = start.cut if start else None
         job.log.rewind(cut_files(job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)
-        self.pipeline = self._pipeline()
+        self.pipeline = self._pipeline(again=True)
         job.message(
             f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
         )

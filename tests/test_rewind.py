@@ -33,7 +33,8 @@ class Mortal:
         """With ``tries`` the trainer dies at once each time, until it may not be restarted."""
         self.shape, self.tries = shape, tries
         self.deaths = 0
-        self.rewinds: list[bool] = []
+        self.rewinds = 0
+        self.synced: list[tuple[int, bool]] = []
         self._begin()
         self.trainer: Any = Handle(self)
 
@@ -41,6 +42,14 @@ class Mortal:
         self.death = asyncio.Event()
         seed = self.shape["seed"] + self.deaths
         self.world: World = world(**self.shape | {"seed": seed}, pace=Straggling(seed))
+        sync = self.world.sync
+        snapshot = sync.snapshot
+
+        async def noted(version: int, again: bool = False) -> None:
+            self.synced.append((version, again))
+            await snapshot(version, again)
+
+        sync.snapshot = noted  # type: ignore[method-assign]
 
     def die(self) -> None:
         self.deaths += 1
@@ -49,10 +58,10 @@ class Mortal:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.world.pipeline.stages, name)
 
-    async def rewind(self, error: ProcessDied, *, to_start: bool) -> None:
-        if len(self.rewinds) == self.tries:
+    async def rewind(self, error: ProcessDied) -> None:
+        if self.rewinds == self.tries:
             raise error
-        self.rewinds.append(to_start)
+        self.rewinds += 1
         self._begin()
         if self.tries is not None:
             self.die()
@@ -141,7 +150,8 @@ def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_before_the_first_checkpoint_the_run_starts_again(tmp_path: Path) -> None:
     stages = await train(tmp_path, [5], SHAPE)
-    assert stages.rewinds == [True]
+    assert stages.rewinds == 1
+    assert stages.synced[0] == (0, True)
 
 
 async def test_a_trainer_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:

@@ -58,18 +58,14 @@ class Stages:
         """See async_opd.pipeline.Stages."""
         await self.singles.keep(reissue)
 
-    async def rewind(self, error: ProcessDied, *, to_start: bool) -> None:
+    async def rewind(self, error: ProcessDied) -> None:
         """After the trainer died: all stages are as new, and the engines as they are.
 
-        They get the first weights ``to_start``, otherwise it is left to who knows of others.
-        Raises the error if the trainer died too often.
+        The trainer has the student's first weights. Raises if the trainer died too often.
         """
         await self.rollouter.halt()
         await self.singles.renew(error)
         await self.broadcast.forget()
-        if to_start:
-            await self.sync.snapshot(0, again=True)
-            await self.sync.push()
 
 
 @asynccontextmanager

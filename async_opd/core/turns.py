@@ -4,7 +4,8 @@
     hosts work, teachers sleep                         hosts finish what     teachers, one after
                                                        they do, and sleep    the other
 
-``lock`` is held from REST to the end of SHIFT, and by a weight sync: who sleeps takes no weights.
+``lock`` is held from REST until the hosts work again, and by a weight sync: who sleeps takes no
+weights. A shift that breaks off (the trainer died) keeps it, until ``run`` has woken the hosts.
 
 Never stops for ever: a shift waits for nothing but engines, since samples leave outside of it; and
 without a shift the hosts come to rest by themselves, as the staleness budget ends what they may do.
@@ -71,6 +72,7 @@ class Turns:
         """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish."""
         self.lock = asyncio.Lock()
         self.shifts = 0
+        self._resting = False  # a shift has begun, and not all hosts work again
         self._name = name
         self._hosts = hosts
         self._guests = guests
@@ -79,22 +81,41 @@ class Turns:
         self._full: asyncio.Task[object] | None = None
 
     async def run(self) -> None:
-        """One shift after the other."""
+        """One shift after the other, until cancelled; then it can begin again."""
         try:
             await self._guests.asleep(self._name)
-            await self._all("wake up", lambda host: host.wake())  # after a shift that broke off
+            await self._rested()  # after a shift that broke off
             while True:
                 await self._due()
-                async with self.lock:
-                    await self._all("rest", lambda host: host.rest())
-                    await self._guests.shift(self._name)
-                    await self._all("wake up", lambda host: host.wake())
+                await self.lock.acquire()
+                self._resting = True
+                await self._all("rest", lambda host: host.rest())
+                await self._guests.shift(self._name)
+                await self._rested()
                 self.shifts += 1
-                self._idle = None  # they were idle in the shift: that says nothing of now
         finally:
             for waiting in (self._idle, self._full):
                 if waiting is not None:
                     waiting.cancel()
+            self._idle = self._full = None  # what was cancelled says nothing to the next run
+
+    async def endless(self) -> None:
+        """``run``; that it ends by itself is an error with a name, whatever has ended it."""
+        try:
+            await self.run()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+        raise StageError(self._name, "turns with its teachers ended while the run was going on")
+
+    async def _rested(self) -> None:
+        """The hosts work again, and take weights."""
+        await self._all("wake up", lambda host: host.wake())
+        self._idle = None  # they were idle in the shift: that says nothing of now
+        if self._resting:
+            self._resting = False
+            self.lock.release()
 
     async def _due(self) -> None:
         """Waits for work, then for enough of it or for hosts that have none.
@@ -163,7 +184,7 @@ class ScorerInTurns:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._inner.run(), name="scorer")
                 for turns in self._turns:
-                    group.create_task(turns.run(), name="turns")
+                    group.create_task(turns.endless(), name="turns")
         except ExceptionGroup as errors:
             raise first_cause(errors) from errors
 

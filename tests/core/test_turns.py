@@ -1,0 +1,150 @@
+"""Turns of a pool and its teachers, alone: what is kept over a run that breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from async_opd.core.errors import StageError
+from async_opd.core.stages import SyncReport
+from async_opd.core.turns import LockedSync, ScorerInTurns, Turns
+
+
+class Engine:
+    """A host that is busy until it is told, and comes to rest and wakes at once."""
+
+    def __init__(self) -> None:
+        self.awake = True
+        self.idles = asyncio.Event()
+
+    async def idle(self) -> None:
+        await self.idles.wait()
+
+    async def rest(self) -> None:
+        self.awake = False
+
+    async def wake(self) -> None:
+        self.awake = True
+
+
+class Teachers:
+    """Guests that have some work; ``wave`` makes it enough, ``done`` ends a shift."""
+
+    def __init__(self) -> None:
+        self.wave = asyncio.Event()
+        self.done = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.broken: BaseException | None = None
+
+    async def asleep(self, host: str) -> None: ...
+
+    async def some(self, host: str) -> None: ...
+
+    async def full(self, host: str) -> None:
+        await self.wave.wait()
+        self.wave.clear()
+        if self.broken is not None:
+            raise self.broken
+
+    async def shift(self, host: str) -> None:
+        self.begun.set()
+        await self.done.wait()
+        self.begun.clear()
+
+
+class World:
+    def __init__(self) -> None:
+        self.engine, self.teachers = Engine(), Teachers()
+        hosts = {"student/0": self.engine}
+        self.turns = Turns("rollout", lambda: hosts, self.teachers, rest_timeout_s=5)
+        self.running: asyncio.Task[None] | None = None
+
+    async def starts(self) -> None:
+        self.running = asyncio.create_task(self.turns.run())
+        await settled()
+
+    async def breaks_off(self) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.wait({self.running})
+
+    async def a_shift(self) -> None:
+        """One from start to end."""
+        before = self.turns.shifts
+        self.teachers.wave.set()
+        await asyncio.wait_for(self.teachers.begun.wait(), 5)
+        self.teachers.done.set()
+        await settled()
+        self.teachers.done.clear()
+        assert self.turns.shifts == before + 1
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    await made.starts()
+    yield made
+    await made.breaks_off()
+
+
+async def test_turns_go_on_when_a_run_begins_again(world: World) -> None:
+    await world.a_shift()
+    await world.breaks_off()
+    await world.starts()
+    await world.a_shift()
+    await world.a_shift()
+
+
+async def test_hosts_that_were_waited_for_before_do_not_count_as_idle_in_the_next_run(
+    world: World,
+) -> None:
+    await world.breaks_off()
+    await world.starts()
+    assert (world.teachers.begun.is_set(), world.engine.awake) == (False, True)
+
+
+async def test_no_weights_are_pushed_after_a_shift_that_broke_off_before_the_hosts_wake(
+    world: World,
+) -> None:
+    awake: list[bool] = []
+
+    class Sync:
+        async def push(self) -> SyncReport:
+            awake.append(world.engine.awake)
+            return SyncReport(1, 0, {})
+
+    sync: Any = LockedSync(Sync(), world.turns.lock)  # type: ignore[arg-type]
+    world.teachers.wave.set()
+    await asyncio.wait_for(world.teachers.begun.wait(), 5)
+    await world.breaks_off()
+    push = asyncio.create_task(sync.push())
+    await settled()
+    await world.starts()
+    await asyncio.wait_for(push, 5)
+    assert awake == [True]
+
+
+@pytest.mark.parametrize("broken", [asyncio.CancelledError(), None], ids=["cancelled", "returned"])
+async def test_turns_that_end_while_the_run_goes_on_are_an_error(
+    world: World, broken: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scorer:
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+    async def ends() -> None:
+        if broken is not None:
+            raise broken
+
+    monkeypatch.setattr(world.turns, "run", ends)
+    scorer: Any = Scorer()
+    with pytest.raises(StageError, match="rollout: turns with its teachers ended"):
+        await asyncio.wait_for(ScorerInTurns(scorer, [world.turns]).run(), 5)
