@@ -17,6 +17,7 @@ from typing import Any
 import uvloop
 
 from async_opd.cluster.launch import Stages, launch
+from async_opd.core.atomic_file import write_atomically
 from async_opd.core.checkpoint import Checkpoint, Checkpoints
 from async_opd.core.claim import claimed
 from async_opd.core.config import RunConfig
@@ -33,6 +34,7 @@ from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.load import dump_config
 from async_opd.core.preflight import Inputs
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
+from async_opd.core.run_files import private_files, read_text
 from async_opd.core.runlog import RunLog
 from async_opd.core.text import Text, eos_ids
 from async_opd.core.trace import Trace
@@ -51,7 +53,7 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
     if resume and _is_completed(run_dir):
         print(f"{run_dir} is completed already")
         return COMPLETED
-    with claimed(run_dir):
+    with private_files(), claimed(run_dir):
         return _run_in(run_dir, config, inputs, resume)
 
 
@@ -59,7 +61,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     """In a directory that no other run works in."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
-    (run_dir / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+    write_atomically(run_dir / "config.yaml", dump_config(config))
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
@@ -99,7 +101,7 @@ def _start(
 
 def _is_completed(run_dir: Path) -> bool:
     try:
-        summary = json.loads((run_dir / "summary.json").read_text())
+        summary = json.loads(read_text(run_dir / "summary.json"))
     except (OSError, ValueError, RecursionError):
         return False
     return (

@@ -6,6 +6,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_opd.core.run_files import remove_tree
+
 if TYPE_CHECKING:
     import torch
 
@@ -42,12 +44,12 @@ def save_model(
     target = Path(directory)
     part = target.with_name(target.name + ".part")
     old = target.with_name(target.name + ".old")
-    shutil.rmtree(part, ignore_errors=True)
+    remove_tree(part)
     try:
         model.save_pretrained(part, state_dict=weights)
         _copy_rest(Path(source), part)
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            remove_tree(old)
             target.rename(old)
         try:
             part.rename(target)
@@ -56,8 +58,8 @@ def save_model(
                 old.rename(target)
             raise
     finally:
-        shutil.rmtree(part, ignore_errors=True)
-    shutil.rmtree(old, ignore_errors=True)
+        remove_tree(part)
+    remove_tree(old)
 
 
 def _copy_rest(source: Path, part: Path) -> None:

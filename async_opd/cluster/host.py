@@ -27,6 +27,7 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
+from async_opd.core.run_files import PRIVATE_UMASK
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Host:
     """Lives in an actor process. Ray runs it on uvloop; calls are concurrent."""
 
     def __init__(self) -> None:
+        os.umask(PRIVATE_UMASK)  # a cluster that was joined has its own
         self._object: Any = None
         self._built = asyncio.Event()
 

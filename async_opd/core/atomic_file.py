@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from async_opd.core.run_files import regular_file
+
 
 def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     """Writes ``text`` beside ``path`` and renames it over: a reader sees the old file or the new.
@@ -12,8 +14,9 @@ def write_atomically(path: Path, text: str, durable: bool = True) -> None:
     ``durable``: the bytes are on the disk before the rename. OSError if they cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # of a process that had this one's number, or of a stranger
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with open(partial, "x", encoding="utf-8", opener=regular_file) as file:
             file.write(text)
             file.flush()
             if durable:

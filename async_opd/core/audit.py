@@ -14,6 +14,7 @@ from typing import Any
 
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.journal import LEDGER
+from async_opd.core.run_files import read_bytes, read_text
 
 
 class AuditError(AsyncOPDError):
@@ -66,7 +67,7 @@ def audit(run_dir: str | Path) -> Audit:
 
 def _entries(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path).split(b"\n")
     except OSError as error:
         raise AuditError(f"{path} cannot be read: {error}") from error
     for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
@@ -78,6 +79,6 @@ def _entries(path: Path) -> Iterator[dict[str, Any]]:
 
 def _completed(folder: Path) -> bool:
     try:
-        return bool(json.loads((folder / "summary.json").read_text())["status"] == "completed")
+        return bool(json.loads(read_text(folder / "summary.json"))["status"] == "completed")
     except (OSError, ValueError, KeyError):
         return False

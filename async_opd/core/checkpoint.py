@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +25,15 @@ from async_opd.core.dead_letters import DeadLettersState
 from async_opd.core.errors import CheckpointError
 from async_opd.core.guardrail import GuardrailState
 from async_opd.core.ledger import LedgerState
+from async_opd.core.run_files import (
+    FOLDER_MODE,
+    make_folder,
+    read_bytes,
+    read_text,
+    refuse_link,
+    regular_file,
+    remove_tree,
+)
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
 
@@ -78,8 +86,9 @@ class Checkpoints:
     def begin(self, step: int) -> Path:
         """An empty folder to write into. OSError."""
         part = self.folder / f".step_{step}.partial"
-        shutil.rmtree(part, ignore_errors=True)
-        part.mkdir(parents=True)
+        make_folder(self.folder)
+        remove_tree(part)
+        part.mkdir(mode=FOLDER_MODE)
         return part
 
     def commit(self, part: Path, cut: Cut, config: str) -> Path:
@@ -89,18 +98,18 @@ class Checkpoints:
         """
         target = self.folder / f"step_{cut.step}"
         if target.exists():
-            shutil.rmtree(part)
+            remove_tree(part)
             return target
-        (part / CUT).write_bytes(_Cut.dump_json(cut))
-        (part / CONFIG).write_text(config, encoding="utf-8")
+        _write(part / CUT, _Cut.dump_json(cut))
+        _write(part / CONFIG, config.encode())
         entries = {path.name: _entry(path) for path in sorted(part.iterdir())}
-        (part / MANIFEST).write_bytes(_Manifest.dump_json(entries, indent=1))
+        _write(part / MANIFEST, _Manifest.dump_json(entries, indent=1))
         for path in (*part.iterdir(), part):
             _sync(path)
         part.rename(target)
         _sync(self.folder)
         for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
+            remove_tree(self.folder / f"step_{step}")
         return target
 
     def steps(self) -> list[int]:
@@ -116,17 +125,21 @@ class Checkpoints:
     def newest(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """The newest whose files are what was written; ``tell`` hears of those that are not.
 
-        What was never finished is removed.
+        What was never finished is removed. CheckpointError if the folder is a link.
         """
+        try:
+            refuse_link(self.folder)
+        except OSError as error:
+            raise CheckpointError("checkpoint", str(error), "it could lead anywhere") from error
         for part in self.folder.glob(".step_*.partial"):
-            shutil.rmtree(part, ignore_errors=True)
+            remove_tree(part)
         for step in reversed(self.steps()):
             path = self.folder / f"step_{step}"
             try:
                 return load(path)
             except CheckpointError as error:
                 damaged = path.with_name(path.name + ".damaged")
-                shutil.rmtree(damaged, ignore_errors=True)
+                remove_tree(damaged)
                 path.rename(damaged)
                 tell(f"{error.cause}: it is passed over, and is now {damaged.name}")
         return None
@@ -135,20 +148,21 @@ class Checkpoints:
 def load(folder: Path) -> Checkpoint:
     """Verifies every byte. CheckpointError saying what is wrong."""
     try:
+        refuse_link(folder)
         strange = [p.name for p in folder.iterdir() if p.is_symlink() or not p.is_file()]
         if strange:  # reading a pipe or a device might never end
             raise ValueError(f"{sorted(strange)} are no files")
-        manifest = _Manifest.validate_json((folder / MANIFEST).read_bytes())
+        manifest = _Manifest.validate_json(read_bytes(folder / MANIFEST))
         found = {path.name for path in folder.iterdir()} - {MANIFEST}
         if found != set(manifest):
             raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or strange")
         for name, entry in manifest.items():
             if _entry(folder / name) != entry:
                 raise ValueError(f"{name} was changed or cut off")
-        cut = _Cut.validate_json((folder / CUT).read_bytes())
+        cut = _Cut.validate_json(read_bytes(folder / CUT))
         if folder.name != f"step_{cut.step}":
             raise ValueError(f"it says that it is of step {cut.step}")
-        return Checkpoint(folder, cut, (folder / CONFIG).read_text(encoding="utf-8"))
+        return Checkpoint(folder, cut, read_text(folder / CONFIG))
     except ValidationError as error:
         where = f"{CUT} or {MANIFEST} is not what was written ({error.error_count()} faults)"
         raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {where}") from error
@@ -164,9 +178,14 @@ def _steps(folder: Path) -> Iterator[int]:
 
 
 def _entry(path: Path) -> _Entry:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=regular_file) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return _Entry(path.stat().st_size, digest)
+        return _Entry(file.tell(), digest)
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "xb", opener=regular_file) as file:
+        file.write(content)
 
 
 def _sync(path: Path) -> None:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.run_files import FOLDER_MODE
 
 
 @contextmanager
@@ -18,8 +19,8 @@ def claimed(folder: Path) -> Iterator[None]:
     The kernel ends the claim with the process, however it ends. A file system without locks grants
     it to everybody.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    handle = os.open(folder, os.O_RDONLY)
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with suppress(OSError):
             _lock(handle, folder)

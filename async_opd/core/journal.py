@@ -15,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from async_opd.core.run_files import regular_file
+
 LEDGER = "ledger.jsonl"
 
 
@@ -27,7 +29,7 @@ class Journal:
 
     def __enter__(self) -> Self:
         """OSError if the file cannot be written."""
-        self._file = self._path.open("ab", buffering=0)
+        self._file = open(self._path, "ab", buffering=0, opener=regular_file)
         self.rewind(self._size)
         return self
 

@@ -11,12 +11,12 @@ belong to a checkpoint: a run that goes on from one has the teachers that it had
 from __future__ import annotations
 
 import asyncio
-import shutil
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from async_opd.core.run_files import remove_tree
 from async_opd.core.stages import SyncReport, WeightSync
 
 Save = Callable[[str], Awaitable[None]]
@@ -39,7 +39,7 @@ class Copies:
         """Removes all others."""
         for copy in self.directory.glob("version_*"):
             if copy not in used:
-                shutil.rmtree(copy, ignore_errors=True)
+                remove_tree(copy)
 
 
 class RefreshingSync:

@@ -19,6 +19,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.run_files import read_text, regular_file
 from async_opd.core.runlog import DEAD_LETTERS, METRICS
 from async_opd.core.sources import Row
 
@@ -128,7 +129,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():
         size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
-        with (run_dir / DEAD_LETTERS).open("ab") as file:
+        with open(run_dir / DEAD_LETTERS, "ab", opener=regular_file) as file:
             file.truncate(min(size, file.seek(0, os.SEEK_END)))
         last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
     return last
@@ -161,6 +162,6 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        return read_text(path, errors="replace").splitlines()
     except FileNotFoundError:
         return []

@@ -29,6 +29,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
 from async_opd.core.errors import StageError
+from async_opd.core.run_files import make_folder, regular_file
 from async_opd.core.samples import Lost
 from async_opd.core.secrets import Redactor
 from async_opd.core.sink import Sink, Status, Summary
@@ -72,7 +73,7 @@ class RunLog:
 
     def __enter__(self) -> Self:
         """Opens the files (appending) and starts the sinks, which may take a while."""
-        self._run_dir.mkdir(parents=True, exist_ok=True)
+        make_folder(self._run_dir)
         self._started = self._clock()
         self._metrics_file = self._open(METRICS)
         self._messages_file = self._open("run.log")
@@ -202,7 +203,8 @@ class RunLog:
 
     def _open(self, name: str) -> TextIO:
         """Line-buffered: what was logged is in the file, whatever becomes of the process."""
-        return (self._run_dir / name).open("a", encoding="utf-8", buffering=1)
+        path = self._run_dir / name
+        return open(path, "a", encoding="utf-8", buffering=1, opener=regular_file)
 
     def _write_summary(self, status: Status, error: str | None) -> None:
         summary = self._summary(status, error)

@@ -15,6 +15,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from async_opd.core.atomic_file import write_atomically
+from async_opd.core.run_files import read_bytes
 
 NAME = "wandb_run.json"
 
@@ -40,7 +41,7 @@ class WandbRun:
     def of(cls, run_dir: Path) -> Self:
         """That of a run directory; a new one if it has none, or none that can be read."""
         try:
-            return TypeAdapter(cls).validate_json((run_dir / NAME).read_bytes())
+            return TypeAdapter(cls).validate_json(read_bytes(run_dir / NAME))
         except (OSError, ValidationError):
             return cls.new()
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from async_opd.core.config import RunConfig
+from async_opd.core.run_files import make_folder
 from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
 from async_opd.core.wandb_run import WandbRun
@@ -60,6 +61,7 @@ class WandbSink:
     def _open(self, mode: Mode) -> None:
         import wandb
 
+        make_folder(self._run_dir / "wandb")  # refuses a link
         self._run = wandb.init(
             project=self._config.log.project,
             name=self._config.name,

@@ -17,6 +17,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.load import load_config
 from async_opd.core.plan_config import PlanConfig, TrainPlan
+from async_opd.core.run_files import read_text
 from async_opd.plan.calibration import calibrate
 from async_opd.plan.fit import Floats, batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.inputs import setting_of
@@ -242,7 +243,7 @@ PER_TEACHER = ("busy_s", "batches_per_s", "tokens_per_s", "samples_per_s")
 
 def _lines(file: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in read_text(file).splitlines()]
     except (OSError, ValueError) as error:
         remedy = "give the directory of a run"
         raise ConfigError([Problem(str(file), "", f"cannot be read: {error}", remedy)]) from None
@@ -251,7 +252,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def _wall_s(file: Path) -> float | None:
     """Seconds of the whole run, if it is over."""
     try:
-        return float(json.loads(file.read_text(encoding="utf-8"))["seconds"])
+        return float(json.loads(read_text(file))["seconds"])
     except (OSError, ValueError, KeyError):
         return None
 

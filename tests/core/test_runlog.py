@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -413,19 +414,14 @@ def test_the_first_dead_letter_of_each_stage_is_a_message_with_its_uid(tmp_path:
     ]
 
 
-@pytest.fixture
-def full(tmp_path: Path) -> Path:
-    """A run directory whose metrics go to a device that is always full."""
-    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
-    return tmp_path
-
-
-def test_a_full_disk_ends_the_run_with_the_files_name(full: Path) -> None:
-    with opened(full) as log:
+def test_a_full_disk_ends_the_run_with_the_files_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        with open("/dev/full", "w") as full:  # a device that is always full
+            os.dup2(full.fileno(), log._metrics_file.fileno())
         with pytest.raises(StageError, match=r"metrics\.jsonl cannot be written: No space left"):
             log.log(1, {"train/lr": 1.0})
         log.finish("failed", "no space")
-    assert summary(full)["status"] == "failed"
+    assert summary(tmp_path)["status"] == "failed"
 
 
 def test_a_run_whose_summary_cannot_be_written_is_not_completed(
