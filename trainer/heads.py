@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_opd.core.errors import StageError
-from async_opd.core.head_files import HeadFiles, TensorPlace
+from async_opd.core.head_files import HeadFiles, LogitShape, TensorPlace
 from async_opd.core.model_files import ModelError
 from trainer.losses.chunked import project
+from trainer.losses.logits import PLAIN, shape_logits
 
 if TYPE_CHECKING:
     from async_opd.core.config import EngineTeacher, RunConfig
@@ -24,13 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """logits = scale / temperature · cap · tanh((W h + b) / cap), where there is a cap."""
+    """Logits of states h: those of W h + b as the model shapes them, divided by the temperature."""
 
     name: str
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    scale: float = 1.0
-    cap: float | None = None
+    shape: LogitShape = PLAIN
     temperature: float = 1.0
 
     @property
@@ -51,10 +51,8 @@ class TeacherHead:
                 "the teacher's engine and the trainer must load the same model",
             )
         logits = project(states.to(self.weight.dtype), self.weight, self.bias, out)
-        if self.cap is not None:
-            logits.div_(self.cap).tanh_().mul_(self.cap)
-        factor = self.scale / self.temperature
-        return logits if factor == 1 else logits.mul_(factor)
+        scale = self.shape.scale / self.temperature
+        return shape_logits(logits, replace(self.shape, scale=scale))
 
 
 def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict[str, TeacherHead]:
@@ -100,7 +98,7 @@ def read_head(
         return _rows(place, vocabulary).to(device=device, dtype=dtype)
 
     bias = None if files.bias is None else read(files.bias)
-    return TeacherHead(name, read(files.weight), bias, files.scale, files.soft_cap)
+    return TeacherHead(name, read(files.weight), bias, files.shape)
 
 
 def _rows(place: TensorPlace, count: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ described here.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,35 @@ UNSUPPORTED = (
 
 
 @dataclass(frozen=True)
+class LogitShape:
+    """What a model does to its logits x before the softmax: scale · soft_cap · tanh(x / soft_cap).
+
+    ``soft_cap`` None: scale · x.
+    """
+
+    scale: float = 1.0
+    soft_cap: float | None = None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], name: str) -> LogitShape:
+        """As a config.json says. Raises ModelError, which says ``name``, for any other way."""
+        text = config.get("text_config")
+        settings = {**config, **text} if isinstance(text, dict) else config
+        refused = [key for key in UNSUPPORTED if settings.get(key) is not None]
+        if refused:
+            raise ModelError(
+                f"{name} changes its logits by {', '.join(refused)}, which is not supported",
+                "use loss.support teacher_topk: vLLM then computes the logits itself",
+            )
+        try:
+            soft_cap = float(settings.get("final_logit_softcapping") or 0.0) or None
+            return cls(_scale(settings), soft_cap)
+        except (TypeError, ValueError, ArithmeticError) as error:
+            message = f"config.json of {name} scales its logits by what is no number: {error}"
+            raise ModelError(message, "save the model again") from error
+
+
+@dataclass(frozen=True)
 class TensorPlace:
     """A tensor in a safetensors file."""
 
@@ -46,8 +75,7 @@ class HeadFiles:
 
     weight: TensorPlace
     bias: TensorPlace | None
-    scale: float
-    soft_cap: float | None
+    shape: LogitShape
 
     @property
     def vocabulary(self) -> int:
@@ -71,21 +99,10 @@ class HeadFiles:
             raise ModelError(message, "save the model again") from error
         text = config.get("text_config")
         settings = config | text if isinstance(text, dict) else config
-        refused = [key for key in UNSUPPORTED if settings.get(key) is not None]
-        if refused:
-            raise ModelError(
-                f"{path} changes its logits by {', '.join(refused)}, which is not supported",
-                "use loss.support teacher_topk: vLLM then computes the logits itself",
-            )
+        shape = LogitShape.of(config, str(path))
         weight = _weight(path, places, settings)
         bias = [p for n, p in places.items() if n.endswith(".bias") and _module(n) in HEADS]
-        try:
-            soft_cap = float(settings.get("final_logit_softcapping") or 0.0) or None
-            scale = _scale(settings)
-        except (TypeError, ValueError, ArithmeticError) as error:
-            message = f"{path}/config.json scales its logits by what is no number: {error}"
-            raise ModelError(message, "save the model again") from error
-        return cls(weight, bias[0] if bias else None, scale, soft_cap)
+        return cls(weight, bias[0] if bias else None, shape)
 
 
 def _places(path: Path) -> dict[str, TensorPlace]:
@@ -135,7 +152,7 @@ def _matrices(places: dict[str, TensorPlace], modules: Sequence[str]) -> list[Te
     ]
 
 
-def _scale(settings: dict[str, Any]) -> float:
+def _scale(settings: Mapping[str, Any]) -> float:
     """Cohere, Falcon-H1 multiply their logits; Granite divides, HyperCLOVA X multiplies by muP's.
 
     Source: each model's ``compute_logits`` in vLLM.

@@ -67,7 +67,7 @@ def test_a_language_model_inside_of_a_larger_one_is_found(tmp_path: Path) -> Non
     inner = {"model.language_model.embed_tokens.weight": np.zeros((7, 3), np.float32)}
     text = {"tie_word_embeddings": True, "final_logit_softcapping": 30.0}
     head = HeadFiles.read(model(tmp_path / "m", inner | OTHER, text_config=text))
-    assert (head.vocabulary, head.soft_cap) == (7, 30.0)
+    assert (head.vocabulary, head.shape.soft_cap) == (7, 30.0)
 
 
 def test_a_bias_of_the_head_is_found(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_a_bias_of_the_head_is_found(tmp_path: Path) -> None:
 def test_logits_are_scaled_as_the_architecture_says(
     tmp_path: Path, config: dict[str, Any], scale: float
 ) -> None:
-    assert HeadFiles.read(model(tmp_path / "m", HEAD, **config)).scale == scale
+    assert HeadFiles.read(model(tmp_path / "m", HEAD, **config)).shape.scale == scale
 
 
 def test_an_architecture_with_another_path_to_its_logits_is_refused(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.core.head_files import LogitShape
 from tests.trainer.oracle import DOUBLE, Case, Identity, case, divergences, term
 from trainer.losses import (
     K1,
@@ -65,6 +66,51 @@ def test_hidden_weight_and_bias_have_the_numerical_gradient(name: str, small: An
     small(2)
     *tensors, x = problem(name, n=3)
     assert torch.autograd.gradcheck(lambda *t: loss_of(name, *t, x), tensors)
+
+
+SHAPES = {
+    "soft-capped": LogitShape(soft_cap=1.5),
+    "scaled": LogitShape(scale=0.25),
+    "both": LogitShape(scale=-0.5, soft_cap=0.8),
+}
+
+
+def shaped(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
+    """The formula itself, for autograd."""
+    cap = shape.soft_cap
+    return shape.scale * (logits if cap is None else cap * torch.tanh(logits / cap))
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", ["topk", "full"])
+def test_shaped_logits_have_the_gradient_of_autograd(name: str, kind: str, small: Any) -> None:
+    small(2)
+    hidden, weight, bias, x = problem(name)
+    logits = shaped(hidden @ weight.t() + bias, SHAPES[kind])
+    of = ("reverse_kl", None) if name == "full" else ("forward_kl", "bucket")
+    expected = divergences(of[0], x, of[1], logits).sum()  # type: ignore[arg-type]
+    loss = loss_of(name, hidden, weight, bias, x, shape=SHAPES[kind])
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    by = (hidden, weight, bias)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, by), torch.autograd.grad(expected, by), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", ["mixed", "k1"])
+def test_shaped_logits_have_the_gradient_of_their_plain_loss(name: str, kind: str) -> None:
+    """A reward and estimates: the loss of the shaped logits through an identity head."""
+    hidden, weight, bias, x = problem(name)
+    logits = shaped(hidden @ weight.t() + bias, SHAPES[kind])
+    expected = loss_of(name, logits, torch.eye(V, dtype=DOUBLE), None, x)
+    loss = loss_of(name, hidden, weight, bias, x, shape=SHAPES[kind])
+    by = (hidden, weight, bias)
+    for ours, theirs in zip(
+        torch.autograd.grad(loss, by), torch.autograd.grad(expected, by), strict=True
+    ):
+        assert torch.allclose(ours, theirs, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 4, 100])

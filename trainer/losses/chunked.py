@@ -20,7 +20,9 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
+from async_opd.core.head_files import LogitShape
 from trainer.losses.base import TeacherStates, Tokens
+from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics
 
@@ -54,11 +56,13 @@ def chunked_loss(
     *,
     heads: Mapping[str, Head] | None = None,
     compute: torch.dtype | None = None,
+    shape: LogitShape = PLAIN,
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss (a scalar with gradient) of hidden rows [N, H] under a head [V, H], and metrics [N].
 
     ``heads`` are the teachers', for objectives over the whole vocabulary. ``compute`` is the type
-    of the matrix products; by default that of ``hidden`` and ``weight`` together.
+    of the matrix products; by default that of ``hidden`` and ``weight`` together. ``shape`` is what
+    the model does to the head's logits.
     """
     differentiable = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     wanted = torch.is_grad_enabled() and bool(differentiable)
@@ -67,6 +71,7 @@ def chunked_loss(
         tokens,
         heads or {},
         compute or torch.promote_types(hidden.dtype, weight.dtype),
+        shape,
         tuple(wanted and t is not None and t.requires_grad for t in (hidden, weight, bias)),
     )
     loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, walk)  # type: ignore[no-untyped-call]
@@ -96,12 +101,14 @@ class _Walk:
         tokens: Tokens,
         heads: Mapping[str, Head],
         compute: torch.dtype,
+        shape: LogitShape,
         wanted: tuple[bool, ...],
     ) -> None:
         self._objective = objective
         self._tokens = tokens
         self._heads = heads
         self._compute = compute
+        self._shape = shape
         self._wanted = wanted
         self._count = 0
         self._widest = max((head.vocabulary for head in heads.values()), default=0)
@@ -118,7 +125,8 @@ class _Walk:
             for t, want in zip((hidden, weight, bias), self._wanted, strict=True)
         ]
         matrix = weight.to(self._compute)
-        row = (weight.shape[0] + self._widest) * precise.itemsize
+        own = weight.shape[0] * (1 if self._shape.soft_cap is None else 2)  # slopes, too
+        row = (own + self._widest) * precise.itemsize
         self._count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
         logits = hidden.new_empty((self._count, weight.shape[0]), dtype=precise)
         reports = []
@@ -146,7 +154,11 @@ class _Walk:
         for start in range(0, len(logits), step):
             tile = slice(start, min(start + step, len(logits)))
             tokens = self._tokens.part(slice(rows.start + tile.start, rows.start + tile.stop))
-            reports.append(run(logits[tile], tokens, None if teacher is None else teacher[tile]))
+            shaped = shape_logits(logits[tile], self._shape)
+            slope = slope_of(shaped, self._shape)
+            reports.append(run(shaped, tokens, None if teacher is None else teacher[tile]))
+            if not isinstance(slope, float) or slope != 1:
+                shaped.mul_(slope)
         return _joined(reports)
 
     def _teacher(self, states: TeacherStates, rows: slice, logits: torch.Tensor) -> torch.Tensor:

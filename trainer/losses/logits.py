@@ -1,0 +1,30 @@
+"""Logits as the model shapes them before the softmax, and what that does to their gradient.
+
+x ──tanh, where there is a soft cap──► ──scale──► y = scale · cap · tanh(x / cap)
+∂loss/∂x ◄── · (scale - y² / (scale · cap²)) ──── ∂loss/∂y
+"""
+
+from __future__ import annotations
+
+import torch
+
+from async_opd.core.head_files import LogitShape
+
+PLAIN = LogitShape()
+"""Leaves logits as they are."""
+
+
+def shape_logits(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
+    """The shaped logits, in place, any dimensions."""
+    factor = shape.scale
+    if shape.soft_cap is not None:
+        logits.div_(shape.soft_cap).tanh_()
+        factor *= shape.soft_cap
+    return logits if factor == 1 else logits.mul_(factor)
+
+
+def slope_of(shaped: torch.Tensor, shape: LogitShape) -> torch.Tensor | float:
+    """∂shaped/∂plain of shaped logits: one value each in a new tensor, or the same for all."""
+    if shape.soft_cap is None:
+        return shape.scale
+    return shaped.square().div_(-shape.scale * shape.soft_cap**2).add_(shape.scale)
