@@ -158,7 +158,8 @@ class Pipeline:
         finished = await self._bounded("the trainer's restart", restoring)
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
-        await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(finished)))
+        groups = [*self.accounts.ledger.again(finished), *self.accounts.supply.complete()]
+        await self.stages.queue.put(PROMPTS, Batch.pack(groups))
 
     async def _first_weights(self) -> None:
         """Trainer ──► replicas, which have them unless the run has begun before."""

@@ -195,6 +195,7 @@ def tear(folder: Path, chance: random.Random) -> None:
             file.write(b'{"step":')
 
 
+thresholds = st.sampled_from([0.0, 0.5, 1.0, 4.0])
 kills = st.lists(
     st.tuples(
         st.integers(0, 600),  # turns of the event loop until the end
@@ -226,6 +227,29 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
     undisturbed = Counter(f"p{p}/{m}" for p in range(prompts) for m in range(shape["n"]))
     assert Counter(found.trained) == undisturbed
     assert (found.steps, found.duplicated, found.in_flight) == (shape["steps"], (), ())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+@settings(deadline=None, max_examples=30)
+@given(
+    seed=st.integers(0, 10**6),
+    lives=st.lists(st.tuples(st.integers(0, 400), thresholds), min_size=1, max_size=3),
+    last=thresholds,
+    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k not in ("seed", "s")}),
+)
+def test_with_a_threshold_that_changes_at_each_resume_each_sample_is_trained_once(
+    seed: int, lives: list[tuple[int, float]], last: float, shape: dict[str, Any]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, (ticks, s) in enumerate(lives):
+            if live(folder, seed + number, shape | {"s": s}, ticks, end="signal"):
+                break
+        else:
+            assert live(folder, seed + 99, shape | {"s": last}, None)
+        found = audit(folder)
+    assert len(found.trained) == len(set(found.trained)) == shape["steps"] * B
+    assert (found.duplicated, found.in_flight) == ((), ())
 
 
 SHAPE = {"steps": 6, "n": 2, "k": 2, "s": 0.5}

@@ -61,8 +61,13 @@ class Admission:
         return groups
 
     def try_admit(self, samples: int, at_most_groups: int = 1) -> int:
-        """Like ``admit`` without waiting: 0 if not one group fits the budget."""
-        groups = min((self.budget - self._admitted) // samples, at_most_groups)
+        """Like ``admit`` without waiting: 0 if not one group fits the budget.
+
+        A run that is resumed with a smaller threshold may have admitted more than its budget:
+        then nothing is admitted until the budget has caught up.
+        """
+        room = max(0, self.budget - self._admitted)
+        groups = min(room // samples, at_most_groups)
         self._admitted += groups * samples
         return groups
 
@@ -78,6 +83,10 @@ class Admission:
         """Goes on from a checkpoint."""
         self._admitted = admitted
         self.advance(version)
+
+    def take_place(self, samples: int) -> None:
+        """Samples take places that ``give_back`` left open in a group: no group fits there."""
+        self._admitted += samples
 
     def give_back(self, samples: int) -> None:
         """Admitted samples were lost: others may take their place."""

@@ -104,14 +104,26 @@ class Supply:
             raise self._enough
         return groups
 
+    def complete(self) -> list[Group]:
+        """Single rollouts for the places that a run which had to end left open in a group.
+
+        Admission takes whole groups, and would wait for ever for the room of one.
+        """
+        places = -self._admission.admitted % self._ledger.group_size
+        self._admission.take_place(places)
+        return self.groups(places, members=1)
+
     def replace(self, lost: Lost) -> Replaced:
-        """What takes the place of a rollout that was lost; nothing if a copy of it was not."""
+        """What takes the place of a rollout that was lost; nothing if a copy of it was not.
+
+        It is admitted in the same place: the budget is not asked.
+        """
         if not self._ledger.expects(lost.header):
             return Replaced()
         if self._group_size is None:
             self._ledger.dead_lettered(lost.header)
             self._bury(lost)
-            return Replaced(self._next(1, members=1))
+            return Replaced(tuple(self.groups(1, members=1)))
         uid = lost.header.uid
         self._again[uid] += 1
         if self._again[uid] <= AGAIN:
@@ -119,7 +131,7 @@ class Supply:
                 self._log.message(f"sampled again: {uid} ({lost.stage}): {lost.reason}")
             self._told = True
             return Replaced(tuple(self._ledger.requeued([lost.header])))
-        return self._replace_group(lost, self._group_size)
+        return self._replace_group(lost)
 
     def skipped(self, report: StepReport) -> None:
         """Nothing was learned from a step: its samples are dead letters, whose place is used."""
@@ -145,7 +157,7 @@ class Supply:
         if self._enough is not None:
             raise self._enough
 
-    def _replace_group(self, lost: Lost, size: int) -> Replaced:
+    def _replace_group(self, lost: Lost) -> Replaced:
         reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
         others = [one for one in self._ledger.group_of(lost.header) if one.uid != lost.header.uid]
         for one in (lost, *(Lost(header, reason, "group") for header in others)):
@@ -153,11 +165,7 @@ class Supply:
             self._ledger.dead_lettered(one.header)
             self._bury(one)
         dropped = (lost.header.uid, *(header.uid for header in others))
-        return Replaced(self._next(size), dropped)
-
-    def _next(self, samples: int, members: int | None = None) -> tuple[Group, ...]:
-        self._admission.give_back(samples)
-        return tuple(self.groups(self._admission.try_admit(samples), members))
+        return Replaced(tuple(self.groups(1)), dropped)
 
     def _bury(self, lost: Lost) -> None:
         self._tell(lost)

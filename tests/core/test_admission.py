@@ -64,6 +64,53 @@ async def test_a_lost_sample_gives_its_place_to_another() -> None:
     assert await budget.admit(1) == 1
 
 
+def over_the_budget() -> Admission:
+    """A run that was resumed with a smaller threshold: 12 are admitted, 4 may be."""
+    budget = admission(s=0.0)
+    budget.restore(0, 12)
+    return budget
+
+
+def test_nothing_is_admitted_while_more_is_admitted_than_the_budget_allows() -> None:
+    budget = over_the_budget()
+    assert budget.try_admit(1, at_most_groups=64) == 0
+    assert budget.admitted == 12
+
+
+async def test_admission_goes_on_when_the_budget_has_caught_up() -> None:
+    budget = over_the_budget()
+    waiting = asyncio.create_task(budget.admit(1, at_most_groups=64))
+    for version in (1, 2):
+        budget.advance(version)
+        await asyncio.sleep(0)
+        assert (waiting.done(), budget.admitted) == (False, 12)
+    budget.advance(3)
+    assert await asyncio.wait_for(waiting, 5) == 4
+    assert budget.admitted == budget.budget == 16
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["admit", "back", "advance"]), st.integers(1, 9))),
+    st.integers(0, 60),
+)
+def test_whatever_was_admitted_before_no_admission_exceeds_the_budget(
+    calls: list[tuple[str, int]], before: int
+) -> None:
+    budget = admission(s=0.5, k=2)
+    budget.restore(1, before)
+    for call, number in calls:
+        was = budget.admitted
+        if call == "admit":
+            groups = budget.try_admit(2, number)
+            assert 0 <= groups <= number
+            assert budget.admitted == was + 2 * groups
+            assert not groups or budget.admitted <= budget.budget
+        elif call == "back":
+            budget.give_back(min(number, was))
+        else:
+            budget.advance(budget.version + number)
+
+
 def test_versions_never_go_back() -> None:
     budget = admission()
     budget.advance(2)

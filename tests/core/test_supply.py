@@ -179,6 +179,29 @@ def test_a_grader_that_always_fails_ends_the_run() -> None:
         fail_for_ever()
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lost_rollout_is_replaced_in_its_place_although_the_budget_is_exceeded(
+    whole: bool,
+) -> None:
+    made = desk(whole=whole)
+    admitted(made, 4)
+    over = made.admission.budget + 8
+    made.admission.restore(0, over)
+    for _ in range(AGAIN + 1 if whole else 1):
+        groups = made.supply.replace(lost("p0/1")).groups
+    assert sum(len(group.members) for group in groups) == (2 if whole else 1)
+    assert made.admission.admitted == over
+
+
+def test_places_that_the_end_of_a_run_left_open_in_a_group_are_filled_one_by_one() -> None:
+    made = desk(n=4)
+    made.admission.restore(0, 6)
+    groups = made.supply.complete()
+    assert [(group.prompt.uid, group.members) for group in groups] == [("p0", (0,)), ("p1", (0,))]
+    assert made.admission.admitted == 8
+    assert made.supply.complete() == []
+
+
 def test_an_answer_that_cannot_be_graded_counts_once_however_often_it_is_evaluated() -> None:
     made = desk()
     for _ in range(20):
