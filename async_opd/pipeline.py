@@ -14,7 +14,7 @@
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
                                          and captures a checkpoint every so many versions
     push      consumes a snapshot,       waits for the evaluation of the version before
-    tell      consumes teachers' news,   waits for something to become of a replica
+    tell      consumes news,             waits for something to become of a replica or a lease
 
 Everything runs at the same time. Whatever ends with an error ends the run, with the stage's name.
 """
@@ -22,6 +22,7 @@ Everything runs at the same time. Whatever ends with an error ends the run, with
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -109,7 +110,7 @@ class Pipeline:
         self.accounts = Accounts(self.config, self.prompts, self.log, self.record, cut)
         self.metering = Metering()
         self._step = self.accounts.step
-        self._heard = 0
+        self._heard: Counter[int] = Counter()  # by who told it
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
 
@@ -121,7 +122,8 @@ class Pipeline:
                     arrows.create_task(_endless("supervision", self.stages.keep(self._reissue))),
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
-                    arrows.create_task(self._tell()),
+                    arrows.create_task(self._tell(self.stages.scorer)),
+                    arrows.create_task(self._tell(self.stages.queue)),
                 ]
                 if self.start is None:
                     await self._first_weights()
@@ -275,15 +277,15 @@ class Pipeline:
         )
         self.log.message(f"step {self._step}, version {self.accounts.admission.version}: {found}")
 
-    async def _tell(self) -> None:
-        """What becomes of teachers' replicas, at once: without them no step may end."""
+    async def _tell(self, who: Queue | TeacherScorer) -> None:
+        """What becomes of teachers' replicas and of leases, at once: no step may end meanwhile."""
         while True:
-            await self._hear()
+            await self._hear(who)
 
-    async def _hear(self, wait: bool = True) -> bool:
+    async def _hear(self, who: Queue | TeacherScorer, wait: bool = True) -> bool:
         """Whether there was any news."""
-        news = await self.stages.scorer.news(self._heard, wait)
-        self._heard = news.heard
+        news = await who.news(self._heard[id(who)], wait)
+        self._heard[id(who)] = news.heard
         for line in news.lines:
             self.log.message(line)
         return bool(news.lines)
@@ -292,8 +294,9 @@ class Pipeline:
         """What came just before the error that ends the run, where it may be explained."""
         with suppress(AsyncOPDError, TimeoutError):
             async with asyncio.timeout(LAST_NEWS_S):
-                while await self._hear(wait=False):
-                    pass
+                for who in (self.stages.scorer, self.stages.queue):
+                    while await self._hear(who, wait=False):
+                        pass
 
     async def _meter(self, report: StepReport) -> None:
         rollout, teachers, trainer, topics = await asyncio.gather(

@@ -17,9 +17,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
+from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch
+from async_opd.core.bulletin import Bulletin
 from async_opd.core.config import HealthConfig
 from async_opd.core.errors import LeaseExpired, first_cause
+from async_opd.core.holder import Holder
 from async_opd.core.loans import Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
@@ -32,7 +35,6 @@ from async_opd.core.stages import (
     early_topic,
     rollouts_topic,
 )
-from teachers.bulletin import Bulletin
 from teachers.pool import Scored, TeacherPool
 from teachers.replicas import Client, Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
@@ -53,6 +55,7 @@ class ScorerStage:
         hosts: Mapping[str, str] | None = None,
         wave: int = 1,
         early: Sequence[str] = (),
+        timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
@@ -83,9 +86,9 @@ class ScorerStage:
         self._slept = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._queue = queue
+        self._leases = Holder(queue, consumer, timer)
         self._batch_sizes = dict(batch_sizes)
         self._rebuild = rebuild
-        self._consumer = consumer
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -95,6 +98,7 @@ class ScorerStage:
             await self._work
         finally:
             self._work.cancel()
+            self._leases.close()
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -135,9 +139,9 @@ class ScorerStage:
 
     async def _next(self, topic: str, size: int, done: int | None) -> Lease:
         try:
-            return await self._queue.get(topic, size, ack=done, consumer=self._consumer)
+            return await self._leases.get(topic, size, ack=done)
         except LeaseExpired:  # its rollouts are scored again; the trainer knows them
-            return await self._queue.get(topic, size, consumer=self._consumer)
+            return await self._leases.get(topic, size)
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────
 
@@ -183,7 +187,7 @@ class ScorerStage:
         while True:
             room = await shift.room(teacher)
             at_most = min(room, self._batch_sizes[teacher])
-            lease = await self._queue.get(topic, at_most, consumer=self._consumer)
+            lease = await self._leases.get(topic, at_most)
             await shift.hold(teacher, lease)
 
     async def _turn(self, teacher: str, shift: Shift) -> None:
@@ -207,7 +211,7 @@ class ScorerStage:
         await self._put(scored)
         for lease in leases:
             with suppress(LeaseExpired):  # its rollouts are scored again; the trainer knows them
-                await self._queue.ack(rollouts_topic(teacher), lease.id)
+                await self._leases.ack(rollouts_topic(teacher), lease.id)
         await shift.out(teacher, sum(len(lease) for lease in leases))
 
     async def generate(

@@ -7,6 +7,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ from rollouter.feed import Feed
 from rollouter.rollouter import RollouterStage
 from rollouter.slots import Slots
 from teachers.scorer import ScorerStage
+from tests.conftest import make_rollout
 from trainer.intake import Intake
 
 TEACHERS = ("a", "b")
@@ -755,3 +757,15 @@ def test_whatever_cannot_be_scored_every_other_sample_is_trained_once(
     assert_each_trained_once(made, shape["steps"])
     assert not {uid for uid, _ in made.trainer.trained} & set(made.log.dead)
     assert made.pipeline.accounts.ledger.counts["in_flight"] == 0
+
+
+async def test_a_lease_that_expires_is_told_in_the_log() -> None:
+    run = world()
+    queue = run.queue._queue  # type: ignore[attr-defined]
+    await queue.put("rollouts/a", Batch.pack([make_rollout("lost/0", "a")]))
+    lease = await queue.get("rollouts/a", 1, consumer="somebody")
+    queue._topics["rollouts/a"]._loans._expire(lease.id)
+    with suppress(StageError):  # nobody has admitted it
+        await run.pipeline.run()
+    (line,) = (told for told in run.log.told if "went back" in told)
+    assert line.startswith("topic rollouts/a: 1 samples went back: somebody took them")

@@ -14,13 +14,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
+from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch, unpack_samples
 from async_opd.core.errors import LeaseExpired
+from async_opd.core.holder import Holder
 from async_opd.core.loans import Lease
 from async_opd.core.samples import Header, Sample
-from async_opd.core.stages import SCORED, STALE, Queue
+from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
 
 
 @dataclass(frozen=True)
@@ -64,9 +67,11 @@ class Intake:
         batch_size: int,
         max_version_lag: int | None = None,
         group_size: int = 1,
+        timer: Timer | None = None,
     ) -> None:
         self.duplicates = 0
         self._queue = queue
+        self._leases = Holder(queue, TRAINER, timer)
         self._batch_size = batch_size
         self._max_lag = max_version_lag
         self._group_size = group_size
@@ -124,7 +129,8 @@ class Intake:
         await self._settle(held)
 
     def close(self) -> None:
-        """Stops fetching ahead."""
+        """Stops fetching ahead; no lease is renewed any more."""
+        self._leases.close()
         if self._next is not None:
             self._next.cancel()
 
@@ -186,17 +192,17 @@ class Intake:
             at_least = at_most = max(missing, 1)
         else:
             at_least, at_most = max(missing, 1), self._batch_size
-        lease = await self._queue.get(SCORED, at_most, at_least)
+        lease = await self._leases.get(SCORED, at_most, at_least)
         return _Fetched(lease, await asyncio.to_thread(unpack_samples, lease.batches))
 
     async def _settle(self, items: Iterable[_Held]) -> None:
-        """Acknowledges every lease of which nothing is left."""
+        """Acknowledges every lease of which nothing is left, once: others settle meanwhile."""
         for held in items:
             if held.lease is not None:
                 self._open[held.lease] -= 1
-        for lease in [lease for lease, left in self._open.items() if not left]:
+        finished = [lease for lease, left in self._open.items() if not left]
+        for lease in finished:
             del self._open[lease]
-            try:
-                await self._queue.ack(SCORED, lease)
-            except LeaseExpired:
-                continue  # its samples come again, and are recognized
+        for lease in finished:
+            with suppress(LeaseExpired):  # its samples come again, and are recognized
+                await self._leases.ack(SCORED, lease)

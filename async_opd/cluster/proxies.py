@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import cast
 
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
-from async_opd.core.loans import Lease
-from async_opd.core.queue import Ack
+from async_opd.core.loans import Ack, Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Captured, News, SamplingSpec, StageReport, StepReport
 from async_opd.core.topic import TopicStats
@@ -49,6 +48,10 @@ class QueueProxy:
         """See MessageQueue.ack."""
         await self._remote.call_again("ack", topic, lease_id)
 
+    async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
+        """See MessageQueue.renew."""
+        return float(await self._remote.call_again("renew", leases))
+
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See MessageQueue.nack."""
         return bool(await self._remote.call_again("nack", topic, lease_id))
@@ -64,6 +67,11 @@ class QueueProxy:
     async def stats(self) -> dict[str, TopicStats]:
         """See MessageQueue.stats."""
         return cast(dict[str, TopicStats], await self._remote.call_again("stats"))
+
+    async def news(self, heard: int, wait: bool = True) -> News:
+        """See MessageQueue.news."""
+        found = await self._remote.call_again("news", heard, wait, timeout_s=ENDLESS)
+        return cast(News, found)
 
 
 class HostProxy:

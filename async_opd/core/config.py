@@ -93,7 +93,8 @@ class QueueConfig(Section):
     max_mib: PositiveInt = 4096
     """Most MiB of a topic, those leased out included."""
     lease_s: float = Field(default=600, gt=0)
-    """A consumer that has not acknowledged a batch after this time loses it to the next one."""
+    """A stage that gives no sign of life for so long loses what it has taken to the next one. While
+    it lives it renews its leases, however long it works on them."""
 
 
 class EvalConfig(Section):

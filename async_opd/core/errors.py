@@ -100,8 +100,9 @@ class LeaseExpired(StageError):
     def __init__(self, topic: str, lease_id: int) -> None:
         super().__init__(
             f"topic {topic}",
-            f"lease {lease_id} had expired before it was acknowledged",
-            "raise queue.lease_s above the longest time a batch takes, or add replicas",
+            f"lease {lease_id} had expired before it was acknowledged: its holder gave no sign of "
+            "life for queue.lease_s",
+            "raise queue.lease_s above the longest time that its process may stand still",
         )
         self.args = (topic, lease_id)
 

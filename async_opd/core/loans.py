@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 
 from async_opd.core.alarm import Cancellable, Timer
 from async_opd.core.batch import Batch
 
+Ack = int | tuple[int, ...] | None
+"""Leases to acknowledge."""
+
 
 @dataclass(frozen=True)
 class Lease:
-    """Batches taken from a topic. They come back unless acknowledged in time."""
+    """Batches taken from a topic. They come back unless renewed or acknowledged in time."""
 
     id: int
     batches: tuple[Batch, ...]
@@ -23,9 +26,12 @@ class Lease:
 
 
 @dataclass(frozen=True)
-class _Loan:
+class Loan:
+    """A lease, whose it is, and when it was lent (``time.monotonic``)."""
+
     lease: Lease
     consumer: str
+    since: float
     timer: Cancellable | None
 
     def cancel(self) -> None:
@@ -37,12 +43,12 @@ class _Loan:
 class Loans:
     """Leases are numbered from the time of birth: no number comes twice, whoever restarts."""
 
-    def __init__(self, lease_s: float, timer: Timer, expired: Callable[[Lease], None]) -> None:
-        """``expired`` is told of a lease that was lent ``lease_s`` ago; it is still lent then."""
+    def __init__(self, lease_s: float, timer: Timer, expired: Callable[[Loan], None]) -> None:
+        """``expired`` is told of one neither lent nor renewed for ``lease_s``; it is still lent."""
         self._lease_s = lease_s
         self._timer = timer
         self._expired = expired
-        self._loans: dict[int, _Loan] = {}
+        self._loans: dict[int, Loan] = {}
         self._samples = 0
         self._first = self._next = time.time_ns()
 
@@ -54,12 +60,17 @@ class Loans:
         """These are the consumer's, for a time."""
         lease = Lease(self._next, batches)
         self._next += 1
-        timer = None
-        if self._lease_s != math.inf:
-            timer = self._timer(self._lease_s, lambda: self._expire(lease))
-        self._loans[lease.id] = _Loan(lease, consumer, timer)
+        self._loans[lease.id] = Loan(lease, consumer, time.monotonic(), self._started(lease.id))
         self._samples += len(lease)
         return lease
+
+    def renew(self, lease_ids: Iterable[int]) -> None:
+        """Their time begins anew; one that is not lent stays so."""
+        for lease_id in lease_ids:
+            loan = self._loans.get(lease_id)
+            if loan is not None:
+                loan.cancel()
+                self._loans[lease_id] = replace(loan, timer=self._started(lease_id))
 
     def take_back(self, lease_id: int) -> Lease | None:
         """It is lent no longer; None if it was not."""
@@ -88,6 +99,12 @@ class Loans:
         for loan in self._loans.values():
             loan.cancel()
 
-    def _expire(self, lease: Lease) -> None:
-        if lease.id in self._loans:
-            self._expired(lease)
+    def _started(self, lease_id: int) -> Cancellable | None:
+        if self._lease_s == math.inf:
+            return None
+        return self._timer(self._lease_s, lambda: self._expire(lease_id))
+
+    def _expire(self, lease_id: int) -> None:
+        loan = self._loans.get(lease_id)
+        if loan is not None:
+            self._expired(loan)

@@ -6,15 +6,15 @@ Plain asyncio in one event loop; ``async_opd.cluster.singles`` puts it into a Ra
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping, Sequence
 
 from async_opd.core.alarm import Timer, loop_timer
 from async_opd.core.batch import Batch
+from async_opd.core.bulletin import Bulletin
 from async_opd.core.errors import LeaseExpired
-from async_opd.core.loans import Lease
+from async_opd.core.loans import Ack, Lease
+from async_opd.core.stages import News
 from async_opd.core.topic import Topic, TopicStats
-
-Ack = int | tuple[int, ...] | None
-"""Leases to acknowledge."""
 
 
 class MessageQueue:
@@ -30,9 +30,15 @@ class MessageQueue:
         kept: tuple[str, ...] = (),
     ) -> None:
         """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
+        self._lease_s = lease_s
+        self._bulletin = Bulletin()
         self._topics = {
             name: Topic(
-                max_samples, max_bytes, math.inf if name in kept else lease_s, timer or loop_timer
+                max_samples,
+                max_bytes,
+                math.inf if name in kept else lease_s,
+                timer or loop_timer,
+                self._teller(name),
             )
             for name in topics
         }
@@ -51,14 +57,26 @@ class MessageQueue:
         share: bool = False,
     ) -> Lease:
         """Acknowledges leases of the same topic first, in the same call; see Topic.get."""
-        for lease_id in (ack,) if isinstance(ack, int) else ack or ():
-            await self.ack(topic, lease_id)
+        done = (ack,) if isinstance(ack, int) else ack or ()
+        expired = [lease_id for lease_id in done if not self._topics[topic].ack(lease_id)]
+        if expired:
+            raise LeaseExpired(topic, expired[0])
         return await self._topics[topic].get(at_most, at_least, consumer, share)
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Topic.ack. Raises LeaseExpired."""
         if not self._topics[topic].ack(lease_id):
             raise LeaseExpired(topic, lease_id)
+
+    async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
+        """See Topic.renew, for leases of several topics; after how many seconds others expire."""
+        for topic, lease_ids in leases.items():
+            self._topics[topic].renew(lease_ids)
+        return self._lease_s
+
+    async def news(self, heard: int, wait: bool = True) -> News:
+        """Leases that expired after the line ``heard``; waits until there is one."""
+        return await self._bulletin.after(heard, wait)
 
     async def nack(self, topic: str, lease_id: int) -> bool:
         """See Topic.nack."""
@@ -75,6 +93,9 @@ class MessageQueue:
     async def stats(self) -> dict[str, TopicStats]:
         """Counts of every topic."""
         return {name: topic.stats for name, topic in self._topics.items()}
+
+    def _teller(self, topic: str) -> Callable[[str], None]:
+        return lambda text: self._bulletin.tell(f"topic {topic}: {text}")
 
     async def close(self) -> None:
         """Closes every topic."""

@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.loans import Lease
-from async_opd.core.queue import Ack
+from async_opd.core.loans import Ack, Lease
 from async_opd.core.samples import Header, Prompt, Rollout
 from async_opd.core.topic import TopicStats
 
@@ -72,6 +71,10 @@ class Queue(Protocol):
     async def ack(self, topic: str, lease_id: int) -> None:
         """The lease's samples are done with. Raises LeaseExpired."""
 
+    async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
+        """Whoever holds these lives. Seconds after which leases that are not renewed expire."""
+        ...
+
     async def nack(self, topic: str, lease_id: int) -> bool:
         """The lease's samples go back to the front of the topic."""
         ...
@@ -86,6 +89,10 @@ class Queue(Protocol):
 
     async def stats(self) -> dict[str, TopicStats]:
         """Counts of every topic."""
+        ...
+
+    async def news(self, heard: int, wait: bool = True) -> News:
+        """Leases that expired, after the line ``heard``; waits until there is one."""
         ...
 
 

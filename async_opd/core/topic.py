@@ -2,6 +2,7 @@
 
     producer ── put (waits for room) ──► [ ready │ leased ] ── get (waits for items) ──► consumer
                                             ▲        │  ack: gone, room is free
+                                            │        │  renew: its time begins anew
                                             └────────┘  nack or expiry: back to the front
 
 Plain asyncio in one event loop. Every change of state wakes exactly the waiters that can go on,
@@ -11,14 +12,16 @@ oldest first. Nothing polls.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch
 from async_opd.core.errors import QueueClosed
-from async_opd.core.loans import Lease, Loans
+from async_opd.core.loans import Lease, Loan, Loans
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,14 @@ class Topic:
     ``max_samples`` and ``max_bytes`` count what is ready and what is leased out. Two exceptions
     keep it alive: an empty topic takes any batch, and a consumer that waits for more items than
     are ready makes room for the next batch, or a byte bound below one training batch would stop
-    the pipeline for ever.
+    the pipeline for ever. ``tell`` hears of every lease that expired.
     """
 
     max_samples: int
     max_bytes: int
     lease_s: float
     timer: Timer
+    tell: Callable[[str], None] = lambda text: None
     _ready: deque[Batch] = field(default_factory=deque)
     _ready_count: int = 0
     _nbytes: int = 0
@@ -124,7 +128,7 @@ class Topic:
             raise
 
     def ack(self, lease_id: int) -> bool:
-        """The lease's samples are done with. False if it had expired or was given back before.
+        """The lease's samples are done with. False if it had expired or was settled before.
 
         One of a queue that died before this one was born is nobody's: True.
         """
@@ -137,6 +141,10 @@ class Topic:
         self._acked += len(lease)
         self._settle()
         return True
+
+    def renew(self, lease_ids: Iterable[int]) -> None:
+        """Their holder lives: their time begins anew. One that has expired stays so."""
+        self._loans.renew(lease_ids)
 
     def nack(self, lease_id: int) -> bool:
         """The lease's samples go back to the front. False if it was settled before."""
@@ -253,9 +261,15 @@ class Topic:
         self._ready_count -= at_most - missing
         return self._loans.lend(tuple(batches), consumer)
 
-    def _expire(self, lease: Lease) -> None:
-        self._expired += len(lease)
-        self.nack(lease.id)
+    def _expire(self, loan: Loan) -> None:
+        self._expired += len(loan.lease)
+        self.nack(loan.lease.id)
+        self.tell(
+            f"{len(loan.lease)} samples went back: {loan.consumer or 'a nameless consumer'} took "
+            f"them {time.monotonic() - loan.since:.0f} s ago and gave no sign of life for "
+            f"{self.lease_s:g} s. If it is at work on them still, they are worked on twice, and "
+            f"the second copy is dropped: raise queue.lease_s if it may stand still for so long"
+        )
 
 
 def _taken_for_dead(consumer: str) -> QueueClosed:

@@ -16,7 +16,7 @@ def batches(*uids: str) -> tuple[Batch, ...]:
 
 def test_a_loan_that_is_taken_back_is_counted_no_longer_and_does_not_expire() -> None:
     timer, late = ManualTimer(), list[Lease]()
-    loans = Loans(10, timer, late.append)
+    loans = Loans(10, timer, lambda loan: late.append(loan.lease))
     lease = loans.lend(batches("a", "b"), "x")
     assert (len(loans), loans.of("x")) == (2, [lease])
     assert loans.take_back(lease.id) == lease
@@ -27,7 +27,7 @@ def test_a_loan_that_is_taken_back_is_counted_no_longer_and_does_not_expire() ->
 
 def test_who_lent_it_is_told_when_its_time_is_over() -> None:
     timer, late = ManualTimer(), list[Lease]()
-    loans = Loans(10, timer, late.append)
+    loans = Loans(10, timer, lambda loan: late.append(loan.lease))
     lease = loans.lend(batches("a"), "x")
     timer.advance(11)
     assert late == [lease]
@@ -36,12 +36,12 @@ def test_who_lent_it_is_told_when_its_time_is_over() -> None:
 
 def test_without_a_bound_no_timer_runs() -> None:
     timer = ManualTimer()
-    Loans(math.inf, timer, lambda lease: None).lend(batches("a"), "x")
+    Loans(math.inf, timer, lambda loan: None).lend(batches("a"), "x")
     assert timer.due == []
 
 
 def test_numbers_of_an_earlier_life_are_known_as_such() -> None:
-    old = Loans(10, ManualTimer(), lambda lease: None).lend(batches("a"), "x")
-    new = Loans(10, ManualTimer(), lambda lease: None)
+    old = Loans(10, ManualTimer(), lambda loan: None).lend(batches("a"), "x")
+    new = Loans(10, ManualTimer(), lambda loan: None)
     assert new.is_older(old.id)
     assert not new.is_older(new.lend(batches("a"), "x").id)

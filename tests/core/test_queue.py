@@ -65,3 +65,40 @@ async def test_a_lease_of_a_queue_that_died_is_settled_already() -> None:
     await new.get("t", 1)
     await new.ack("t", lease.id)
     assert (await new.stats())["t"].leased == 1
+
+
+async def test_beside_an_expired_lease_the_others_are_acknowledged() -> None:
+    timer = ManualTimer()
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
+    await messages.put("t", batch("a", "b"))
+    first = await messages.get("t", 1)
+    timer.advance(11)
+    second = await messages.get("t", 1)
+    third = await messages.get("t", 1)
+    with pytest.raises(LeaseExpired):
+        await messages.get("t", 1, ack=(first.id, second.id, third.id))
+    assert (await messages.stats())["t"].acked == 2
+
+
+async def test_leases_of_several_topics_are_renewed_in_one_call() -> None:
+    timer = ManualTimer()
+    messages = MessageQueue(("a", "b"), 10, 1 << 20, 10.0, timer)
+    leases = {}
+    for name in ("a", "b"):
+        await messages.put(name, batch("x"))
+        leases[name] = [(await messages.get(name, 1)).id]
+    timer.advance(9)
+    assert await messages.renew(leases) == 10.0
+    timer.advance(9)
+    stats = await messages.stats()
+    assert [stats[name].leased for name in ("a", "b")] == [1, 1]
+
+
+async def test_an_expired_lease_is_news_with_its_topic() -> None:
+    timer = ManualTimer()
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
+    await messages.put("t", batch("a"))
+    await messages.get("t", 1, consumer="x")
+    timer.advance(11)
+    (line,) = (await messages.news(0)).lines
+    assert line.startswith("topic t: 1 samples went back: x took them")

@@ -117,6 +117,53 @@ async def test_an_expired_lease_comes_back_and_its_ack_is_refused() -> None:
     assert uids(await queue.get(1)) == ["a/0"]
 
 
+async def test_a_lease_that_is_renewed_in_time_does_not_expire() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    for _ in range(5):
+        timer.advance(9)
+        queue.renew([lease.id])
+    assert queue.stats.expired == 0
+    assert queue.ack(lease.id)
+
+
+async def test_a_lease_expires_a_full_time_after_it_was_renewed_last() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    timer.advance(9)
+    queue.renew([lease.id])
+    timer.advance(9)
+    assert queue.stats.expired == 0
+    timer.advance(1)
+    assert queue.stats.expired == 1
+
+
+async def test_a_lease_that_expired_is_not_brought_back_by_renewing_it() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    timer.advance(11)
+    queue.renew([lease.id])
+    assert (queue.stats.ready, queue.stats.leased) == (1, 0)
+
+
+async def test_an_expired_lease_is_told_with_its_holder_its_size_and_a_remedy() -> None:
+    timer, told = ManualTimer(), list[str]()
+    queue = Topic(100, 1 << 20, 10.0, timer, told.append)
+    await queue.put(batch("a/0", "b/0"))
+    await queue.get(2, consumer="scorer#1")
+    timer.advance(11)
+    (line,) = told
+    assert line.startswith("2 samples went back: scorer#1 took them 0 s ago")
+    assert "no sign of life for 10 s" in line
+    assert "raise queue.lease_s" in line
+
+
 async def test_an_acknowledged_lease_does_not_expire() -> None:
     timer = ManualTimer()
     queue = topic(timer=timer)

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch, unpack_lost, unpack_samples
 from async_opd.core.errors import NoReplica
 from async_opd.core.queue import MessageQueue
@@ -17,6 +18,7 @@ from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
 from teachers.scorer import ScorerStage
 from tests.conftest import make_rollout
 from tests.teachers.test_pool import Clock, Fake, FakeRebuild, settle
+from tests.timers import ManualTimer
 
 TOPIC = rollouts_topic("t")
 
@@ -27,10 +29,13 @@ def rollouts(*uids: str) -> Batch:
 
 @asynccontextmanager
 async def stage(
-    *replicas: Fake, clock: Clock | None = None, rebuild: FakeRebuild | None = None
+    *replicas: Fake,
+    clock: Clock | None = None,
+    rebuild: FakeRebuild | None = None,
+    timer: Timer | None = None,
 ) -> AsyncIterator[tuple[MessageQueue, asyncio.Task[None]]]:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, clock)
-    scorer = ScorerStage({"t": replicas}, queue, {"t": 8}, rebuild=rebuild)
+    scorer = ScorerStage({"t": replicas}, queue, {"t": 8}, rebuild=rebuild, timer=timer)
     running = asyncio.create_task(scorer.run())
     try:
         yield queue, running
@@ -72,6 +77,67 @@ async def test_a_lease_that_expired_meanwhile_is_scored_again_and_stops_nothing(
         await settle()
         uids = [sample.rollout.uid for sample in unpack_samples(lease.batches)]
         assert (uids, running.done()) == (["p/0", "p/0"], False)
+
+
+class Sleepy(Fake):
+    """Shares its GPU."""
+
+    awake = True
+
+    async def sleep(self) -> None:
+        self.awake = False
+
+    async def wake(self) -> None:
+        self.awake = True
+
+
+class Gated(Fake):
+    """Scores when the gate is open."""
+
+    def __init__(self, gate: asyncio.Event) -> None:
+        super().__init__()
+        self.gate = gate
+
+    async def score(self, batch: Batch) -> Batch:
+        await self.gate.wait()
+        return await super().score(batch)
+
+
+async def test_rollouts_that_take_longer_to_score_than_a_lease_lasts_are_scored_once() -> None:
+    time, gate = ManualTimer(), asyncio.Event()
+    fake = Gated(gate)
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, time)
+    scorer = ScorerStage({"t": [fake]}, queue, {"t": 8}, timer=time)
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts("p/0"))
+    for _ in range(300):
+        await settle()
+        time.advance(1)
+    gate.set()
+    await asyncio.wait_for(queue.get(SCORED, 1), 5)
+    await settle()
+    assert fake.scored == [("p/0",)]
+    assert (await queue.stats())[TOPIC].acked == 1
+    await scorer.shutdown()
+    await asyncio.wait({running})
+
+
+async def test_rollouts_that_wait_for_their_teachers_turn_are_held_once_however_long() -> None:
+    time = ManualTimer()
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, time)
+    scorer = ScorerStage(
+        {"t": [Sleepy()]}, queue, {"t": 8}, hosts={"t": "rollout"}, wave=64, timer=time
+    )
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts(*(f"p/{index}" for index in range(8))))
+    for _ in range(300):
+        await settle()
+        time.advance(1)
+    stats = (await queue.stats())[TOPIC]
+    assert (stats.leased, stats.expired, stats.ready) == (8, 0, 0)
+    assert scorer._shifts["rollout"].held == {"t": 8}
+    await scorer.shutdown()
+    await asyncio.wait({running})
 
 
 class Never(FakeRebuild):

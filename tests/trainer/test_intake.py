@@ -11,6 +11,7 @@ from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
 from tests.conftest import make_sample
+from tests.timers import ManualTimer
 from trainer.intake import Intake
 
 
@@ -29,6 +30,11 @@ class Timer:
 
 def queue(timer: Timer | None = None) -> MessageQueue:
     return MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, timer)  # type: ignore[arg-type]
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 async def put(topic: MessageQueue, *samples: Sample) -> None:
@@ -154,3 +160,44 @@ async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
     await intake.drop(["a/0", "a/1"])
     await put(scored, make_sample("c/0"), make_sample("b/1"))
     assert await waiting == ["b/0", "b/1"]
+
+
+async def test_samples_that_a_step_holds_longer_than_a_lease_lasts_do_not_come_again() -> None:
+    time = ManualTimer()
+    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, time)
+    intake = Intake(scored, batch_size=1, timer=time)
+    await put(scored, make_sample("a/0"))
+    await intake.take(0)
+    for _ in range(300):
+        time.advance(1)
+        await settle()
+    await intake.done()
+    stats = (await scored.stats())[SCORED]
+    assert (stats.expired, stats.acked) == (0, 1)
+
+
+async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -> None:
+    class Slow(MessageQueue):
+        acked: list[int]
+
+        async def ack(self, topic: str, lease_id: int) -> None:
+            self.acked.append(lease_id)
+            await asyncio.sleep(0)
+            await super().ack(topic, lease_id)
+
+    scored = Slow(topics(["t"]), 64, 1 << 20, 60.0)
+    scored.acked = []
+    intake = Intake(scored, batch_size=2, group_size=2)
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    waiting = asyncio.create_task(intake.take(0))
+    for uid in ("c/0", "d/0", "e/0"):  # each has a lease of its own
+        await asyncio.sleep(0.05)
+        await put(scored, make_sample(uid))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(
+        intake.drop(["a/0", "b/0", "c/0", "d/0"]),
+        intake.drop(["e/0"]),
+    )
+    assert len(scored.acked) == len(set(scored.acked)) == 4
+    assert (await scored.stats())[SCORED].acked == 5
+    waiting.cancel()

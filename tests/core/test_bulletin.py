@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from teachers.bulletin import Bulletin
+from async_opd.core.bulletin import Bulletin
 
 
 async def test_who_waits_hears_of_the_next_line() -> None:

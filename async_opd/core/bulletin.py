@@ -1,4 +1,4 @@
-"""What became of a teacher's replicas, line by line, until it was heard."""
+"""What happened in a stage and people should know, line by line, until it was heard."""
 
 from __future__ import annotations
 
