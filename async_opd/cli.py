@@ -120,6 +120,8 @@ def _check(arguments: argparse.Namespace) -> int:
         each += f", {pool.shares}'s" if pool.shares else ""
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     Console().print(table)
+    for note in inputs.notes:
+        print(f"note: {note}")
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
     return OK
 

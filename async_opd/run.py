@@ -69,7 +69,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
         RunLog(config, run_dir, before=before) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
-        for note in notes:
+        for note in [*inputs.notes, *notes]:
             log.message(note)
         code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal)))
     return code
@@ -138,7 +138,7 @@ async def _run(job: Job) -> int:
 async def _distil(job: Job) -> None:
     """Launches the cluster, runs the pipeline, keeps what there is however it ends."""
     config, log = job.config, job.log
-    text = Text(config.student.model, config.data.chat_template)
+    text = Text.of(config)
     started = time.time()
     log.message("starting Ray and the engines")
     ends = eos_ids(config.student.model)

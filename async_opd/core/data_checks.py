@@ -141,7 +141,7 @@ class DataChecks:
 
     def prompts(self, part: str, sources: Sequence[Sequence[Row]], room: Room) -> None:
         """Every prompt can be tokenized and fits the models."""
-        text = Text(self.config.student.model, self.config.data.chat_template)
+        text = Text.of(self.config)
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
             try:
                 found = [self._prompt(row, text) for row in rows]
@@ -153,9 +153,25 @@ class DataChecks:
                     _name(source),
                 )
                 continue
+            self._spelled(part, source, rows, text)
             prompts = [prompt for of_row in found for prompt in of_row]
             for message, remedy in room.faults(prompts):
                 self.found.add(f"data.{part}", message, remedy, _name(source))
+
+    def _spelled(
+        self, part: str, source: FileSource | ReasoningGymSource, rows: Sequence[Row], text: Text
+    ) -> None:
+        """Notes how many prompts spell special tokens: their template may be applied already."""
+        spelled = [(row, text.spelled(row.prompt)) for row in rows]
+        found = [(row, token) for row, token in spelled if token is not None]
+        if found:
+            row, token = found[0]
+            number = int(row.uid.rpartition(":")[2]) + 1
+            self.found.notes.append(
+                f"data.{part}: {len(found)} prompts of {_name(source)} spell special tokens, the "
+                f"first is row {number} with {token!r}; they are read as text, unless "
+                "data.special_tokens is parse"
+            )
 
     def _prompt(self, row: Row, text: Text) -> list[_Tokens]:
         encoded = [text.encode(seen) for seen in self._seen(row)]

@@ -54,6 +54,10 @@ class DataConfig(Section):
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Special tokens that a prompt spells (``<|im_end|>``): ``text`` reads them as any other text,
+    so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data that
+    comes with its chat template applied."""
     max_prompt_tokens: PositiveInt | None = None
     """Longer prompts are refused; by default what the model leaves beside the response."""
     shuffle: bool = True

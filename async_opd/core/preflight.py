@@ -25,6 +25,8 @@ class Inputs:
     train: list[list[Row]] = field(default_factory=list)
     eval: list[Row] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no problem, and yet may not be what was meant."""
     max_prompt_tokens: int | None = None
     """What a training prompt may have so that it and its response fit every model."""
 
@@ -49,7 +51,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         data.answers("train", to_train, config.reward.grader)
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
-    return Inputs(train, to_evaluate, found.problems, limit)
+    return Inputs(train, to_evaluate, found.problems, found.notes, limit)
 
 
 def _prompts(

@@ -9,13 +9,16 @@ import json
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
+
+from async_opd.core.config import RunConfig
+from async_opd.core.special_tokens import SpecialTokens
 
 PromptText = str | list[dict[str, Any]]
 SPECIAL_TOKENS = tuple(
@@ -27,8 +30,12 @@ class Text:
     """Encodes prompts and decodes responses with the files of a model directory."""
 
     def __init__(
-        self, model_dir: str | Path, chat_template: Literal["auto", "always", "never"] = "auto"
+        self,
+        model_dir: str | Path,
+        chat_template: Literal["auto", "always", "never"] = "auto",
+        special_tokens: Literal["text", "parse"] = "text",
     ) -> None:
+        """``special_tokens``: how those are read that prompts spell, as in the config."""
         self._dir = Path(model_dir)
         file = self._dir / "tokenizer.json"
         try:
@@ -37,22 +44,43 @@ class Text:
             raise ValueError(f"{file} is no tokenizer: {error}") from error
         self._tokenizer.no_truncation()  # both may be stored in the file, and are not for prompts
         self._tokenizer.no_padding()
-        self._mode = chat_template
+        self._mode, self._parse = chat_template, special_tokens == "parse"
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Self:
+        """Of a run's student, as its data is to be read."""
+        return cls(config.student.model, config.data.chat_template, config.data.special_tokens)
 
     def encode(self, prompt: PromptText) -> list[int]:
-        """Token ids of a prompt. ValueError for chat messages without a chat template."""
+        """Token ids of a prompt.
+
+        ValueError for chat messages without a chat template, and for a special token in the text
+        that cannot be read as text.
+        """
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":
                 raise ValueError(f"data.chat_template is always, but {self._dir} has none")
-            return list(self._tokenizer.encode(prompt).ids)
+            return self._encoded(prompt)
         if self.template is None or self._mode == "never":
             raise ValueError(
                 f"the prompt is a list of chat messages, but {self._dir} has no chat template, or "
                 "data.chat_template is never"
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        rendered = self._render(messages)
-        return list(self._tokenizer.encode(rendered, add_special_tokens=False).ids)
+        if self._parse:
+            return self.plain(self._render(messages))
+        rendered = self._render(self._special.quoted(messages))
+        return self._special.encode(rendered, add_special_tokens=False)
+
+    def _encoded(self, prompt: str) -> list[int]:
+        """A prompt that is no chat."""
+        if self._parse:
+            return list(self._tokenizer.encode(prompt).ids)
+        return self._special.encode(self._special.quoted(prompt))
+
+    def spelled(self, prompt: PromptText) -> str | None:
+        """A special token that the prompt spells and that is read as text, if there is one."""
+        return None if self._parse else self._special.found(prompt)
 
     def plain(self, text: str) -> list[int]:
         """Token ids of the text alone: no template, no special tokens."""
@@ -90,16 +118,25 @@ class Text:
         environment.filters["tojson"] = _tojson
         return environment.from_string(str(self.template))
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    @cached_property
+    def _named(self) -> dict[str, str]:
+        """Special tokens by their names in templates."""
         config = read_json(self._dir / "tokenizer_config.json")
-        special = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
+        contents = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
+        return {name: text for name, text in contents.items() if text is not None}
+
+    @cached_property
+    def _special(self) -> SpecialTokens:
+        return SpecialTokens(self._tokenizer, self._named.values())
+
+    def _render(self, messages: list[dict[str, Any]]) -> str:
         try:
             return self._compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
                 add_generation_prompt=True,
-                **{name: value for name, value in special.items() if value is not None},
+                **self._named,
             )
         except TemplateError as error:
             raise ValueError(f"the chat template of {self._dir} fails: {error}") from error
