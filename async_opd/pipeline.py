@@ -81,10 +81,13 @@ class Stages(Protocol):
     @property
     def sync(self) -> WeightSync: ...
 
-    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def keep(
+        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
         """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
 
-        Works until cancelled; raises the error of one that was restarted too often.
+        Works until cancelled; raises the error of one that was restarted too often. ``step()`` is
+        the last one trained.
         """
 
 
@@ -116,10 +119,11 @@ class Pipeline:
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
+        kept = self.stages.keep(self._reissue, lambda: self.accounts.step)
         try:
             async with self._arrows as arrows:
                 endless: list[asyncio.Task[None]] = [
-                    arrows.create_task(_endless("supervision", self.stages.keep(self._reissue))),
+                    arrows.create_task(_endless("supervision", kept)),
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
                     arrows.create_task(self._tell(self.stages.scorer)),

@@ -68,11 +68,15 @@ class Rebuild(Protocol):
 
 @dataclass(eq=False)
 class _Seat:
-    """A replica's place in the pool, whoever sits on it. ``failure`` has ended its life."""
+    """A replica's place in the pool, whoever sits on it. ``failure`` has ended its life.
+
+    ``served`` counts reports, one for each step, in which it had finished rollouts.
+    """
 
     name: str
     replica: Replica
     restarts: Restarts
+    served: int = 0
     failure: Exception | None = None
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -224,7 +228,7 @@ class RollouterStage:
     async def _mend(self, seat: _Seat) -> bool:
         """Rebuilds the replica, later each time; false if it was tried too often."""
         while self._rebuild is not None:
-            delay = seat.restarts.next_delay()
+            delay = seat.restarts.next_delay(seat.served)
             if delay is None:
                 return False
             await self._alarm.pause(delay)
@@ -282,12 +286,14 @@ class RollouterStage:
 
     async def _part(self, seat: _Seat) -> StageReport | None:
         try:
-            return await self._alarm.within(REPORT_S, "a report", seat.replica.report())
+            report = await self._alarm.within(REPORT_S, "a report", seat.replica.report())
         except StageTimeout:
             return None
         except Exception as error:
             self.lose(seat.name, error)
             return None
+        seat.served += report.counters.get("tokens", 0) > 0
+        return report
 
 
 async def _until(seat: _Seat, work: asyncio.Task[Any]) -> None:

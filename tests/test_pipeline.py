@@ -347,7 +347,9 @@ def world(
     parts.queue, parts.rollouter, parts.scorer = queue, rollouter, scorer
     parts.trainer, parts.sync = trainer, sync
 
-    async def keep(reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def keep(
+        reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
         while True:
             await queue.died.wait()
             queue.died.clear()

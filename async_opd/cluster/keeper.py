@@ -19,7 +19,7 @@ from typing import Any
 from async_opd.cluster.host import Remote
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import SupervisionConfig
-from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout
 from async_opd.core.supervision import Restarts
 
 
@@ -29,12 +29,16 @@ async def _nothing() -> None:
 
 @dataclass
 class Keeper:
-    """One process. ``rebuild`` builds its object again and sees to what it held."""
+    """One process. ``rebuild`` builds its object again and sees to what it held.
+
+    ``step()`` is the last one trained; see ``Restarts``.
+    """
 
     remote: Remote
     rebuild: Callable[[], Awaitable[None]]
     supervision: SupervisionConfig
     tell: Callable[[str], None]
+    step: Callable[[], int]
     restarts: Restarts = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,9 +61,15 @@ class Keeper:
                 group.create_task(afterwards())
 
     async def death(self) -> StageError:
-        """Waits for the end of the process: a call breaks off, or it has another id, or none."""
+        """Waits for the end of the process: a call breaks off, or it has another id, or none.
+
+        One without an object has died before this was called, and its successor runs already.
+        """
+        bound = self.supervision.timeout_s
         try:
-            pid = await self.remote.pid(self.supervision.timeout_s)
+            pid = await self.remote.pid(bound)
+            if not await self.remote.is_built(bound):
+                return StageError(self.remote.name, "its process died")
         except StageError as error:
             return self._at_an_end(error)
         end = asyncio.create_task(self.remote.end())
@@ -87,7 +97,7 @@ class Keeper:
         return error
 
     async def _rebuilt(self, error: StageError) -> bool:
-        delay = self.restarts.next_delay()
+        delay = self.restarts.next_delay(self.step())
         if delay is None:
             self.remote.kill()
             raise error
@@ -96,7 +106,7 @@ class Keeper:
             await self.rebuild()
         except StageError as failed:
             self.tell(f"{self.remote.name} could not be restarted: {failed}")
-            if isinstance(failed.__cause__, StageTimeout):
-                self.remote.restart()
+            if not isinstance(failed.__cause__, ProcessDied):
+                self.remote.restart()  # it may have an object, or still build one
             return False
         return True

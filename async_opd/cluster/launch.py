@@ -54,9 +54,11 @@ class Stages:
     broadcast: BroadcastSync
     singles: Singles
 
-    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def keep(
+        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
         """See async_opd.pipeline.Stages."""
-        await self.singles.keep(reissue)
+        await self.singles.keep(reissue, step)
 
     async def rewind(self, error: ProcessDied) -> None:
         """After the trainer died: all stages are as new, and the engines as they are.

@@ -9,7 +9,7 @@ trainer  dies, or any of its ranks: all ranks are built again, and the run goes 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
-from async_opd.core.errors import ProcessDied, StageError, StageTimeout
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
 from async_opd.core.seat import Seat
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
@@ -85,7 +85,7 @@ class TrainerBox:
             return
         first, *seats = await self._meeting(bound)
         args = (*self.args, first, self.others)
-        await asyncio.gather(
+        await _together(
             self.remote.build(self.path, args, bound),
             *(
                 other.build(FOLLOWER, (self.config, self.device, seat), bound)
@@ -101,6 +101,11 @@ class TrainerBox:
         seat = Seat(0, len(self.ranks), host, port, collective_s, bound, listener)
         others = (replace(seat, rank=i, listener=None) for i in range(1, len(self.ranks)))
         return [seat, *others]
+
+    def restart(self) -> None:
+        """Every process gets another one: some may have an object, or still build one."""
+        for rank in self.ranks:
+            rank.restart()
 
     async def end(self, bound: float) -> None:
         """Every process that still has something gets another one: it may hang in a collective."""
@@ -164,48 +169,91 @@ class Singles:
     deaths: Restarts = field(init=False)
 
     def __post_init__(self) -> None:
-        """The trainer has not died yet."""
+        """Nothing has died yet. What dies is counted over all restarts of the trainer."""
         self.deaths = Restarts(self.config.supervision)
+        self._step: Callable[[], int] = int
+        self._queue = self._keeper(self.queue, self.queue.remote)
+        self._scorer = self._keeper(self.scorer, self.scorer.remote)
 
-    async def keep(self, reissue: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def keep(
+        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
         """See async_opd.pipeline.Stages. Raises ProcessDied of the trainer: it has lost a state."""
+        self._step = step
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._keeper(self.queue).run(reissue))
-            group.create_task(self._keeper(self.scorer).run())
+            group.create_task(self._queue.run(reissue))
+            group.create_task(self._scorer.run())
             for rank in self.trainer.ranks:
                 group.create_task(self._watch(rank))
 
-    async def renew(self, error: ProcessDied) -> None:
-        """After the trainer's death: all three as new. Raises the error if it died too often."""
-        delay = self.deaths.next_delay()
-        if delay is None:
-            raise error
-        await Alarm("trainer").pause(delay)
-        await self.trainer.end(self.config.supervision.timeout_s)
+    async def renew(self, error: StageError) -> None:
+        """After the trainer's death: all three as new.
+
+        Whatever dies or fails meanwhile is one more death; the last one's error if there were too
+        many.
+        """
+        while (delay := self.deaths.next_delay(self._step())) is not None:
+            await Alarm(TRAINER).pause(delay)
+            try:
+                await self._as_new()
+            except StageError as failed:
+                self.tell(f"the trainer could not be restarted: {failed}")
+                error = failed
+                self.trainer.restart()
+            else:
+                return
+        raise error
+
+    async def _as_new(self) -> None:
         bound = self.config.supervision.timeout_s
-        await self._end(self.scorer, self.scorer.hand_over(bound))
-        await self._end(self.queue, self.queue.remote.call("close", timeout_s=bound))
+        await self.trainer.end(bound)
+        await self._end(self.scorer, self.scorer.hand_over)
+        await self._end(self.queue, lambda bound: self.queue.remote.call("close", timeout_s=bound))
         await self.queue.build()
-        await asyncio.gather(self.scorer.build(), self.trainer.build())
+        death = asyncio.create_task(self._queue.death())
+        building = asyncio.create_task(_together(self.scorer.build(), self.trainer.build()))
+        try:
+            await asyncio.wait({death, building}, return_when=asyncio.FIRST_COMPLETED)
+            if not building.done():
+                raise death.result()
+            building.result()
+        finally:
+            death.cancel()
+            building.cancel()
+            await asyncio.wait({building})
 
     async def _watch(self, rank: Remote) -> None:
         error = await self._keeper(self.trainer, rank).death()
         who = "" if rank.name == TRAINER else f"{rank.name}: "
         raise ProcessDied(TRAINER, who + error.cause, error.remedy)
 
-    async def _end(self, single: Single, ending: Coroutine[Any, Any, Any]) -> None:
-        """Its object stops; if it does not, its process ends."""
+    async def _end(self, single: Single, ending: Callable[[float], Awaitable[Any]]) -> None:
+        """Its object stops; if it does not, or there is none yet, its process ends."""
+        bound = self.config.supervision.timeout_s
         try:
-            await ending
+            if await single.remote.is_built(bound):
+                await ending(bound)
+            else:
+                single.remote.restart()
         except ProcessDied:
             return
-        except StageTimeout:
-            single.remote.restart()
         except StageError as error:
             self.tell(f"{single.remote.name} did not end well: {error}")
+            single.remote.restart()
 
-    def _keeper(self, single: Single, remote: Remote | None = None) -> Keeper:
-        return Keeper(remote or single.remote, single.build, self.config.supervision, self.tell)
+    def _keeper(self, single: Single, remote: Remote) -> Keeper:
+        bounds = self.config.supervision
+        return Keeper(remote, single.build, bounds, self.tell, lambda: self._step())
+
+
+async def _together(*builds: Coroutine[Any, Any, None]) -> None:
+    """All of them; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for build in builds:
+                group.create_task(build)
+    except ExceptionGroup as errors:
+        raise first_cause(errors) from errors
 
 
 async def _end(remote: Remote, bound: float) -> None:

@@ -32,7 +32,7 @@ from async_opd.core.errors import (
     TransferAborted,
     WeightSyncError,
 )
-from async_opd.core.stages import SyncReport
+from async_opd.core.stages import TRAINER, SyncReport
 from async_opd.core.wave import SENDER, Failures, Waves, WeightReceiver, WeightSender
 from async_opd.core.weights import WeightMeta
 
@@ -114,9 +114,12 @@ class BroadcastSync:
     # ── a sync ─────────────────────────────────────────────────────────────────────────────────
 
     async def snapshot(self, version: int, again: bool = False) -> None:
-        """Copies the trainer's weights out as ``version``."""
+        """Copies the trainer's weights out as ``version``. ProcessDied if the trainer hangs."""
         async with self._one_at_a_time:
-            self._snapshot = version, await self._waves.snapshot(version)
+            try:
+                self._snapshot = version, await self._waves.snapshot(version)
+            except StageTimeout as error:
+                raise _hangs(error) from error
 
     async def push(self) -> SyncReport:
         """Brings the snapshot to every replica that is alive, wave by wave."""
@@ -179,7 +182,7 @@ class BroadcastSync:
         if isinstance(sender, ProcessDied):
             raise sender
         if isinstance(sender, StageTimeout):
-            raise ProcessDied("trainer", f"it hangs: {sender.cause}", sender.remedy)
+            raise _hangs(sender)
         return bool(dead)
 
     def _numbered(self, indices: set[int]) -> dict[int, list[int]]:
@@ -188,6 +191,11 @@ class BroadcastSync:
         if self._rolling:
             return {index: [index] for index in wave}
         return {0: wave} if wave else {}
+
+
+def _hangs(error: StageTimeout) -> ProcessDied:
+    """A sender that does not answer is as good as dead, and restarted like one."""
+    return ProcessDied(TRAINER, f"it hangs: {error.cause}", error.remedy)
 
 
 def _worst(failures: Failures) -> Exception:

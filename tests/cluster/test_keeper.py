@@ -26,6 +26,7 @@ class Process:
 
     def __init__(self) -> None:
         self.number = 1
+        self.built = True
         self.hangs = False
         self.gone = False
         self.death = asyncio.Event()
@@ -37,6 +38,9 @@ class Process:
             raise StageTimeout(self.name, f"a sign of life took longer than {timeout_s:g} s")
         return self.number
 
+    async def is_built(self, timeout_s: float) -> bool:
+        return self.built
+
     async def end(self) -> ProcessDied:
         await self.death.wait()
         return ProcessRestarts(self.name, "its process died")
@@ -47,6 +51,7 @@ class Process:
 
     def die(self) -> None:
         self.number += 1
+        self.built = False
         self.death.set()
         self.death = asyncio.Event()
 
@@ -58,6 +63,7 @@ class Process:
         if self.broken:
             self.broken -= 1
             raise EngineStartError(self.name, "did not start")
+        self.built = True
 
 
 class World:
@@ -66,7 +72,10 @@ class World:
         self.told: list[str] = []
         self.reissued = asyncio.Semaphore(0)
         bounds = SupervisionConfig(tries=tries, delay_s=1e-3, heartbeat_s=1e-3, timeout_s=1)
-        self.keeper = Keeper(self.process, self.process.build, bounds, self.told.append)
+        self.step = 0
+        self.keeper = Keeper(
+            self.process, self.process.build, bounds, self.told.append, lambda: self.step
+        )
         self.running = asyncio.create_task(self.keeper.run(self._reissue))
 
     async def _reissue(self) -> None:
@@ -117,3 +126,36 @@ async def test_too_many_restarts_end_it_for_good_with_its_error() -> None:
         await asyncio.wait_for(world.running, 5)
     assert isinstance(first_cause(caught.value), StageError)
     assert (world.process.builds, world.process.gone) == (2, True)
+
+
+async def test_a_process_that_died_while_nobody_watched_is_built_again() -> None:
+    world = World()
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.builds == 1
+    world.running.cancel()
+
+
+async def test_restarts_count_over_the_runs_of_a_keeper() -> None:
+    world = World(tries=1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    world.running.cancel()
+    world.running = asyncio.create_task(world.keeper.run())
+    await asyncio.sleep(0)
+    world.process.die()
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(world.running, 5)
+
+
+async def test_a_build_that_fails_for_another_reason_than_its_death_gets_another_process() -> None:
+    world = World()
+    world.process.broken = 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.number == 3
+    world.running.cancel()

@@ -2,34 +2,58 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, cast
 
 import pytest
 
 from async_opd.cluster.singles import Singles, TrainerBox
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import ProcessDied, StageTimeout
+from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
+from async_opd.core.supervision import Restarts
 
 DIED = ProcessDied("trainer", "its process died")
 
 
 class Box:
-    """A stage and its process; ``hangs`` in whatever it is asked."""
+    """A stage and its process; ``hangs`` in whatever it is asked.
+
+    ``broken`` builds fail, after those that ``dies`` while others are built.
+    """
 
     def __init__(self, name: str, events: list[str], built: bool = True, hangs: bool = False):
         self.name, self.events, self.built, self.hangs = name, events, built, hangs
         self.remote: Any = self
         self.others: tuple[Box, ...] = ()
+        self.broken = self.dies = 0
+        self.death = asyncio.Event()
+        self.waits_for: Box | None = None
 
     @property
     def ranks(self) -> tuple[Box, ...]:
         return (self, *self.others)
 
-    async def end(self, bound: float) -> None:
-        await TrainerBox.end(cast(TrainerBox, self), bound)
+    async def end(self, bound: float = 0) -> Any:
+        if bound:
+            await TrainerBox.end(cast(TrainerBox, self), bound)
+            return None
+        await self.death.wait()
+        return ProcessDied(self.name, "its process died")
+
+    async def pid(self, timeout_s: float) -> int:
+        return 1
 
     async def build(self) -> None:
         self.events.append(f"build {self.name}")
+        if self.broken:
+            self.broken -= 1
+            raise EngineStartError(self.name, "did not start: its process died")
+        if self.waits_for is not None:
+            other, self.waits_for = self.waits_for, None
+            other.death.set()
+            other.death = asyncio.Event()
+            await asyncio.Event().wait()
+        self.built = True
 
     async def hand_over(self, bound: float) -> None:
         await self.call("hand_over", bound)
@@ -46,9 +70,20 @@ class Box:
 
     def restart(self) -> None:
         self.events.append(f"restart {self.name}")
+        self.hangs = self.built = False
+
+
+class Trainer(Box):
+    """All ranks."""
+
+    def restart(self) -> None:
+        super().restart()
+        for other in self.others:
+            other.restart()
 
 
 def singles(events: list[str], hangs: str = "", built: bool = False, tries: int = 5) -> Singles:
+    """``built``: the trainer's process has not died, it is stuck."""
     config = RunConfig.model_validate(
         {
             "student": {"model": "student"},
@@ -58,7 +93,9 @@ def singles(events: list[str], hangs: str = "", built: bool = False, tries: int 
         }
     )
     boxes: list[Any] = [
-        Box(name, events, built, hangs=name == hangs) for name in ("queue", "scorer", "trainer")
+        Box("queue", events, hangs=hangs == "queue"),
+        Box("scorer", events, hangs=hangs == "scorer"),
+        Trainer("trainer", events, built, hangs=hangs == "trainer"),
     ]
     return Singles(config, lambda text: None, *boxes)
 
@@ -104,3 +141,74 @@ async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -
     await made.renew(DIED)
     restarted = {event for event in events if event.startswith("restart trainer")}
     assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}
+
+
+@pytest.mark.parametrize("broken", ["queue", "scorer", "trainer"])
+async def test_one_that_dies_while_it_is_built_again_is_one_more_death(broken: str) -> None:
+    events: list[str] = []
+    made = singles(events)
+    box: Any = getattr(made, broken)
+    box.broken = 2
+    await made.renew(DIED)
+    assert events.count(f"build {broken}") == 3
+    assert made.deaths.total == 3
+    assert events[-1] == "build trainer"
+
+
+async def test_a_queue_that_dies_while_the_others_are_built_is_one_more_death() -> None:
+    events: list[str] = []
+    made = singles(events)
+    scorer: Any = made.scorer
+    scorer.waits_for = made.queue
+    await asyncio.wait_for(made.renew(DIED), 5)
+    assert (events.count("build queue"), made.deaths.total) == (2, 2)
+
+
+async def test_deaths_while_it_is_built_again_come_to_an_end_with_the_last_ones_error() -> None:
+    made = singles([], tries=3)
+    trainer: Any = made.trainer
+    trainer.broken = 9
+    with pytest.raises(StageError, match="did not start"):
+        await made.renew(DIED)
+    assert made.deaths.total == 3
+
+
+async def test_ranks_that_wait_for_one_that_died_get_other_processes() -> None:
+    events: list[str] = []
+    made = singles(events)
+    trainer: Any = made.trainer
+    trainer.others, trainer.broken = (Box("trainer/1", events),), 1
+    await made.renew(DIED)
+    between = events[events.index("build trainer") + 1 :]
+    assert between[:2] == ["restart trainer", "restart trainer/1"]
+
+
+async def test_a_stage_that_has_nothing_yet_gets_another_process_and_is_not_waited_for() -> None:
+    events: list[str] = []
+    made = singles(events)
+    queue: Any = made.queue
+    queue.built = False
+    await made.renew(DIED)
+    assert "restart queue" in events
+    assert "close queue" not in events
+
+
+async def test_a_trainer_that_always_dies_at_the_same_step_comes_to_an_end() -> None:
+    made = singles([], tries=2)
+    clock = Hours()
+    made.deaths = Restarts(made.config.supervision, clock)
+    made._step = lambda: 7
+    await made.renew(DIED)
+    await made.renew(DIED)
+    with pytest.raises(ProcessDied):
+        await made.renew(DIED)
+
+
+class Hours:
+    """A clock on which an hour passes whenever it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 3600
+        return self.now

@@ -136,6 +136,17 @@ async def test_ranks_of_the_replicas_do_not_collide() -> None:
     assert [receiver.offset for receiver in receivers] == [1, 3, 7]
 
 
+async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None:
+    weights = sync([], [], timeout_s=0.01)
+
+    async def hangs(version: int) -> WeightMeta:
+        return await asyncio.get_running_loop().create_future()
+
+    weights._waves._sender.snapshot = hangs  # type: ignore[method-assign]
+    with pytest.raises(ProcessDied, match=r"trainer: it hangs: the snapshot took longer than"):
+        await weights.snapshot(1)
+
+
 async def test_rolling_updates_one_replica_after_the_other() -> None:
     events: list[str] = []
     receivers = [Receiver(events), Receiver(events)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -110,6 +111,18 @@ class World:
         )
         self.running = asyncio.create_task(self.stage.run())
 
+    def passes_hours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between any two deaths."""
+        hours = itertools.count(0, 3600)
+        for seat in self.stage._seats.values():
+            monkeypatch.setattr(seat.restarts, "_clock", lambda: float(next(hours)))
+
+    async def dies(self, name: str) -> None:
+        await settle()
+        self.replicas[name].die()
+        await settle()
+        await self.clock.ring(2, 6)
+
     async def release(self, topic: str, consumer: str) -> int:
         self.released.append(consumer)
         return 0
@@ -172,6 +185,28 @@ async def test_tries_come_later_and_later_and_then_end() -> None:
     with pytest.raises(ExceptionGroup) as caught:
         await world.running
     assert "its process died" in str(first_cause(caught.value))
+
+
+async def test_a_replica_that_dies_before_it_has_done_anything_is_given_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(2, tries=2)
+    world.passes_hours(monkeypatch)
+    for _ in range(3):
+        await world.dies("student/0")
+    assert world.told[-1] == "student/0 is gone for good"
+
+
+async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(2, tries=2)
+    world.passes_hours(monkeypatch)
+    for _ in range(6):
+        await world.dies("student/0")
+        world.replicas["student/0"].counters = {"tokens": 8.0}
+        await world.stage.report()
+    assert world.replicas["student/0"].life == 6
 
 
 async def test_one_that_is_gone_for_good_does_not_end_the_others() -> None:
