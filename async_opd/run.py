@@ -26,7 +26,9 @@ from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
     Problem,
+    ProcessDied,
     StageError,
+    StageTimeout,
     first_cause,
 )
 from async_opd.core.interruption import Interruption
@@ -36,6 +38,7 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.run_files import private_files, read_text
 from async_opd.core.runlog import RunLog
+from async_opd.core.stages import TRAINER
 from async_opd.core.text import Text, eos_ids
 from async_opd.core.trace import Trace
 from async_opd.job import Job
@@ -151,11 +154,12 @@ async def _distil(job: Job) -> None:
         try:
             await training.run()
         except asyncio.CancelledError:
-            await _keep(training.pipeline, log)
+            grace_s = config.shutdown.grace_s
+            await _keep(training.pipeline, log, grace_s, "shutdown.grace_s")
             await _save_what_there_is(stages, job)
             raise
-        except Exception:
-            await _keep(training.pipeline, log)
+        except Exception as error:
+            await _keep_after(error, training.pipeline, log)
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - began})
@@ -163,17 +167,54 @@ async def _distil(job: Job) -> None:
         await _unbroken(_save(stages, job.run_dir, log))
 
 
-async def _keep(pipeline: Pipeline, log: RunLog) -> None:
-    """A checkpoint of a run that ends before its time, if its trainer still answers."""
+async def _keep(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
+    """A checkpoint of a run that ends before its time, if its trainer still answers.
+
+    In at most ``bound_s``, which ``key`` of the config sets.
+    """
     config = pipeline.config
     if not config.checkpoint.on_exit:
         return
     try:
-        async with asyncio.timeout(config.shutdown.grace_s):
+        async with asyncio.timeout(bound_s):
+            await _sign_of_life(pipeline)
             await pipeline.checkpoint()
     except (AsyncOPDError, OSError) as error:
-        cause = str(error) or type(error).__name__
+        cause = str(error) or f"not written within {bound_s:g} s ({key})"
         log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
+
+
+async def _sign_of_life(pipeline: Pipeline) -> None:
+    """StageTimeout if the trainer gives none: it may hang, or have died and have no state."""
+    bound_s = pipeline.config.supervision.timeout_s
+    try:
+        async with asyncio.timeout(bound_s):
+            await pipeline.stages.trainer.report()
+    except TimeoutError as error:
+        raise StageTimeout(TRAINER, f"gave no sign of life within {bound_s:g} s") from error
+
+
+async def _keep_after(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
+    """A checkpoint of a run that has failed, in the time of any other.
+
+    A signal that comes meanwhile leaves it ``shutdown.grace_s``; the run has failed all the same.
+    """
+    cause, config = first_cause(error), pipeline.config
+    if isinstance(cause, ProcessDied) and cause.stage == TRAINER:
+        log.message("no checkpoint at the end, --resume takes the one before: the trainer died")
+        return
+    log.message(f"the run has failed: {cause or type(cause).__name__}")
+    bound_s = config.checkpoint.timeout_s
+    keeping = asyncio.create_task(_keep(pipeline, log, bound_s, "checkpoint.timeout_s"))
+    try:
+        await asyncio.shield(keeping)
+    except asyncio.CancelledError:
+        grace_s = config.shutdown.grace_s
+        await asyncio.wait({keeping}, timeout=grace_s)
+        if keeping.cancel():
+            log.message(f"no checkpoint at the end: {grace_s:g} s after the signal are over")
+        if (task := asyncio.current_task()) is not None:
+            task.uncancel()
 
 
 async def _save_what_there_is(stages: Stages, job: Job) -> None:

@@ -263,8 +263,8 @@ class TrainerProxy(HostProxy):
         await self._remote.call("save", directory)
 
     async def capture(self) -> Captured:
-        """See TrainerStage.capture."""
-        return cast(Captured, await self._remote.call("capture"))
+        """See TrainerStage.capture; it waits for the step under way, and the driver bounds it."""
+        return cast(Captured, await self._remote.call("capture", timeout_s=ENDLESS))
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         """See TrainerStage.checkpoint; the driver bounds it."""

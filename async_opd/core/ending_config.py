@@ -18,7 +18,8 @@ class CheckpointConfig(Section):
     on_exit: bool = True
     """Also when a signal or an error ends the run, as far as the trainer still answers."""
     timeout_s: float = Field(default=1800, gt=0)
-    """Bound of writing one. A checkpoint that fails is counted and reported; the run goes on."""
+    """Bound of writing one, also when an error ends the run (after a signal: ``shutdown.grace_s``).
+    A checkpoint that fails is counted and reported; the run goes on."""
 
 
 class ShutdownConfig(Section):

@@ -1,0 +1,119 @@
+"""The checkpoint of a run that ends before its time: how long it may take."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_opd.core.errors import ProcessDied, StageError
+from async_opd.core.stages import StageReport
+from async_opd.run import _keep, _keep_after
+from tests.core.test_checkpoint import config
+
+BROKEN = StageError("guardrail", "responses run away")
+
+
+class Ending:
+    """A pipeline whose checkpoint is written when it is told; it is its own log and trainer."""
+
+    def __init__(self, grace_s: float = 5, timeout_s: float = 5, life_s: float = 5) -> None:
+        self.config = config(
+            shutdown={"grace_s": grace_s},
+            checkpoint={"timeout_s": timeout_s},
+            supervision={"timeout_s": life_s},
+        )
+        self.stages = self.trainer = self
+        self.begun, self.written = asyncio.Event(), asyncio.Event()
+        self.kept = self.dead = False
+        self.told: list[str] = []
+
+    async def report(self) -> StageReport:
+        if self.dead:
+            await asyncio.Event().wait()
+        return StageReport()
+
+    async def checkpoint(self) -> None:
+        self.begun.set()
+        await self.written.wait()
+        self.kept = True
+
+    def message(self, text: str) -> None:
+        self.told.append(text)
+
+
+def after(made: Any, error: Exception = BROKEN) -> asyncio.Task[None]:
+    return asyncio.create_task(_keep_after(error, made, made))
+
+
+async def test_the_checkpoint_after_an_error_is_not_bounded_by_the_grace() -> None:
+    made = Ending(grace_s=1e-3)
+    keeping = after(made)
+    await made.begun.wait()
+    asyncio.get_running_loop().call_later(0.05, made.written.set)
+    await keeping
+    assert made.kept
+
+
+async def test_the_checkpoint_after_an_error_is_bounded_as_any_other() -> None:
+    made = Ending(timeout_s=0.01)
+    await after(made)
+    assert "not written within 0.01 s (checkpoint.timeout_s)" in made.told[-1]
+
+
+async def test_a_signal_during_it_lets_it_finish_within_the_grace() -> None:
+    made = Ending()
+    keeping = after(made)
+    await made.begun.wait()
+    keeping.cancel()
+    asyncio.get_running_loop().call_soon(made.written.set)
+    await keeping
+    assert made.kept
+
+
+async def test_a_signal_during_it_leaves_it_no_more_than_the_grace() -> None:
+    made = Ending(grace_s=0.01)
+    keeping = after(made)
+    await made.begun.wait()
+    keeping.cancel()
+    await asyncio.wait_for(keeping, 2)
+    assert "0.01 s after the signal are over" in made.told[-1]
+    assert not made.kept
+
+
+async def test_a_run_whose_trainer_died_too_often_waits_for_no_checkpoint() -> None:
+    made = Ending()
+    await after(made, ProcessDied("trainer", "its process died"))
+    assert not made.begun.is_set()
+    assert "the trainer died" in made.told[-1]
+
+
+async def test_a_trainer_that_gives_no_sign_of_life_is_not_waited_for() -> None:
+    made = Ending(life_s=0.01)
+    made.dead = True
+    await after(made)
+    assert "trainer: gave no sign of life within 0.01 s" in made.told[-1]
+
+
+async def test_the_checkpoint_after_a_signal_is_bounded_by_the_grace() -> None:
+    made: Any = Ending(grace_s=0.01)
+    await _keep(made, made, 0.01, "shutdown.grace_s")
+    assert "not written within 0.01 s (shutdown.grace_s)" in made.told[-1]
+
+
+async def test_the_error_is_told_before_its_checkpoint_is_written() -> None:
+    made = Ending()
+    made.written.set()
+    await after(made)
+    assert made.told == ["the run has failed: guardrail: responses run away"]
+
+
+@pytest.mark.parametrize("on_exit", [True, False])
+async def test_none_is_written_where_none_is_wanted(on_exit: bool) -> None:
+    made = Ending()
+    checkpoint = made.config.checkpoint.model_copy(update={"on_exit": on_exit})
+    made.config = made.config.model_copy(update={"checkpoint": checkpoint})
+    made.written.set()
+    await after(made)
+    assert made.kept == on_exit
