@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -42,6 +42,7 @@ from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     STALE,
+    Interval,
     Queue,
     Rollouter,
     StepReport,
@@ -63,6 +64,7 @@ class Log(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
     def waits(self, waits: Mapping[str, str]) -> None: ...
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None: ...
     def message(self, text: str) -> None: ...
     def dead_letter(self, lost: Lost) -> None: ...
 
@@ -147,6 +149,11 @@ class Pipeline:
         except ExceptionGroup as errors:
             await self._hear_the_last()
             raise first_cause(errors) from errors
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether the last step is trained; its evaluation may be missing."""
+        return self.accounts.step == self.config.train.steps
 
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
@@ -310,7 +317,9 @@ class Pipeline:
             self.stages.queue.stats(),
         )
         pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
-        metrics = self.metering.step(report, {**pools, "train": trainer}, topics)
+        pools["train"] = trainer
+        metrics = self.metering.step(report, pools, topics)
+        self.log.busy({pool: found.busy for pool, found in pools.items()})
         warnings = self.accounts.guardrail.observe(metrics)
         metrics |= self.accounts.metrics
         if self.checkpointer is not None:

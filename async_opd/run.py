@@ -40,7 +40,6 @@ from async_opd.core.run_files import private_files, read_text
 from async_opd.core.runlog import RunLog
 from async_opd.core.stages import TRAINER
 from async_opd.core.text import Text, eos_ids
-from async_opd.core.trace import Trace
 from async_opd.job import Job
 from async_opd.pipeline import Pipeline
 from async_opd.training import Training
@@ -160,10 +159,11 @@ async def _distil(job: Job) -> None:
             raise
         except Exception as error:
             await _keep_after(error, training.pipeline, log)
+            if training.pipeline.is_trained:
+                await _save_what_there_is(stages, job)
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - began})
-            _write_trace(training.pipeline, job.run_dir, began)
         await _unbroken(_save(stages, job.run_dir, log))
 
 
@@ -179,7 +179,7 @@ async def _keep(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> No
         async with asyncio.timeout(bound_s):
             await _sign_of_life(pipeline)
             await pipeline.checkpoint()
-    except (AsyncOPDError, OSError) as error:
+    except Exception as error:  # whatever it was, the model is still to be saved
         cause = str(error) or f"not written within {bound_s:g} s ({key})"
         log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
 
@@ -203,7 +203,7 @@ async def _keep_after(error: Exception, pipeline: Pipeline, log: RunLog) -> None
     if isinstance(cause, ProcessDied) and cause.stage == TRAINER:
         log.message("no checkpoint at the end, --resume takes the one before: the trainer died")
         return
-    log.message(f"the run has failed: {cause or type(cause).__name__}")
+    log.message(f"the run has failed: {str(cause) or type(cause).__name__}")
     bound_s = config.checkpoint.timeout_s
     keeping = asyncio.create_task(_keep(pipeline, log, bound_s, "checkpoint.timeout_s"))
     try:
@@ -221,7 +221,7 @@ async def _save_what_there_is(stages: Stages, job: Job) -> None:
     try:
         await _save(stages, job.run_dir, job.log)
     except StageError as error:
-        job.message(f"the student of the interrupted run could not be saved: {error}")
+        job.message(f"the student of the run that broke off could not be saved: {error}")
 
 
 async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
@@ -237,10 +237,3 @@ async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
 async def _save(stages: Stages, run_dir: Path, log: RunLog) -> None:
     await stages.trainer.save(str(run_dir / "model"))
     log.message(f"the student is in {run_dir / 'model'}")
-
-
-def _write_trace(pipeline: Pipeline, run_dir: Path, start: float) -> None:
-    trace = Trace(run_dir, start)
-    for pool, intervals in pipeline.metering.intervals.items():
-        trace.add(pool, intervals)
-    trace.write()

@@ -176,6 +176,9 @@ class Log:
     def waits(self, waits: Mapping[str, str]) -> None:
         """Nothing to keep."""
 
+    def busy(self, pools: Mapping[str, Any]) -> None:
+        """Nothing to keep."""
+
     def message(self, text: str) -> None:
         """Nothing to keep."""
 

@@ -257,6 +257,7 @@ class FakeLog:
         self.summary |= metrics
 
     def waits(self, waits: Mapping[str, str]) -> None: ...
+    def busy(self, pools: Mapping[str, Any]) -> None: ...
 
     def message(self, text: str) -> None:
         self.told.append(text)

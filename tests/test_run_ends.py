@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from async_opd import run as module
+from async_opd.core import runlog
 from async_opd.core.checkpoint import Checkpoints
 from async_opd.core.claim import claimed
-from async_opd.core.errors import ConfigError
+from async_opd.core.config import RunConfig
+from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.preflight import Inputs
 from async_opd.core.resume import identity
-from async_opd.run import _start, _unbroken, run
+from async_opd.core.stages import Interval, StageReport
+from async_opd.job import Job
+from async_opd.run import BAD_INPUT, _start, _unbroken, run
 from tests.core.test_checkpoint import ROWS, config, cut
+from tests.core.test_runlog import Recorder
 
 
 async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
@@ -76,3 +86,112 @@ def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "model").mkdir()
     assert run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True) == 0
     assert "is completed already" in capsys.readouterr().out
+
+
+def quiet(run_dir: Path) -> RunConfig:
+    return config(run_dir=str(run_dir), log={"wandb": "off"})
+
+
+class FakeTrainer:
+    """Lives, and saves the model, as a folder."""
+
+    async def report(self) -> StageReport:
+        return StageReport()
+
+    async def save(self, directory: str) -> None:
+        await asyncio.to_thread(Path(directory).mkdir)
+
+
+class FakeTraining:
+    """Trains in no time; then ends with the error it is given."""
+
+    error: Exception | None = None
+    trained = True
+
+    def __init__(self, job: Job, stages: Any, text: Any) -> None:
+        self.job = job
+        self.pipeline: Any = SimpleNamespace(
+            config=job.config,
+            stages=stages,
+            is_trained=self.trained,
+            checkpoint=self.checkpoint,
+        )
+
+    async def run(self) -> None:
+        self.job.log.log(1, {"loss/total": 0.5})
+        self.job.log.busy({"train": [Interval("step", 1.0, 2.0)]})
+        if self.error is not None:
+            raise self.error
+
+    async def checkpoint(self) -> None:
+        raise ValueError("no checkpoint of this")
+
+
+@pytest.fixture
+def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
+    """A run of which everything is real but the cluster and the training."""
+
+    class Own(FakeTraining):
+        pass
+
+    @asynccontextmanager
+    async def launch(*_: Any, **__: Any) -> AsyncIterator[Any]:
+        yield SimpleNamespace(trainer=FakeTrainer())
+
+    monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(module, "Training", Own)
+    monkeypatch.setattr(module, "Text", SimpleNamespace(of=lambda _: None))
+    monkeypatch.setattr(module, "eos_ids", lambda _: ())
+    monkeypatch.setattr(module, "resolve_device", lambda _: "cpu")
+    return Own
+
+
+def test_a_trace_that_cannot_be_written_costs_neither_the_model_nor_the_exit_code(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    (tmp_path / "trace.json").mkdir()
+    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert (tmp_path / "model").is_dir()
+    assert "trace failed: IsADirectoryError" in (tmp_path / "run.log").read_text()
+
+
+def test_a_trace_that_cannot_be_written_hides_no_other_error(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    (tmp_path / "trace.json").mkdir()
+    distilling.error = ConfigError([Problem("config.yaml", "loss", "it is wrong")])
+    assert run(quiet(tmp_path), Inputs(ROWS)) == BAD_INPUT
+
+
+@pytest.mark.parametrize("call", ["start", "log", "busy", "message", "close"])
+def test_a_console_that_fails_costs_neither_the_model_nor_the_exit_code(
+    tmp_path: Path,
+    distilling: type[FakeTraining],
+    monkeypatch: pytest.MonkeyPatch,
+    call: str,
+) -> None:
+    console = Recorder("console", fails=(call,))
+    monkeypatch.setattr(runlog, "open_console", lambda *_: console)
+    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert (tmp_path / "model").is_dir()
+
+
+def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error = StageError("evaluation", "nothing can be graded")
+    assert run(quiet(tmp_path), Inputs(ROWS)) == 1
+    assert (tmp_path / "model").is_dir()
+    distilling.trained = False
+    assert run(quiet(tmp_path / "half"), Inputs(ROWS)) == 1
+    assert not (tmp_path / "half" / "model").exists()
+
+
+def test_a_checkpoint_that_cannot_be_had_at_the_end_does_not_replace_the_error(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error = StageError("teacher", "it is gone")
+    run(quiet(tmp_path), Inputs(ROWS))
+    log = (tmp_path / "run.log").read_text()
+    assert "no checkpoint at the end" in log
+    assert "failed: teacher: it is gone" in log

@@ -8,13 +8,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from async_opd.core.board import Board, accuracies
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.sink import Summary
+from async_opd.core.stages import Interval
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -73,6 +74,9 @@ class LiveConsole:
     def waits(self, waits: Mapping[str, str]) -> None:
         """Shows what pools wait for."""
         self.board.post_waits(waits)
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Nothing: intervals are the trace's."""
 
     def message(self, text: str) -> None:
         """Shows the text among the last messages."""
@@ -138,6 +142,9 @@ class PlainConsole:
     def waits(self, waits: Mapping[str, str]) -> None:
         """Keeps what pools wait for; a line has no room for it."""
         self.board.post_waits(waits)
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Nothing: intervals are the trace's."""
 
     def message(self, text: str) -> None:
         """Prints the text."""

@@ -14,10 +14,9 @@ from async_opd.core.topic import TopicStats
 
 
 class Metering:
-    """Knows the time between two steps, and all intervals of the run for overlap and trace."""
+    """Knows the time between two steps; of a pool's intervals only their overlap so far."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.intervals: dict[str, list[Interval]] = defaultdict(list)
         self.waits: dict[str, str] = {}
         self._clock = clock
         self._started = self._last = clock()
@@ -76,7 +75,6 @@ class Metering:
         return self._overlap_s / max(now - self._started, 1e-9)
 
     def _pool(self, pool: str, stage: StageReport, elapsed: float) -> dict[str, float]:
-        self.intervals[pool] += stage.busy
         self.waits[pool] = stage.waits_for
         busy = sum(interval.end - interval.start for interval in covered(list(stage.busy)))
         metrics = {

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime
@@ -33,6 +33,8 @@ from async_opd.core.run_files import make_folder, regular_file
 from async_opd.core.samples import Lost
 from async_opd.core.secrets import Redactor
 from async_opd.core.sink import Sink, Status, Summary
+from async_opd.core.stages import Interval
+from async_opd.core.trace import TraceSink
 from async_opd.core.wandb_sink import WandbSink
 
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
@@ -82,11 +84,8 @@ class RunLog:
         return self
 
     def _start(self, sink: Sink) -> None:
-        notes: list[str | None] = []
-        if self._guard(sink, lambda sink: notes.append(sink.start())):
+        if self._noted(sink, lambda sink: sink.start()):
             self._sinks.insert(0, sink)
-        for note in filter(None, notes):
-            self.message(note)
 
     def __exit__(
         self,
@@ -134,6 +133,10 @@ class RunLog:
         """Tells the sinks what each pool waits for ('' if it computes)."""
         self._each(lambda sink: sink.waits(waits))
 
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Tells the sinks when each pool computed since the last call."""
+        self._each(lambda sink: sink.busy(pools))
+
     def message(self, text: str) -> None:
         """A line to ``run.log``, with the time, and to the sinks; secrets in it are hidden."""
         text = self._redacted(text).encode(errors="backslashreplace").decode()
@@ -176,7 +179,8 @@ class RunLog:
             self._write_summary(status, error)
         summary = self._summary(status, error)
         for sink in self._sinks:
-            self._guard(sink, lambda sink: sink.close(summary))
+            with self._kept():
+                self._noted(sink, lambda sink: sink.close(summary))
         for file in (self._metrics_file, self._messages_file):
             with self._kept(), _written(file.name):
                 file.close()
@@ -236,6 +240,14 @@ class RunLog:
         for sink in self._sinks:
             self._guard(sink, call)
 
+    def _noted(self, sink: Sink, call: Callable[[Sink], str | None]) -> bool:
+        """As ``_guard``; what the sink has to say is a message."""
+        notes: list[str | None] = []
+        succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
+        for note in filter(None, notes):
+            self.message(note)
+        return succeeded
+
     def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
         """Whether the call succeeded. Every failure is counted, a sink's first one is reported."""
         try:
@@ -268,7 +280,7 @@ def _configured(
     config: RunConfig, run_dir: Path, clock: Callable[[], float], resumed: bool
 ) -> list[Sink]:
     """The sinks the config asks for. The console is last: it tells how closing the others went."""
-    sinks: list[Sink] = []
+    sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
     if config.log.wandb != "off":
         sinks.append(WandbSink(config, run_dir, resumed))
     console = open_console(config, clock)

@@ -1,11 +1,13 @@
-"""Where a run's metrics and messages go, besides its files: the console, wandb."""
+"""Where a run's metrics and messages go, besides its files: the console, wandb, the trace."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
+
+from async_opd.core.stages import Interval
 
 Status = Literal["completed", "failed", "interrupted"]
 
@@ -49,8 +51,11 @@ class Sink(Protocol):
     def waits(self, waits: Mapping[str, str]) -> None:
         """Takes what each pool waits for ('' if it computes)."""
 
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Takes when each pool computed since the last call."""
+
     def message(self, text: str) -> None:
         """Takes a line for people."""
 
-    def close(self, summary: Summary) -> None:
-        """The run ended."""
+    def close(self, summary: Summary) -> str | None:
+        """The run ended. What people should know of what the sink has, if it is not all."""

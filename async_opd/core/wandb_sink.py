@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -13,6 +13,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.run_files import make_folder
 from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
+from async_opd.core.stages import Interval
 from async_opd.core.wandb_run import WandbRun
 
 if TYPE_CHECKING:
@@ -102,6 +103,9 @@ class WandbSink:
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Nothing: wandb takes numbers."""
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Nothing: intervals are the trace's."""
 
     def message(self, text: str) -> None:
         """Nothing: wandb takes numbers."""

@@ -59,6 +59,9 @@ class Recorder:
     def waits(self, waits: Mapping[str, str]) -> None:
         self._call("waits", waits)
 
+    def busy(self, pools: Mapping[str, Any]) -> None:
+        self._call("busy", pools)
+
     def message(self, text: str) -> None:
         self._call("message", text)
 

@@ -123,6 +123,7 @@ class Log:
     def log(self, step: int, metrics: Any) -> None: ...
     def summarize(self, metrics: Any) -> None: ...
     def waits(self, waits: Any) -> None: ...
+    def busy(self, pools: Any) -> None: ...
     def message(self, text: str) -> None: ...
 
 
@@ -177,7 +178,7 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     return trainer, Pipeline(_config(setting), parts, prompts, None, Log())
 
 
-async def _nothing_dies(reissue: Any) -> None:
+async def _nothing_dies(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
