@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from async_opd.core.config import RunConfig
 
 MESSAGES = 5
+MESSAGE_CHARACTERS = 1000
+"""Of a message; run.log has all of it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Board:
 
     def post_message(self, text: str) -> None:
         """Takes a message and forgets all but the last few."""
-        self.messages = (*self.messages, text)[-MESSAGES:]
+        self.messages = (*self.messages, text[:MESSAGE_CHARACTERS])[-MESSAGES:]
 
     @property
     def elapsed_s(self) -> float:

@@ -1,6 +1,7 @@
 """The run on a terminal (a live display) or in a log file (plain lines), and its end screen.
 
-Both are sinks: RunLog reports it when the terminal is gone. ``rich`` is imported when needed.
+Both are sinks: RunLog reports it when the terminal is gone. Neither waits for a terminal that is
+stopped, or for the reader of a pipe (``async_opd.core.outlet``). ``rich`` is imported when needed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, TextIO
 from async_opd.core.board import Board, accuracies
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError
+from async_opd.core.outlet import Outlet, outlet_on
 from async_opd.core.sink import Summary
 from async_opd.core.stages import Interval
 
@@ -35,10 +37,10 @@ def open_console(
     if choice == "auto":
         terminal = terminal_on(file)
         choice = "live" if terminal.is_terminal and not terminal.is_dumb_terminal else "plain"
-    board = Board(config, clock)
+    board, outlet = Board(config, clock), outlet_on(file or sys.stdout)
     if choice == "live":
-        return LiveConsole(board, file)
-    return PlainConsole(board, file, clock)
+        return LiveConsole(board, outlet)
+    return PlainConsole(board, outlet, clock)
 
 
 class LiveConsole:
@@ -82,12 +84,13 @@ class LiveConsole:
         """Shows the text among the last messages."""
         self.board.post_message(text)
 
-    def close(self, summary: Summary) -> None:
+    def close(self, summary: Summary) -> str | None:
         """Leaves the last state on the terminal, and the end screen below it."""
         self._stopped.set()
         self._ticker.join()
         self._live.stop()
         print_end(self._terminal, summary)
+        return _finish(self._file)
 
     def render(self) -> RenderableType:
         """The display as it is now."""
@@ -101,6 +104,8 @@ class LiveConsole:
 
     def _tick(self) -> None:
         while not self._stopped.wait(REFRESH_S):
+            if isinstance(self._file, Outlet) and self._file.waiting:
+                continue  # the picture before is not yet shown
             try:
                 self._live.refresh()
             except Exception as error:
@@ -150,11 +155,12 @@ class PlainConsole:
         """Prints the text."""
         self._print(text)
 
-    def close(self, summary: Summary) -> None:
+    def close(self, summary: Summary) -> str | None:
         """Prints the last step, if it is not yet, and the end screen."""
         if self.board.step > self._printed_step:
             self._print_step(self._clock())
         print_end(terminal_on(self._file, plain=True), summary)
+        return _finish(self._file)
 
     def _print_step(self, now: float) -> None:
         self._printed_step, self._printed_at = self.board.step, now
@@ -169,6 +175,13 @@ class PlainConsole:
 
     def _print(self, text: str) -> None:
         print(text, file=self._file or sys.stdout, flush=True)
+
+
+def _finish(file: TextIO | None) -> str | None:
+    """What is missing on the terminal, if something is."""
+    if not isinstance(file, Outlet) or file.finish():
+        return None
+    return f"the console is not complete, nobody read it: {file.left_out} lines were left out"
 
 
 def terminal_on(file: TextIO | None, plain: bool = False) -> Console:

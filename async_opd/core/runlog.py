@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +28,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
 from async_opd.core.errors import StageError
+from async_opd.core.outlet import tell
 from async_opd.core.run_files import make_folder, regular_file
 from async_opd.core.samples import Lost
 from async_opd.core.secrets import Redactor
@@ -174,7 +174,7 @@ class RunLog:
         with self._kept():
             self.message(f"{status}: {error}" if error else status)
         if self._quiet and status == "failed":
-            print(f"failed: {error}", file=sys.stderr)
+            tell(f"failed: {error}")
         with self._kept():
             self._write_summary(status, error)
         summary = self._summary(status, error)
@@ -196,7 +196,7 @@ class RunLog:
             yield
         except (OSError, StageError) as error:
             self._status = "failed"
-            print(f"failed: {error}", file=sys.stderr)
+            tell(f"failed: {error}")
 
     def give_up(self, status: Status, error: str) -> None:
         """Like ``finish`` for a process that ends at once: sinks are neither told nor closed."""
