@@ -130,7 +130,7 @@ class DataChecks:
 
     def answers(self, part: str, rows: Sequence[Row], grader: str) -> None:
         """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
-        without = [r for r in rows if r.answer is None and "reasoning_gym" not in r.fields]
+        without = [r for r in rows if r.answer is None and r.task is None]
         if without and ":" not in grader:
             self.found.add(
                 f"data.{part}",

@@ -48,7 +48,7 @@ def load_grader(name: str) -> Grader:
 
 def has_verifier(row: Row) -> bool:
     """Whether it is graded by its own task, whatever the grader."""
-    return "reasoning_gym" in row.fields
+    return row.task is not None
 
 
 def _named(name: str) -> Grader:
@@ -86,11 +86,9 @@ def math_verify(response: str, row: Row) -> float:
 
 def reasoning_gym(response: str, row: Row) -> float:
     """The task's own score."""
-    entry: dict[str, Any] = row.fields
-    task = _task(
-        entry["reasoning_gym"], json.dumps(entry.get("reasoning_gym_options", {}), sort_keys=True)
-    )
-    return float(task.score_answer(answer=response.strip(), entry=entry))
+    assert row.task is not None
+    task = _task(row.task.name, json.dumps(row.task.options, sort_keys=True))
+    return float(task.score_answer(answer=response.strip(), entry=row.fields))
 
 
 @functools.cache

@@ -13,6 +13,12 @@ from async_opd.core.config import DataConfig, FileSource, ReasoningGymSource
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.text import PromptText
 
+LARGEST_ROW = 16 << 20
+"""Letters and bytes of a row, images of it included."""
+DEEPEST = 64
+"""Values inside of values."""
+MOST_NAMED = 12
+
 
 class SourceError(AsyncOPDError):
     """A data source that cannot be read. ``row`` is 1-based, or None for the whole source."""
@@ -26,6 +32,14 @@ class SourceError(AsyncOPDError):
 
 
 @dataclass(frozen=True)
+class Task:
+    """A reasoning-gym task with the options it was made with."""
+
+    name: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class Row:
     """One entry. ``uid`` is ``<source>:<0-based index>``, in jsonl that of its line."""
 
@@ -34,6 +48,8 @@ class Row:
     prompt: PromptText
     answer: str | None
     fields: dict[str, Any]
+    task: Task | None = None
+    """The task that made it and that grades it; a row of a file has none, whatever its fields."""
 
 
 def read_source(source: FileSource | ReasoningGymSource, index: int, data: DataConfig) -> list[Row]:
@@ -62,22 +78,27 @@ def _read(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix == ".jsonl":
         yield from _jsonl(path)
     elif path.suffix == ".parquet":
-        import pyarrow.parquet as parquet
-
-        try:
-            rows = parquet.read_table(path).to_pylist()
-        except Exception as error:  # broken files find their way deep into it
-            raise SourceError(str(path), f"is no valid parquet: {_words(error)}") from error
-        yield from enumerate(rows, 1)
+        yield from enumerate(_arrow(path, "is no valid parquet"), 1)
     elif path.is_dir():
-        yield from enumerate(_datasets(path), 1)
+        yield from enumerate(_arrow(path, "is no datasets directory"), 1)
     else:
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
 
+def _arrow(path: Path, fault: str) -> Iterator[dict[str, Any]]:
+    from async_opd.core.arrow_rows import datasets_rows, parquet_rows
+
+    try:
+        yield from parquet_rows(path) if path.suffix == ".parquet" else datasets_rows(path)
+    except Exception as error:  # broken files find their way deep into pyarrow
+        raise SourceError(str(path), f"{fault}: {type(error).__name__}: {error}") from error
+
+
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(LARGEST_ROW + 1), ""), 1):
+            if len(line) > LARGEST_ROW:
+                raise SourceError(str(path), _too_large(), number)
             if not line.strip():
                 continue
             try:
@@ -89,29 +110,37 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, fields
 
 
-def _datasets(path: Path) -> Iterator[dict[str, Any]]:
-    import datasets
+def _excess(fields: dict[str, Any]) -> str | None:
+    """What is too much in a row: it is pickled, rendered and graded as a whole."""
+    size, level, depth = 0, [fields], 0
+    while level:
+        depth += 1
+        if depth > DEEPEST:
+            return f"is nested too deeply: more than {DEEPEST} values inside of each other"
+        inner: list[Any] = []
+        for value in level:
+            if isinstance(value, dict):
+                inner += [*value, *value.values()]
+            elif isinstance(value, list | tuple):
+                inner += value
+            size += len(value) if isinstance(value, str | bytes) else 1
+        if size > LARGEST_ROW:
+            return _too_large()
+        level = inner
+    return None
 
-    try:
-        loaded = datasets.load_from_disk(str(path))
-        rows = [] if isinstance(loaded, datasets.DatasetDict) else [dict(row) for row in loaded]
-    except Exception as error:  # it trusts its own JSON files
-        raise SourceError(str(path), f"is no datasets directory: {_words(error)}") from error
-    if isinstance(loaded, datasets.DatasetDict):
-        raise SourceError(str(path), f"holds splits {sorted(loaded)}: name one, as in {path}/train")
-    yield from rows
 
-
-def _words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+def _too_large() -> str:
+    return f"is too large: more than {LARGEST_ROW >> 20} MiB"
 
 
 def _row(fields: dict[str, Any], uid: str, number: int, path: Path, data: DataConfig) -> Row:
+    excess = _excess(fields)
+    if excess is not None:
+        raise SourceError(str(path), excess, number)
     for name in (data.prompt, data.route_by):
         if fields.get(name) in (None, "", []):
-            raise SourceError(
-                str(path), f"has no field {name!r}; it has {', '.join(map(repr, fields))}", number
-            )
+            raise SourceError(str(path), f"has no field {name!r}; it has {_names(fields)}", number)
     prompt = fields[data.prompt]
     chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
     if not chat and not isinstance(prompt, str):
@@ -130,6 +159,12 @@ def _row(fields: dict[str, Any], uid: str, number: int, path: Path, data: DataCo
     )
 
 
+def _names(fields: dict[str, Any]) -> str:
+    """Some of the fields' names."""
+    names = [repr(str(name)[:40]) for name in list(fields)[:MOST_NAMED]]
+    return ", ".join([*names, "…"] if len(fields) > MOST_NAMED else names)
+
+
 def _reasoning_gym(source: ReasoningGymSource, index: int) -> Iterator[Row]:
     import reasoning_gym
 
@@ -145,5 +180,6 @@ def _reasoning_gym(source: ReasoningGymSource, index: int) -> Iterator[Row]:
             data_source=source.task,
             prompt=entry["question"],
             answer=entry["answer"],
-            fields={"reasoning_gym": source.task, "reasoning_gym_options": source.options, **entry},
+            fields=entry,
+            task=Task(source.task, source.options),
         )

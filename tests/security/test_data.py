@@ -1,0 +1,123 @@
+"""What a stranger's data can do while it is read: be refused, with file and row."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from async_opd.core.config import DataConfig, FileSource
+from async_opd.core.graders import has_verifier, load_grader
+from async_opd.core.sources import DEEPEST, Row, SourceError, read_source
+from tests.fuzz.command import checked, good, written
+from tests.security.hostile_data import GOOD, MANY, hostile_folder, lines, state
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("strangers")
+    return hostile_folder(folder / "data", str(folder / "secret.png"))
+
+
+def read(path: Path) -> list[Row]:
+    return read_source(FileSource(path=str(path)), 0, DataConfig(train=[]))
+
+
+def test_an_image_stays_where_it_lies(hostile: Path) -> None:
+    row = read(hostile / "images")[0]
+    elsewhere = {"bytes": None, "path": str(hostile.parent / "secret.png")}
+    assert row.fields["image"] == row.fields["sound"] == elsewhere
+
+
+def test_a_url_of_an_image_is_not_asked_for(tmp_path: Path) -> None:
+    import socket
+
+    asked: list[str] = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(30)
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/me.png"
+
+        def listen() -> None:
+            connection, _ = server.accept()
+            asked.append(connection.recv(100).decode())
+            connection.close()
+
+        listener = Thread(target=listen)
+        listener.start()
+        rows = read(hostile_folder(tmp_path / "data", url) / "images")
+        with socket.create_connection(server.getsockname()) as ours:
+            ours.sendall(b"the test itself")
+        listener.join()
+    assert rows[0].fields["image"]["path"] == url
+    assert asked == ["the test itself"]
+
+
+def test_rows_of_another_folder_are_not_opened(hostile: Path) -> None:
+    with pytest.raises(SourceError, match=r"names '\.\./outside\.arrow', which is no file of the"):
+        read(hostile / "escaping")
+
+
+@pytest.mark.parametrize("names", [["/etc/passwd"], [".."], [""], ["a\x00b"], ["x.arrow"] * 2])
+def test_names_of_files_that_are_none(tmp_path: Path, names: list[str]) -> None:
+    (tmp_path / "x.arrow").touch()
+    state(tmp_path, names)
+    with pytest.raises(SourceError, match="no datasets directory"):
+        read(tmp_path)
+
+
+def test_a_row_that_is_too_deep_is_refused_with_its_number(hostile: Path) -> None:
+    with pytest.raises(SourceError, match=f"more than {DEEPEST} values inside") as caught:
+        read(hostile / "deep.jsonl")
+    assert caught.value.row == 2
+
+
+def test_a_row_as_deep_as_allowed_is_read(tmp_path: Path) -> None:
+    deep: list[object] = []
+    for _ in range(DEEPEST - 2):
+        deep = [deep]
+    lines(tmp_path / "a.jsonl", [{**GOOD, "x": deep}])
+    assert len(read(tmp_path / "a.jsonl")) == 1
+
+
+def test_a_row_that_is_too_large_is_refused_with_its_number(hostile: Path) -> None:
+    with pytest.raises(SourceError, match="more than 16 MiB") as caught:
+        read(hostile / "large.jsonl")
+    assert caught.value.row == 2
+
+
+def test_a_small_file_does_not_become_much_memory_at_once(hostile: Path) -> None:
+    from async_opd.core.arrow_rows import parquet_rows
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert sum(len(row["long"]) for row in parquet_rows(hostile / "repeated.parquet")) == MANY << 20
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB: 1 GiB
+
+
+def test_a_row_cannot_choose_its_own_verifier(hostile: Path) -> None:
+    row = read(hostile / "forged_task.jsonl")[0]
+    assert not has_verifier(row)
+    assert load_grader("exact")("012", row) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("images", "1 training prompts"),
+        ("escaping", "outside.arrow"),
+        ("deep.jsonl", "row 2"),
+        ("large.jsonl", "row 2"),
+        ("many_fields.jsonl", "has no field 'prompt'"),
+        ("forged_roles.jsonl", "'<eos>'"),
+        ("forged_task.jsonl", "1 training prompts"),
+    ],
+)
+def test_check_says_what_is_wrong_in_a_few_words(
+    hostile: Path, tmp_path: Path, name: str, said: str
+) -> None:
+    config = good(tmp_path)
+    config["data"] = {"train": [str(hostile / name)]}
+    shown = checked(written(tmp_path, config))
+    assert said in shown.out + shown.err
+    assert len(shown.err) < 3000
