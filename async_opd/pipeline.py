@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -37,7 +37,7 @@ from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout, first
 from async_opd.core.evaluation import Evaluation, Measured
 from async_opd.core.ledger import Record
 from async_opd.core.metering import Metering
-from async_opd.core.samples import Lost
+from async_opd.core.samples import Group, Lost
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
@@ -172,7 +172,7 @@ class Pipeline:
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         groups = [*self.accounts.ledger.again(finished), *self.accounts.supply.complete()]
-        await self.stages.queue.put(PROMPTS, Batch.pack(groups))
+        self._arrows.create_task(self._issue(groups))  # for room in the queue they need training
 
     async def _first_weights(self) -> None:
         """Trainer ──► replicas, which have them unless the run has begun before."""
@@ -185,14 +185,14 @@ class Pipeline:
         group = self.config.rollout.n
         while True:
             groups = await self.accounts.admission.admit(group, at_most_groups=64)
-            await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.supply.groups(groups)))
+            await self._issue(self.accounts.supply.groups(groups))
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
 
         What a stage still works on comes twice; the trainer drops the second copy.
         """
-        await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.again(())))
+        await self._issue(self.accounts.ledger.again(()))
 
     async def _rerun(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""
@@ -200,7 +200,7 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
-            await self.stages.queue.put(PROMPTS, Batch.pack(self.accounts.ledger.requeued(headers)))
+            await self._issue(self.accounts.ledger.requeued(headers))
             done = lease.id
 
     async def _replace(self) -> None:
@@ -213,8 +213,13 @@ class Pipeline:
             if dropped:
                 await self.stages.trainer.drop(dropped)
             groups = [group for replaced in found for group in replaced.groups]
-            await self.stages.queue.put(PROMPTS, Batch.pack(groups))
+            await self._issue(groups)
             done = lease.id
+
+    async def _issue(self, groups: Iterable[Group]) -> None:
+        """Groups ──► prompts, a message at a time."""
+        for batch in Batch.packed(groups):
+            await self.stages.queue.put(PROMPTS, batch)
 
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""

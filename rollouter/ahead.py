@@ -56,11 +56,11 @@ class Ahead:
     async def _send(self, teacher: str) -> None:
         try:
             while waiting := self._waiting.pop(teacher, None):
-                pieces = Batch.pack(growing.piece() for growing in waiting.values())
-                try:
-                    await self._queue.put(early_topic(teacher), pieces)
-                except AsyncOPDError as error:  # the finished rollouts will say what is wrong
-                    self._refused[type(error).__name__] += len(pieces)
+                for pieces in Batch.packed([growing.piece() for growing in waiting.values()]):
+                    try:
+                        await self._queue.put(early_topic(teacher), pieces)
+                    except AsyncOPDError as error:  # the finished rollouts will say what is wrong
+                        self._refused[type(error).__name__] += len(pieces)
         finally:
             if self._senders.get(teacher) is asyncio.current_task():
                 del self._senders[teacher]

@@ -13,11 +13,13 @@ lease is acknowledged with the next get, after its samples are in the queue.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
 from async_opd.core.alarm import Timer
+from async_opd.core.aside import aside
 from async_opd.core.batch import Batch
 from async_opd.core.bulletin import Bulletin
 from async_opd.core.config import HealthConfig
@@ -55,13 +57,15 @@ class ScorerStage:
         hosts: Mapping[str, str] | None = None,
         wave: int = 1,
         early: Sequence[str] = (),
+        call_tokens: Mapping[str, int] | None = None,
         timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
         ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
         colocated teacher takes turns with, ``wave`` is how many rollouts are enough for a turn.
-        ``early`` are the teachers that score rollouts while they grow.
+        ``early`` are the teachers that score rollouts while they grow. ``call_tokens[teacher]``
+        bounds a call to a replica of it, so that its answer is one message.
         """
         health = health or {}
         self._hosts = dict(hosts or {})
@@ -88,6 +92,7 @@ class ScorerStage:
         self._queue = queue
         self._leases = Holder(queue, consumer, timer)
         self._batch_sizes = dict(batch_sizes)
+        self._call_tokens = dict(call_tokens or {})
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
 
@@ -117,7 +122,7 @@ class ScorerStage:
         topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
         done: int | None = None
         while True:
-            lease = await self._next(topic, size, done)
+            lease = await self._next(topic, size, done, self._call_tokens.get(teacher))
             await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
             done = lease.id
 
@@ -132,16 +137,19 @@ class ScorerStage:
             done = lease.id
 
     async def _put(self, scored: Scored) -> None:
-        if scored.samples:
-            await self._queue.put(SCORED, Batch.join(scored.samples))
-        if scored.lost:
-            await self._queue.put(DEAD, Batch.pack(scored.lost))
+        for parts in Batch.messages(scored.samples):
+            nbytes = sum(part.nbytes for part in parts) if len(parts) > 1 else 0
+            await self._queue.put(SCORED, await aside(nbytes, Batch.join, parts))
+        for lost in Batch.packed(scored.lost):
+            await self._queue.put(DEAD, lost)
 
-    async def _next(self, topic: str, size: int, done: int | None) -> Lease:
+    async def _next(
+        self, topic: str, size: int, done: int | None, tokens: int | None = None
+    ) -> Lease:
         try:
-            return await self._leases.get(topic, size, ack=done)
+            return await self._leases.get(topic, size, ack=done, tokens=tokens)
         except LeaseExpired:  # its rollouts are scored again; the trainer knows them
-            return await self._leases.get(topic, size)
+            return await self._leases.get(topic, size, tokens=tokens)
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────
 
@@ -187,7 +195,7 @@ class ScorerStage:
         while True:
             room = await shift.room(teacher)
             at_most = min(room, self._batch_sizes[teacher])
-            lease = await self._leases.get(topic, at_most)
+            lease = await self._leases.get(topic, at_most, tokens=self._call_tokens.get(teacher))
             await shift.hold(teacher, lease)
 
     async def _turn(self, teacher: str, shift: Shift) -> None:
@@ -198,7 +206,8 @@ class ScorerStage:
             if question is not None:
                 await question()
                 continue
-            leases = shift.next_leases(teacher, self._batch_sizes[teacher])
+            tokens = self._call_tokens.get(teacher, math.inf)
+            leases = shift.next_leases(teacher, self._batch_sizes[teacher], tokens)
             if not leases:
                 return
             batches = [batch for lease in leases for batch in lease.batches]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from async_opd.core.alarm import Alarm, Timer
+from async_opd.core.aside import aside
 from async_opd.core.balancer import Balancer, Place
 from async_opd.core.batch import Batch
 from async_opd.core.config import EndpointHealth, HealthConfig
@@ -319,7 +320,7 @@ class Seats:
 async def scored(name: str, batch: Batch, replica: Replica) -> Batch:
     """Its samples, checked."""
     samples = await replica.score(batch)
-    check(name, batch, samples)
+    await aside(samples.nbytes, check, name, batch, samples)
     return samples
 
 

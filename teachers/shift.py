@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
+from async_opd.core.batch import MESSAGE_BYTES
 from async_opd.core.loans import Lease
 
 Question = Callable[[], Awaitable[None]]
@@ -80,14 +81,19 @@ class Shift:
         """A question, if there is one."""
         return self._questions[teacher].popleft() if self._questions[teacher] else None
 
-    def next_leases(self, teacher: str, at_most: int) -> list[Lease]:
-        """Whole leases of at most so many rollouts, at least one if there is any."""
-        leases, size = self._leases[teacher], 0
+    def next_leases(self, teacher: str, at_most: int, tokens: float = math.inf) -> list[Lease]:
+        """Whole leases of at most so many rollouts, tokens and bytes; one if there is any."""
+        leases = self._leases[teacher]
         taken: list[Lease] = []
-        while leases and self._left > 0 and (not taken or size + len(leases[0]) <= at_most):
+        rollouts, nbytes = at_most, MESSAGE_BYTES
+        while leases and self._left > 0:
+            lease = leases[0]
+            rollouts, nbytes = rollouts - len(lease), nbytes - lease.nbytes
+            tokens -= lease.tokens
+            if taken and min(rollouts, nbytes, tokens) < 0:
+                break
             taken.append(leases.popleft())
-            size += len(taken[-1])
-            self._left -= len(taken[-1])
+            self._left -= len(lease)
         return taken
 
     async def out(self, teacher: str, rollouts: int) -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.batch import Batch
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
@@ -205,7 +205,7 @@ class FakeTrainer:
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         steps, version, held = self.state
         await self.pace.wait()
-        queued = unpack_samples(await self.intake.queued())
+        queued = [one async for part in self.intake.queued(in_flight) for one in part]
         found = {s.rollout.uid: s for s in (*queued, *held) if s.rollout.uid in in_flight}
         (Path(directory) / "trainer.json").write_text(json.dumps([steps, version]))
         await self.pace.wait()

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from async_opd.core.alarm import Timer
-from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.batch import Batch, cut, unpack_samples
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.holder import Holder
 from async_opd.core.loans import Lease
@@ -112,9 +112,12 @@ class Intake:
         """Samples that are here and not trained, those taken for a step included."""
         return tuple(held.sample for held in (*self._taken, *self._held.values()))
 
-    async def queued(self) -> tuple[Batch, ...]:
-        """Everything in topic ``scored``, leased or not; it stays there."""
-        return await self._queue.contents(SCORED)
+    async def queued(self, uids: Collection[str]) -> AsyncIterator[list[Sample]]:
+        """What topic ``scored`` has of these, leased or not, message by message; it stays there."""
+        found = [header for header in await self._queue.headers(SCORED) if header.uid in uids]
+        for part in cut(found, lambda header: header.nbytes):
+            batches = await self._queue.contents(SCORED, {header.uid for header in part})
+            yield await asyncio.to_thread(unpack_samples, batches)
 
     def hold(self, samples: Sequence[Sample]) -> None:
         """Samples that a checkpoint kept; they are taken before any others."""
@@ -186,7 +189,10 @@ class Intake:
             self._next = asyncio.create_task(self._fetch(), name="fetching ahead")
 
     async def _fetch(self) -> _Fetched:
-        """As many samples as the next batch lacks, or any that may complete its groups."""
+        """As many samples as the next batch lacks, or any that may complete its groups.
+
+        Of large ones a message, and the rest in further ones.
+        """
         missing = self._batch_size - len(self._held)
         if self._group_size == 1:
             at_least = at_most = max(missing, 1)

@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from async_opd.core.activity import Activity
-from async_opd.core.batch import unpack_samples
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.gate import Gate
 from async_opd.core.samples import Header, Sample
@@ -154,13 +154,12 @@ class TrainerStage:
     async def _scored(self, state: TrainerState, in_flight: frozenset[str]) -> list[Sample]:
         """What was held, and what lies in the queue. Tokens of later versions are left out.
 
-        Without the queue it is what was held; the rest is sampled again.
+        What a queue that dies meanwhile had is sampled again.
         """
-        try:
-            queued = unpack_samples(await self._intake.queued())
-        except StageError:
-            queued = []
-        found = {sample.rollout.uid: sample for sample in (*queued, *state.samples)}
+        found = {sample.rollout.uid: sample for sample in state.samples}
+        with suppress(StageError):
+            async for samples in self._intake.queued(in_flight - found.keys()):
+                found |= {sample.rollout.uid: sample for sample in samples}
         return [
             sample
             for uid, sample in sorted(found.items())

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import cast
 
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
 from async_opd.core.loans import Ack, Lease
-from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.samples import Header, Prompt, Rollout
 from async_opd.core.stages import Captured, News, SamplingSpec, StageReport, StepReport
 from async_opd.core.topic import TopicStats
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -39,9 +39,10 @@ class QueueProxy:
         ack: Ack = None,
         consumer: str = "",
         share: bool = False,
+        tokens: int | None = None,
     ) -> Lease:
         """See MessageQueue.get."""
-        args = (topic, at_most, at_least, ack, consumer, share)
+        args = (topic, at_most, at_least, ack, consumer, share, tokens)
         return cast(Lease, await self._remote.call_again("get", *args, timeout_s=ENDLESS))
 
     async def ack(self, topic: str, lease_id: int) -> None:
@@ -56,9 +57,13 @@ class QueueProxy:
         """See MessageQueue.nack."""
         return bool(await self._remote.call_again("nack", topic, lease_id))
 
-    async def contents(self, topic: str) -> tuple[Batch, ...]:
+    async def headers(self, topic: str) -> tuple[Header, ...]:
+        """See MessageQueue.headers."""
+        return cast(tuple[Header, ...], await self._remote.call("headers", topic))
+
+    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
         """See MessageQueue.contents."""
-        return cast(tuple[Batch, ...], await self._remote.call("contents", topic))
+        return cast(tuple[Batch, ...], await self._remote.call("contents", topic, uids))
 
     async def release(self, topic: str, consumer: str) -> int:
         """See MessageQueue.release."""

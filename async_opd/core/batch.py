@@ -3,14 +3,16 @@
     items ──Batch.pack──► rows + one uint8 buffer ──queue──► Batch.unpack ──► items
 
 A Ray call costs far more per object than per byte, so a batch is one flat buffer, and its headers
-are plain tuples. The queue splits and joins batches without looking inside the buffer.
+are plain tuples. The queue splits and joins batches without looking inside the buffer. What travels
+at once (a lease, a put, an answer) has at most ``MESSAGE_BYTES``, and at least one item.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, groupby
 from typing import TypeVar
 
 import numpy as np
@@ -20,7 +22,12 @@ from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Piece, Rollou
 
 Item = Group | Rollout | Sample | Lost | Piece
 T = TypeVar("T", Group, Rollout, Sample, Lost, Piece)
+Anything = TypeVar("Anything")
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
+
+MESSAGE_BYTES = 64 << 20
+"""Of one lease, one put or one answer; a larger item travels alone. An event loop that copies so
+much stands still for less than 0.1 s, and what a call costs is nothing beside it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,54 @@ class Batch:
             rows.append(_row(item, len(payload)))
             payloads.append(payload)
         return cls(tuple(rows), np.frombuffer(b"".join(payloads), dtype=np.uint8))
+
+    @classmethod
+    def packed(cls, items: Iterable[Item], most: int = MESSAGE_BYTES) -> Iterator[Batch]:
+        """Encodes items when they are asked for, in batches of at most ``most`` bytes."""
+        encoded = ((item, pickle.dumps(item, protocol=5)) for item in items)
+        for part in cut(encoded, lambda entry: len(entry[1]), most):
+            rows = tuple(_row(item, len(payload)) for item, payload in part)
+            payloads = b"".join(payload for _, payload in part)
+            yield cls(rows, np.frombuffer(payloads, dtype=np.uint8))
+
+    @classmethod
+    def messages(cls, batches: Iterable[Batch], most: int = MESSAGE_BYTES) -> Iterator[list[Batch]]:
+        """The same items, in order, in lists of at most ``most`` bytes, to join; copies nothing."""
+        pieces = (piece for batch in batches for piece in batch._pieces(most))
+        return cut(pieces, lambda piece: piece.nbytes, most)
+
+    def _pieces(self, most: int) -> Iterator[Batch]:
+        rest = self
+        while len(rest) > 1 and rest.nbytes > most:
+            piece, rest = rest.split(max(rest.first(len(rest), most), 1))
+            yield piece
+        if len(rest):
+            yield rest
+
+    def first(self, count: int, nbytes: int, tokens: int | None = None) -> int:
+        """How many of the first ``count`` items have at most so many bytes and tokens together."""
+        fits = min(count, len(self))
+        if self.nbytes > nbytes:
+            sizes = accumulate(row[2] for row in self.rows)
+            fits = min(fits, sum(size <= nbytes for size in sizes))
+        if tokens is not None:
+            sums = accumulate(row[1] for row in self.rows)
+            fits = min(fits, sum(size <= tokens for size in sums))
+        return fits
+
+    def only(self, uids: Collection[str]) -> Iterator[Batch]:
+        """The items of these uids, as views of the same buffer."""
+        start = end = 0
+        for wanted, found in groupby(self.rows, lambda row: row[0] in uids):
+            rows = tuple(found)
+            start, end = end, end + sum(row[2] for row in rows)
+            if wanted:
+                yield Batch(rows, self.buffer[start:end])
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all items."""
+        return sum(row[1] for row in self.rows)
 
     def unpack(self) -> list[Item]:
         """Decodes the items. They share no memory with the buffer."""
@@ -82,11 +137,32 @@ class Batch:
 
     def split(self, count: int) -> tuple[Batch, Batch]:
         """The first ``count`` items and the rest, as views of the same buffer."""
+        if count >= len(self):
+            return self, NOTHING
         cut = sum(row[2] for row in self.rows[:count])
         return (
             Batch(self.rows[:count], self.buffer[:cut]),
             Batch(self.rows[count:], self.buffer[cut:]),
         )
+
+
+NOTHING = Batch((), np.empty(0, dtype=np.uint8))
+
+
+def cut(
+    items: Iterable[Anything], nbytes: Callable[[Anything], int], most: int = MESSAGE_BYTES
+) -> Iterator[list[Anything]]:
+    """Consecutive items in lists of at most ``most`` bytes; a larger item is alone in its list."""
+    part: list[Anything] = []
+    size = 0
+    for item in items:
+        size += nbytes(item)
+        if part and size > most:
+            yield part
+            part, size = [], nbytes(item)
+        part.append(item)
+    if part:
+        yield part
 
 
 def _row(item: Item, nbytes: int) -> Row:

@@ -38,6 +38,7 @@ class Holder:
         at_most: int,
         at_least: int = 1,
         ack: Ack = None,
+        tokens: int | None = None,
     ) -> Lease:
         """See Queue.get. Raises what ended the renewals, too."""
         if self._renewing is None:
@@ -45,7 +46,8 @@ class Holder:
         elif self._renewing.done():
             self._renewing.result()
         self._forget(topic, ack)
-        lease = await self._queue.get(topic, at_most, at_least, ack, self._consumer)
+        consumer = self._consumer
+        lease = await self._queue.get(topic, at_most, at_least, ack, consumer, tokens=tokens)
         self._held[topic].add(lease.id)
         return lease
 

@@ -24,6 +24,16 @@ class Lease:
     def __len__(self) -> int:
         return sum(len(batch) for batch in self.batches)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(batch.nbytes for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(batch.tokens for batch in self.batches)
+
 
 @dataclass(frozen=True)
 class Loan:

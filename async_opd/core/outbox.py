@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Rollout, Sample
@@ -38,12 +39,15 @@ class Outbox:
         try:
             while self._waiting.get(topic):
                 entries, self._waiting[topic] = self._waiting[topic], []
-                try:
-                    await self._queue.put(topic, Batch.pack(item for item, _ in entries))
-                except Exception as error:
-                    _settle(entries, error)
-                else:
-                    _settle(entries, None)
+                left = iter(entries)
+                for batch in Batch.packed(item for item, _ in entries):
+                    sent = list(islice(left, len(batch)))
+                    try:
+                        await self._queue.put(topic, batch)
+                    except Exception as error:
+                        _settle(sent, error)
+                    else:
+                        _settle(sent, None)
         finally:
             del self._senders[topic]
 

@@ -6,13 +6,14 @@ Plain asyncio in one event loop; ``async_opd.cluster.singles`` puts it into a Ra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from async_opd.core.alarm import Timer, loop_timer
-from async_opd.core.batch import Batch
+from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.bulletin import Bulletin
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.loans import Ack, Lease
+from async_opd.core.samples import Header
 from async_opd.core.stages import News
 from async_opd.core.topic import Topic, TopicStats
 
@@ -28,6 +29,7 @@ class MessageQueue:
         lease_s: float,
         timer: Timer | None = None,
         kept: tuple[str, ...] = (),
+        lease_bytes: int = MESSAGE_BYTES,
     ) -> None:
         """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
         self._lease_s = lease_s
@@ -39,6 +41,7 @@ class MessageQueue:
                 math.inf if name in kept else lease_s,
                 timer or loop_timer,
                 self._teller(name),
+                lease_bytes,
             )
             for name in topics
         }
@@ -55,13 +58,14 @@ class MessageQueue:
         ack: Ack = None,
         consumer: str = "",
         share: bool = False,
+        tokens: int | None = None,
     ) -> Lease:
         """Acknowledges leases of the same topic first, in the same call; see Topic.get."""
         done = (ack,) if isinstance(ack, int) else ack or ()
         expired = [lease_id for lease_id in done if not self._topics[topic].ack(lease_id)]
         if expired:
             raise LeaseExpired(topic, expired[0])
-        return await self._topics[topic].get(at_most, at_least, consumer, share)
+        return await self._topics[topic].get(at_most, at_least, consumer, share, tokens)
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Topic.ack. Raises LeaseExpired."""
@@ -82,9 +86,13 @@ class MessageQueue:
         """See Topic.nack."""
         return self._topics[topic].nack(lease_id)
 
-    async def contents(self, topic: str) -> tuple[Batch, ...]:
+    async def headers(self, topic: str) -> tuple[Header, ...]:
+        """See Topic.headers."""
+        return self._topics[topic].headers
+
+    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
         """See Topic.contents."""
-        return self._topics[topic].contents()
+        return self._topics[topic].contents(uids)
 
     async def release(self, topic: str, consumer: str) -> int:
         """See Topic.release."""

@@ -10,7 +10,7 @@ do the Ray proxies in ``async_opd.cluster``. Every message is frozen and small, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -60,10 +60,13 @@ class Queue(Protocol):
         ack: Ack = None,
         consumer: str = "",
         share: bool = False,
+        tokens: int | None = None,
     ) -> Lease:
         """Waits for ``at_least`` samples and takes up to ``at_most``; acknowledges ``ack`` first.
 
-        ``share``: no more than an even share of what is there among all who wait for it.
+        Of large samples it takes one message (``async_opd.core.batch``), be they fewer or not.
+        ``share``: no more than an even share of what is there among all who wait for it;
+        ``tokens``: no more than so many, or one sample.
         Raises QueueClosed or LeaseExpired.
         """
         ...
@@ -79,8 +82,12 @@ class Queue(Protocol):
         """The lease's samples go back to the front of the topic."""
         ...
 
-    async def contents(self, topic: str) -> tuple[Batch, ...]:
-        """What the topic holds, leased or ready; it stays there."""
+    async def headers(self, topic: str) -> tuple[Header, ...]:
+        """Of what the topic holds, leased or ready."""
+        ...
+
+    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
+        """What the topic holds of these samples, leased or ready; it stays there."""
         ...
 
     async def release(self, topic: str, consumer: str) -> int:

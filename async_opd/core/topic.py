@@ -14,14 +14,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.core.alarm import Timer
-from async_opd.core.batch import Batch
+from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import QueueClosed
 from async_opd.core.loans import Lease, Loan, Loans
+from async_opd.core.samples import Header
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class _Getter:
     at_most: int
     consumer: str
     share: bool
+    tokens: int | None
     future: asyncio.Future[Lease]
 
 
@@ -61,7 +63,8 @@ class Topic:
     ``max_samples`` and ``max_bytes`` count what is ready and what is leased out. Two exceptions
     keep it alive: an empty topic takes any batch, and a consumer that waits for more items than
     are ready makes room for the next batch, or a byte bound below one training batch would stop
-    the pipeline for ever. ``tell`` hears of every lease that expired.
+    the pipeline for ever. ``tell`` hears of every lease that expired. A lease has at most
+    ``lease_bytes``, or one sample.
     """
 
     max_samples: int
@@ -69,8 +72,10 @@ class Topic:
     lease_s: float
     timer: Timer
     tell: Callable[[str], None] = lambda text: None
+    lease_bytes: int = MESSAGE_BYTES
     _ready: deque[Batch] = field(default_factory=deque)
     _ready_count: int = 0
+    _ready_bytes: int = 0
     _nbytes: int = 0
     _getters: deque[_Getter] = field(default_factory=deque)
     _putters: deque[_Putter] = field(default_factory=deque)
@@ -101,11 +106,18 @@ class Topic:
             raise
 
     async def get(
-        self, at_most: int, at_least: int = 1, consumer: str = "", share: bool = False
+        self,
+        at_most: int,
+        at_least: int = 1,
+        consumer: str = "",
+        share: bool = False,
+        tokens: int | None = None,
     ) -> Lease:
-        """Takes ``at_least`` to ``at_most`` samples; waits until so many are ready.
+        """Takes up to ``at_most`` samples; waits for ``at_least``, or for ``lease_bytes`` of them.
 
-        ``share`` takes no more than an even share of what is ready among all who wait.
+        So a lease of large samples may have fewer than ``at_least``. ``share`` takes no more than
+        an even share of what is ready among all who wait, ``tokens`` no more than so many tokens,
+        or one sample.
         ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
         """
         if not 1 <= at_least <= min(at_most, self.max_samples):
@@ -117,7 +129,7 @@ class Topic:
         if consumer in self._released:
             raise _taken_for_dead(consumer)
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._getters.append(_Getter(at_least, at_most, consumer, share, future))
+        self._getters.append(_Getter(at_least, at_most, consumer, share, tokens, future))
         self._settle()
         try:
             return await future
@@ -153,12 +165,22 @@ class Topic:
             return False
         self._ready.extendleft(reversed(lease.batches))
         self._ready_count += len(lease)
+        self._ready_bytes += sum(batch.nbytes for batch in lease.batches)
         self._returned += len(lease)
         self._settle()
         return True
 
-    def contents(self) -> tuple[Batch, ...]:
-        """What is leased out and what is ready; it all stays where it is."""
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Of what is leased out and what is ready."""
+        return tuple(header for batch in self._all for header in batch.headers)
+
+    def contents(self, uids: Collection[str]) -> tuple[Batch, ...]:
+        """What is leased out or ready of these samples; it stays where it is."""
+        return tuple(part for batch in self._all for part in batch.only(uids))
+
+    @property
+    def _all(self) -> tuple[Batch, ...]:
         return (*self._loans.batches, *self._ready)
 
     def release(self, consumer: str) -> int:
@@ -220,6 +242,7 @@ class Topic:
         putter = self._putters.popleft()
         self._ready.append(putter.batch)
         self._ready_count += len(putter.batch)
+        self._ready_bytes += putter.batch.nbytes
         self._nbytes += putter.batch.nbytes
         self._put += len(putter.batch)
         putter.future.set_result(None)
@@ -228,37 +251,44 @@ class Topic:
     def _serve_getter(self) -> bool:
         while self._getters and self._getters[0].future.done():
             self._getters.popleft()
-        if not self._getters or self._ready_count < self._getters[0].at_least:
+        if not self._getters or not self._has_enough(self._getters[0]):
             return False
         getter = self._getters.popleft()
         at_most = getter.at_most
         if getter.share:
             waiting = 1 + sum(not other.future.done() for other in self._getters)
             at_most = min(at_most, max(getter.at_least, -(-self._ready_count // waiting)))
-        getter.future.set_result(self._lend(at_most, getter.consumer))
+        getter.future.set_result(self._lend(at_most, getter.tokens, getter.consumer))
         return True
+
+    def _has_enough(self, getter: _Getter) -> bool:
+        return self._ready_count >= getter.at_least or self._ready_bytes >= self.lease_bytes
 
     def _has_room(self, batch: Batch) -> bool:
         held = self._ready_count + len(self._loans)
         if held == 0:
             return True
-        starving = bool(self._getters) and self._ready_count < self._getters[0].at_least
+        starving = bool(self._getters) and not self._has_enough(self._getters[0])
         fits = (
             held + len(batch) <= self.max_samples and self._nbytes + batch.nbytes <= self.max_bytes
         )
         return fits or starving
 
-    def _lend(self, at_most: int, consumer: str) -> Lease:
+    def _lend(self, at_most: int, tokens: int | None, consumer: str) -> Lease:
         batches: list[Batch] = []
-        missing = at_most
-        while self._ready and missing:
-            batch = self._ready.popleft()
-            if len(batch) > missing:
-                batch, rest = batch.split(missing)
+        count, room = at_most, self.lease_bytes
+        while self._ready and count:
+            fits = self._ready[0].first(count, room, tokens)
+            if not fits and batches:
+                break
+            batch, rest = self._ready.popleft().split(max(fits, 1))
+            if len(rest):
                 self._ready.appendleft(rest)
             batches.append(batch)
-            missing -= len(batch)
-        self._ready_count -= at_most - missing
+            count, room = count - len(batch), room - batch.nbytes
+            tokens = None if tokens is None else tokens - batch.tokens
+        self._ready_count -= at_most - count
+        self._ready_bytes -= sum(batch.nbytes for batch in batches)
         return self._loans.lend(tuple(batches), consumer)
 
     def _expire(self, loan: Loan) -> None:

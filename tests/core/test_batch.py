@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, unpack_rollouts, unpack_samples
+from async_opd.core.batch import Batch, cut, unpack_rollouts, unpack_samples
 from async_opd.core.samples import (
     HiddenStates,
     Sample,
@@ -59,3 +62,51 @@ def test_hidden_states_keep_their_bits_on_the_way() -> None:
 def test_an_empty_response_is_an_ordinary_rollout() -> None:
     (header,) = Batch.pack([make_rollout("p/0", tokens=0)]).headers
     assert header.staleness(7) == 0
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 30))
+def test_what_is_cut_is_in_order_and_each_part_within_its_bytes_or_one_item(
+    sizes: list[int], most: int
+) -> None:
+    parts = list(cut(sizes, lambda size: size, most))
+    assert [size for part in parts for size in part] == sizes
+    assert all(part and (sum(part) <= most or len(part) == 1) for part in parts)
+    joined = (left + right[:1] for left, right in pairwise(parts))
+    assert all(sum(both) > most for both in joined)
+
+
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 1500))
+def test_packed_batches_hold_all_items_in_order_within_their_bytes(
+    sizes: list[int], most: int
+) -> None:
+    items = [make_rollout(f"{i}/0", tokens=size) for i, size in enumerate(sizes)]
+    batches = list(Batch.packed(items, most))
+    assert [one.uid for one in unpack_rollouts(batches)] == [one.uid for one in items]
+    assert all(len(b) == 1 or b.nbytes <= most for b in batches)
+
+
+@given(st.lists(st.lists(st.integers(0, 20), max_size=5), max_size=5), st.integers(1, 1500))
+def test_messages_hold_all_items_in_order_within_their_bytes(
+    batches: list[list[int]], most: int
+) -> None:
+    made = [
+        Batch.pack(make_rollout(f"{i}-{j}/0", tokens=size) for j, size in enumerate(sizes))
+        for i, sizes in enumerate(batches)
+    ]
+    joined = [Batch.join(parts) for parts in Batch.messages(made, most)]
+    uids = [header.uid for one in made for header in one.headers]
+    assert [one.uid for one in unpack_rollouts(joined)] == uids
+    assert all(len(b) == 1 or b.nbytes <= most for b in joined)
+
+
+def test_a_batch_that_fits_into_one_message_is_not_copied() -> None:
+    batch = Batch.pack([make_rollout("a/0"), make_rollout("b/0")])
+    (parts,) = Batch.messages([batch])
+    assert Batch.join(parts) is batch
+
+
+def test_some_items_of_a_batch_are_views_of_it() -> None:
+    batch = Batch.pack(make_rollout(f"{i}/0") for i in range(5))
+    parts = list(batch.only({"1/0", "2/0", "4/0"}))
+    assert [one.uid for one in unpack_rollouts(parts)] == ["1/0", "2/0", "4/0"]
+    assert all(np.shares_memory(part.buffer, batch.buffer) for part in parts)

@@ -76,3 +76,36 @@ async def test_a_put_after_an_error_is_tried_again() -> None:
     queue.error = None
     await box.put("t", make_rollout("b/0"))
     assert queue.batches == [["b/0"]]
+
+
+async def test_what_gathered_leaves_in_messages_of_bounded_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = Batch.packed
+    most = 2 * Batch.pack([make_rollout("a/0")]).nbytes
+    monkeypatch.setattr(Batch, "packed", lambda items: packed(items, most))
+    box, queue = outbox()
+    tasks = await put_all(box, "a/0", "b/0", "c/0", "d/0")
+    queue.gate.set()
+    await asyncio.gather(*tasks)
+    assert queue.batches == [["a/0"], ["b/0", "c/0"], ["d/0"]]
+
+
+async def test_an_error_of_one_message_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = Batch.packed
+    monkeypatch.setattr(Batch, "packed", lambda items: packed(items, 1))
+    box, queue = outbox()
+    tasks = await put_all(box, "a/0", "b/0", "c/0")
+    put = queue.put
+
+    async def refuses_b(topic: str, batch: Batch) -> None:
+        if batch.headers[0].uid == "b/0":
+            raise QueueClosed("closed")
+        await put(topic, batch)
+
+    queue.put = refuses_b  # type: ignore[method-assign]
+    queue.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), QueueClosed, type(None)]

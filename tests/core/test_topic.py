@@ -9,15 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch
+from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import QueueClosed
 from async_opd.core.topic import Topic
 from tests.conftest import make_rollout
 from tests.timers import ManualTimer
 
 
-def topic(max_samples: int = 100, max_bytes: int = 1 << 20, timer: Any = None) -> Topic:
-    return Topic(max_samples, max_bytes, 10.0, timer or ManualTimer())
+def topic(
+    max_samples: int = 100,
+    max_bytes: int = 1 << 20,
+    timer: Any = None,
+    lease_bytes: int = MESSAGE_BYTES,
+) -> Topic:
+    return Topic(max_samples, max_bytes, 10.0, timer or ManualTimer(), lease_bytes=lease_bytes)
 
 
 def batch(*uids: str) -> Batch:
@@ -291,3 +296,95 @@ async def test_a_released_consumer_gets_nothing_any_more() -> None:
     given.release("x")
     with pytest.raises(QueueClosed, match="taken for dead"):
         await given.get(1, consumer="x")
+
+
+ONE = batch("a/0").nbytes
+"""Bytes of one of these rollouts."""
+
+
+async def test_a_lease_ends_before_its_bytes_are_too_many() -> None:
+    queue = topic(lease_bytes=2 * ONE)
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    await queue.put(batch("d/0", "e/0"))
+    assert uids(await queue.get(10)) == ["a/0", "b/0"]
+    assert uids(await queue.get(10)) == ["c/0", "d/0"]
+
+
+async def test_a_sample_larger_than_a_lease_travels_alone() -> None:
+    queue = topic(lease_bytes=ONE - 1)
+    await queue.put(batch("a/0", "b/0"))
+    assert uids(await queue.get(10)) == ["a/0"]
+
+
+async def test_who_waits_for_more_than_a_lease_may_carry_gets_what_it_may() -> None:
+    queue = topic(lease_bytes=2 * ONE)
+    waiting = asyncio.create_task(queue.get(5, 5))
+    await queue.put(batch("a/0"))
+    await settle()
+    assert not waiting.done()
+    await queue.put(batch("b/0"))
+    assert uids(await waiting) == ["a/0", "b/0"]
+
+
+async def test_a_lease_ends_before_its_tokens_are_too_many() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    tokens = batch("a/0").tokens
+    assert uids(await queue.get(10, tokens=2 * tokens)) == ["a/0", "b/0"]
+    assert uids(await queue.get(10, tokens=tokens - 1)) == ["c/0"]
+
+
+async def test_the_contents_of_some_samples_are_theirs_leased_or_ready() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0"))
+    await queue.put(batch("c/0", "d/0", "e/0"))
+    await queue.get(1)
+    assert [header.uid for header in queue.headers] == ["a/0", "b/0", "c/0", "d/0", "e/0"]
+    found = [item.uid for part in queue.contents({"a/0", "c/0", "e/0"}) for item in part.unpack()]
+    assert found == ["a/0", "c/0", "e/0"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=8),
+    lease_items=st.integers(1, 6),
+    tokens=st.none() | st.integers(1, 40),
+    ends=st.lists(st.sampled_from(["ack", "nack"]), max_size=20),
+    at_least=st.integers(1, 4),
+)
+def test_every_lease_is_one_sample_or_within_all_its_bounds_and_loses_none(
+    batches: list[list[int]],
+    lease_items: int,
+    tokens: int | None,
+    ends: list[str],
+    at_least: int,
+) -> None:
+    made = [
+        Batch.pack(make_rollout(f"{i}-{j}/0", tokens=size) for j, size in enumerate(sizes))
+        for i, sizes in enumerate(batches)
+    ]
+    names = [header.uid for b in made for header in b.headers]
+    lease_bytes = lease_items * ONE
+
+    async def run() -> list[str]:
+        queue = topic(lease_bytes=lease_bytes)
+        for one in made:
+            await queue.put(one)
+        done: list[str] = []
+        plan = iter(ends)
+        while len(done) < len(names):
+            least = min(at_least, len(names) - len(done))
+            lease = await asyncio.wait_for(queue.get(4, least, tokens=tokens), 5)
+            assert len(lease) == 1 or (
+                lease.nbytes <= lease_bytes and (tokens is None or lease.tokens <= tokens)
+            )
+            if next(plan, "ack") == "ack":
+                queue.ack(lease.id)
+                done += uids(lease)
+            else:
+                queue.nack(lease.id)
+        stats = queue.stats
+        assert (stats.ready, stats.leased, stats.nbytes, queue._ready_bytes) == (0, 0, 0, 0)
+        return done
+
+    assert asyncio.run(run()) == names

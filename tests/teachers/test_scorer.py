@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
 
+from async_opd.core import aside
 from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch, unpack_lost, unpack_samples
 from async_opd.core.errors import NoReplica
 from async_opd.core.queue import MessageQueue
 from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
+from teachers import seats
 from teachers.scorer import ScorerStage
 from tests.conftest import make_rollout
 from tests.teachers.test_pool import Clock, Fake, FakeRebuild, settle
@@ -198,3 +201,67 @@ def test_the_scoring_stage_needs_neither_an_engine_nor_a_tokenizer() -> None:
     names = ("vllm", "torch", "transformers", "tokenizers")
     absent = "".join(f"sys.modules[{name!r}] = None;" for name in names)
     subprocess.run([sys.executable, "-c", f"import sys;{absent}import teachers.scorer"], check=True)
+
+
+async def test_one_call_has_no_more_tokens_than_its_answer_may_weigh() -> None:
+    fake = Fake()
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    most = 2 * rollouts("p/0").tokens
+    scorer = ScorerStage({"t": [fake]}, queue, {"t": 8}, call_tokens={"t": most})
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts(*(f"p/{index}" for index in range(5))))
+    await asyncio.wait_for(queue.get(SCORED, 5, 5), 5)
+    assert sorted(map(len, fake.scored)) == [1, 2, 2]
+    await scorer.shutdown()
+    await asyncio.wait({running})
+
+
+async def test_in_a_shift_one_call_has_no_more_tokens_than_its_answer_may_weigh() -> None:
+    fake = Sleepy()
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    most = 2 * rollouts("p/0").tokens
+    scorer = ScorerStage(
+        {"t": [fake]}, queue, {"t": 8}, hosts={"t": "rollout"}, wave=5, call_tokens={"t": most}
+    )
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts(*(f"p/{index}" for index in range(5))))
+    await asyncio.wait_for(scorer.full("rollout"), 5)
+    await asyncio.wait_for(scorer.shift("rollout"), 5)
+    assert sorted(map(len, fake.scored)) == [1, 2, 2]
+    await scorer.shutdown()
+    await asyncio.wait({running})
+
+
+async def test_samples_enter_the_queue_in_messages_of_bounded_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    messages = Batch.messages
+    monkeypatch.setattr(Batch, "messages", lambda batches: messages(batches, 1))
+    async with stage(Fake()) as (queue, _):
+        sizes = []
+        put = queue.put
+
+        async def watched(topic: str, batch: Batch) -> None:
+            sizes.append(len(batch))
+            await put(topic, batch)
+
+        queue.put = watched  # type: ignore[method-assign]
+        await put(TOPIC, rollouts("p/0", "p/1", "p/2"))
+        await asyncio.wait_for(queue.get(SCORED, 3, 3), 5)
+        assert sizes == [1, 1, 1]
+
+
+async def test_large_answers_are_checked_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checked: list[bool] = []
+
+    def check(name: str, batch: Batch, samples: Batch) -> None:
+        checked.append(threading.current_thread() is threading.main_thread())
+
+    monkeypatch.setattr(seats, "check", check)
+    monkeypatch.setattr(aside, "LARGE", 1)
+    async with stage(Fake()) as (queue, _):
+        await queue.put(TOPIC, rollouts("p/0"))
+        await asyncio.wait_for(queue.get(SCORED, 1), 5)
+    assert checked == [False]

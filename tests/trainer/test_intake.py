@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Sequence
+from functools import partial
 
 import pytest
 
-from async_opd.core.batch import Batch
+from async_opd.core.batch import Batch, cut, unpack_samples
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
@@ -201,3 +204,51 @@ async def test_a_lease_that_two_settle_at_the_same_time_is_acknowledged_once() -
     assert len(scored.acked) == len(set(scored.acked)) == 4
     assert (await scored.stats())[SCORED].acked == 5
     waiting.cancel()
+
+
+async def test_a_batch_of_large_samples_is_taken_lease_by_lease() -> None:
+    one = Batch.pack([make_sample("a/0")]).nbytes
+    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, lease_bytes=2 * one)
+    await put(scored, *(make_sample(f"{name}/0") for name in "abcde"))
+    assert await taken(Intake(scored, batch_size=5)) == ["a/0", "b/0", "c/0", "d/0", "e/0"]
+    stats = (await scored.stats())[SCORED]
+    assert (stats.acked, stats.leased) == (5, 0)
+
+
+async def test_a_batch_larger_than_the_whole_queue_is_taken_all_the_same() -> None:
+    one = Batch.pack([make_sample("a/0")]).nbytes
+    scored = MessageQueue(topics(["t"]), 64, one, 60.0, lease_bytes=one)
+    taking = asyncio.create_task(taken(Intake(scored, batch_size=4)))
+    for name in "abcd":
+        await asyncio.wait_for(put(scored, make_sample(f"{name}/0")), 5)
+    assert await taking == ["a/0", "b/0", "c/0", "d/0"]
+
+
+async def test_what_is_queued_is_read_message_by_message_and_only_what_is_wanted(
+    scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = Batch.pack([make_sample("a/0")]).nbytes
+    monkeypatch.setattr("trainer.intake.cut", partial(cut, most=2 * one))
+    await put(scored, *(make_sample(f"{name}/0") for name in "abcdef"))
+    await scored.get(SCORED, 2)
+    wanted = {f"{name}/0" for name in "abcdf"}
+    found = [
+        [sample.rollout.uid for sample in part]
+        async for part in Intake(scored, batch_size=1).queued(wanted)
+    ]
+    assert found == [["a/0", "b/0"], ["c/0", "d/0"], ["f/0"]]
+
+
+async def test_what_is_queued_is_decoded_beside_the_event_loop(
+    scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there: list[bool] = []
+
+    def unpack(batches: Sequence[Batch]) -> list[Sample]:
+        there.append(threading.current_thread() is threading.main_thread())
+        return unpack_samples(batches)
+
+    monkeypatch.setattr("trainer.intake.unpack_samples", unpack)
+    await put(scored, make_sample("a/0"))
+    parts = [part async for part in Intake(scored, batch_size=1).queued({"a/0"})]
+    assert (len(parts), there) == (1, [False])
