@@ -20,7 +20,8 @@ from trainer.losses import Head, Objective, build_objective
 from trainer.rank import Follower, Rank
 from trainer.sharding import join
 from trainer.shares import Shares
-from trainer.student import check_student, load_student
+from trainer.student import load_student
+from trainer.student_check import check_student
 
 if TYPE_CHECKING:
     from async_opd.core.config import RunConfig
@@ -35,7 +36,7 @@ def build_learner(
     """
     made = _Ingredients.of(config, device_name)
     if seat is not None:
-        _check_whole(made.model)
+        check_student(made.model, torch.device("cpu"), nullcontext())  # before it is sharded
     mesh = None if seat is None else join(seat, made.device)
     shares = Shares.of(
         config.loss,
@@ -49,14 +50,6 @@ def build_learner(
     if seat is None:
         learner.check()
     return learner
-
-
-def _check_whole(model: Any) -> None:
-    """Before it is sharded, where it was loaded: on the CPU, which has no flash attention."""
-    chosen = model.config._attn_implementation
-    model.set_attn_implementation("sdpa")
-    check_student(model, torch.device("cpu"), nullcontext())
-    model.set_attn_implementation(chosen)
 
 
 def build_follower(config: RunConfig, device_name: str, seat: Seat) -> Follower:

@@ -35,7 +35,7 @@ from trainer.repetition import repetition
 from trainer.rounds import rounds
 from trainer.schedule import learning_rate
 from trainer.shares import Share, Shares
-from trainer.student import check_student
+from trainer.student_check import check_student
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -213,9 +213,12 @@ class Learner:
             masters = self._rank.masters()
         save_model(self.model, source, directory, masters)
 
-    def check(self) -> None:
-        """StageError for an architecture whose logits this learner would compute wrongly."""
-        check_student(self.model, self._rank.device, self._rank.precision())
+    def check(self, longest: int | None = None) -> None:
+        """StageError for an architecture whose logits this learner would compute wrongly.
+
+        ``longest``: tokens of the longest sequence of the engines.
+        """
+        check_student(self.model, self._rank.device, self._rank.precision(), longest)
 
     # ── orders ─────────────────────────────────────────────────────────────────────────────────
 

@@ -71,6 +71,7 @@ class Rank:
         half = train.dtype == "bfloat16" or (train.dtype == "auto" and device.type == "cuda")
         self._autocast = half and mesh is None  # FSDP casts what it gathers
         self._ranks = 1 if mesh is None else mesh.size()
+        model.eval()  # for good: what is random in training mode no engine has sampled with
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
         self._student_loss = StudentLoss(model, objective, heads or {}, compute)
@@ -82,7 +83,6 @@ class Rank:
     def backward(self, parts: Sequence[Part]) -> Computed:
         """Gradients of the sum of the parts' losses, over all ranks, clipped."""
         self.clear()
-        self.model.train()
         reports = tuple(self._backward(part) for part in parts)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         return Computed(reports, float(whole(norm)))

@@ -10,14 +10,47 @@ called: sharding the ``Linear`` itself would leave the weight scattered.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.core.head_files import LogitShape
+from async_opd.core.model_files import ModelError
 from trainer.losses import Head, Objective, Tokens, chunked_loss
 from trainer.losses.terms import Metrics
 from trainer.packing import Packed
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Logits of a student: those of ``linear`` on the decoder's last states, ``shape`` of them."""
+
+    decoder: Any
+    linear: torch.nn.Linear
+    shape: LogitShape
+
+    @classmethod
+    def of(cls, model: Any) -> Anatomy:
+        """StageError for a model whose logits come about in another way, or that has no decoder."""
+        name, settings = type(model).__name__, model.config.get_text_config()
+        linear = model.get_output_embeddings()
+        fault = ""
+        if model.base_model is model:
+            fault = f"{name} has no decoder of its own (base_model_prefix finds none)"
+        elif "chunked_attention" in (getattr(settings, "layer_types", None) or ()):
+            fault = f"{name} attends in chunks that begin at places of the packed row"
+        elif not isinstance(linear, torch.nn.Linear):
+            fault = f"the head of {name} is {type(linear).__name__}, not Linear"
+        if fault:
+            raise StageError("trainer", fault, "this architecture is not supported")
+        try:
+            shape = LogitShape.of(settings.to_dict(), name)
+        except ModelError as error:
+            remedy = "this architecture is not supported as a student"
+            raise StageError("trainer", error.message, remedy) from error
+        return cls(model.base_model, linear, shape)
 
 
 class LossHead(torch.nn.Module):
@@ -29,6 +62,7 @@ class LossHead(torch.nn.Module):
         objective: Objective,
         heads: Mapping[str, Head],
         compute: torch.dtype | None = None,
+        shape: LogitShape | None = None,
     ) -> None:
         """``compute``: type of the matrix products; by default that of the tensors."""
         super().__init__()
@@ -36,6 +70,7 @@ class LossHead(torch.nn.Module):
         self._objective = objective
         self._heads = heads
         self._compute = compute
+        self._shape = shape or LogitShape()
 
     def forward(self, hidden: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
         """The loss of hidden rows [N, H]: a scalar with gradient; and metrics [N]."""
@@ -47,6 +82,7 @@ class LossHead(torch.nn.Module):
             tokens,
             heads=self._heads,
             compute=self._compute,
+            shape=self._shape,
         )
 
 
@@ -60,18 +96,12 @@ class StudentLoss(torch.nn.Module):
         heads: Mapping[str, Head],
         compute: torch.dtype | None = None,
     ) -> None:
-        """StageError for a model whose head is not one matrix."""
+        """StageError for a model that Anatomy refuses."""
         super().__init__()
-        linear = model.get_output_embeddings()
-        if not isinstance(linear, torch.nn.Linear):
-            raise StageError(
-                "trainer",
-                f"the head of {type(model).__name__} is {type(linear).__name__}, not Linear",
-                "this architecture is not supported",
-            )
-        self.decoder = model.base_model
-        self.head = LossHead(linear, objective, heads, compute)
-        self.vocabulary = int(linear.weight.shape[0])
+        anatomy = Anatomy.of(model)
+        self.decoder = anatomy.decoder
+        self.head = LossHead(anatomy.linear, objective, heads, compute, anatomy.shape)
+        self.vocabulary = int(anatomy.linear.weight.shape[0])
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, Metrics]:
         """The loss of the micro-batch, which has at least one response token."""

@@ -18,14 +18,17 @@ from trainer.losses.reduction import token_weights
 from trainer.packing import pack
 from trainer.sharding import shard
 from trainer.shares import Share
+from trainer.student import recompute_activations
 from trainer.student_loss import StudentLoss
 
 RANKS = 2
 SIZES = [5, 1, 9, 3, 0, 7]
 
 
-def module(tied: bool) -> StudentLoss:
+def module(tied: bool, recompute: bool = False) -> StudentLoss:
     model = tiny_model()
+    if recompute:
+        recompute_activations(model)
     if not tied:
         torch.manual_seed(3)
         model.config.tie_word_embeddings = False
@@ -42,7 +45,9 @@ def loss_of(student: StudentLoss, indices: list[int]) -> torch.Tensor:
     return loss  # type: ignore[no-any-return]
 
 
-def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> None:
+def rank_main(
+    rank: int, port: int, tied: bool, mixed: bool, recompute: bool, directory: str
+) -> None:
     """One of the processes: every other sample, sharded student; writes the whole gradients."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -50,7 +55,7 @@ def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> 
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    student = module(tied)
+    student = module(tied, recompute)
     shard(student, mesh, bfloat16=mixed)
     loss = loss_of(student, list(range(rank, len(SIZES), RANKS)))
     (RANKS * loss).backward()  # FSDP averages over ranks; the weights already divide
@@ -63,12 +68,14 @@ def rank_main(rank: int, port: int, tied: bool, mixed: bool, directory: str) -> 
     os._exit(0)
 
 
-def sharded(tied: bool, mixed: bool, directory: Path) -> dict[str, torch.Tensor]:
+def sharded(
+    tied: bool, mixed: bool, directory: Path, recompute: bool = False
+) -> dict[str, torch.Tensor]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    args = (port, tied, mixed, str(directory))
+    args = (port, tied, mixed, recompute, str(directory))
     ranks = [context.Process(target=rank_main, args=(rank, *args)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
@@ -91,6 +98,11 @@ def alone(tied: bool) -> dict[str, Any]:
 def test_a_sharded_student_has_the_gradients_of_one_process(tied: bool, tmp_path: Path) -> None:
     expected, found = alone(tied), sharded(tied, False, tmp_path)
     assert sorted(found) == sorted(expected)
+    assert all(torch.allclose(expected[n], found[n], atol=1e-6) for n in expected)
+
+
+def test_a_sharded_student_that_recomputes_has_the_same_gradients(tmp_path: Path) -> None:
+    expected, found = alone(True), sharded(True, False, tmp_path, recompute=True)
     assert all(torch.allclose(expected[n], found[n], atol=1e-6) for n in expected)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_opd.core.head_files import LogitShape
 from async_opd.core.load import load_config
 from tests.trainer.oracle import DOUBLE, Case, case, divergences, gradients, term
 from trainer.heads import TeacherHead, load_heads
@@ -59,7 +60,9 @@ def test_a_hot_teacher_pulls_towards_the_uniform_distribution() -> None:
 
 def test_the_temperature_comes_after_the_cap_and_beside_the_scale() -> None:
     x = case()
-    head = TeacherHead("t", torch.eye(11, dtype=DOUBLE), scale=4.0, cap=2.0, temperature=0.5)
+    head = TeacherHead(
+        "t", torch.eye(11, dtype=DOUBLE), shape=LogitShape(4.0, 2.0), temperature=0.5
+    )
     found = head.logits(x.teacher, torch.empty_like(x.teacher))
     assert torch.allclose(found, 4 * 2 * (x.teacher / 2).tanh() / 0.5)
 

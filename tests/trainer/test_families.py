@@ -1,0 +1,184 @@
+"""Families of students: the gradient is that of the logits which the engines sample from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_opd.core.config import TrainConfig
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Sample, TopK
+from tests.trainer import families
+from tests.trainer.models import random_sample
+from trainer.losses import ForwardKL, Objective, OnTopK
+from trainer.rank import Part, Rank
+from trainer.shares import Share
+from trainer.student import recompute_activations
+from trainer.student_check import check_student
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
+RANDOM = {
+    "SeedOss": families.seed_oss,
+    "GPTBigCode": families.gpt_bigcode,
+    "Mixtral": families.mixtral,
+    "PhiMoE": families.phimoe,
+}
+SHAPED = {
+    "Gemma 2": lambda: families.gemma2(attention_cap=None),
+    "Granite": families.granite,
+    "Cohere": families.cohere,
+}
+BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 3, 4])]
+
+
+def gradient(model: Any, batch: Sequence[Sample] = BATCH) -> list[torch.Tensor]:
+    """The trainer's, of the batch packed into one row, by all parameters."""
+    rank = Rank(
+        model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(max_grad_norm=1e9), CPU
+    )
+    rank.backward([Part(tuple(batch), tuple(Share() for _ in batch))])
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def exact(model: Any, batch: Sequence[Sample] = BATCH) -> list[torch.Tensor]:
+    """Autograd through the whole model, eager attention, one sample at a time."""
+    model.set_attn_implementation("eager")
+    loss = torch.zeros(())
+    for sample in batch:
+        prompt, response = sample.rollout.prompt.token_ids, sample.rollout.response_ids
+        ids = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+        log_q = (
+            model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        )
+        assert isinstance(sample.scores, TopK)
+        log_p = torch.from_numpy(sample.scores.logprobs)
+        log_q = log_q.gather(-1, torch.from_numpy(sample.scores.ids).long())
+        loss = loss + (log_p.exp() * (log_p - log_q)).sum()
+    loss.backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+def distance(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> float:
+    """Norm of the difference over the norm."""
+    one, other = (torch.cat([t.flatten() for t in tensors]) for tensors in (ours, theirs))
+    return float((one - other).norm() / other.norm())
+
+
+@pytest.mark.parametrize("name", RANDOM | SHAPED)
+def test_the_gradient_is_that_of_the_logits_of_eval_mode(name: str) -> None:
+    model = (RANDOM | SHAPED)[name]()
+    reference = copy.deepcopy(model)
+    assert distance(gradient(model.train()), exact(reference)) < 1e-4
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_recomputed_layers_are_those_of_eval_mode_too(name: str) -> None:
+    model = RANDOM[name]()
+    reference = copy.deepcopy(model)
+    recompute_activations(model)
+    assert distance(gradient(model), exact(reference)) < 1e-4
+
+
+def test_recomputing_runs_each_layer_a_second_time() -> None:
+    model = families.granite()
+    layers = model.base_model.layers
+    calls: list[int] = []
+    for number, layer in enumerate(layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, n=number: calls.append(n))
+    recompute_activations(model)
+    gradient(model)
+    assert sorted(calls) == [0, 0, 1, 1]
+
+
+def test_a_model_without_layers_to_recompute_is_refused() -> None:
+    class Bare(torch.nn.Module):
+        base_model = torch.nn.Linear(2, 2)
+
+    with pytest.raises(StageError, match="Bare has no layers"):
+        recompute_activations(Bare())
+
+
+@pytest.mark.parametrize("name", RANDOM)
+def test_the_check_sees_what_is_random_in_the_mode_that_trains(name: str) -> None:
+    with pytest.raises(StageError, match="is random while it trains"):
+        check_student(RANDOM[name]().train(), CPU, nullcontext())
+
+
+@pytest.mark.parametrize("name", RANDOM | SHAPED)
+def test_the_check_takes_every_family_in_eval_mode(name: str) -> None:
+    check_student((RANDOM | SHAPED)[name](), CPU, nullcontext())
+
+
+def test_the_check_leaves_modes_and_attention_as_they_were() -> None:
+    model = families.granite()
+    model.base_model.layers[0].training = True
+    before = [module.training for module in model.modules()]
+    check_student(model, CPU, nullcontext())
+    assert [module.training for module in model.modules()] == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+# ── what the check refuses ─────────────────────────────────────────────────────────────────────
+
+
+def test_an_attention_that_leaves_out_a_soft_cap_is_refused() -> None:
+    """transformers' sdpa ignores attn_logit_softcapping."""
+    model = families.gemma2()
+    assert model.config._attn_implementation == "sdpa"
+    with pytest.raises(StageError, match="Gemma2ForCausalLM"):
+        check_student(model, CPU, nullcontext())
+    model.set_attn_implementation("eager")
+    check_student(model, CPU, nullcontext())
+
+
+def test_chunked_attention_is_refused_by_name() -> None:
+    with pytest.raises(StageError, match="Llama4ForCausalLM"):
+        check_student(families.llama4(), CPU, nullcontext())
+
+
+def sharp(error: float) -> Any:
+    """Logits around 30, of which the model's own are larger by ``error`` nats at most."""
+    model = families.made("Granite", logits_scaling=0.02)
+    ids = torch.arange(1, 8)[None]
+    with torch.no_grad():
+        largest = float(model(ids, use_cache=False).logits.abs().max())
+    model.config.logits_scaling = 0.02 * largest / 30
+    inner: Callable[..., Any] = model.forward
+
+    def forward(**arguments: Any) -> Any:
+        out = inner(**arguments)
+        out.logits = out.logits * (1 + error / 30)
+        return out
+
+    model.forward = forward
+    return model
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_half_a_nat_is_seen_at_large_logits(autocast: bool) -> None:
+    precision = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
+    check_student(sharp(0.0), CPU, precision)
+    with pytest.raises(StageError, match="Granite"):
+        check_student(sharp(0.5), CPU, precision)
+
+
+def test_what_goes_wrong_only_in_the_precision_of_training_is_seen() -> None:
+    model = families.granite()
+
+    def leak(module: Any, given: Any, out: Any) -> None:
+        """A kernel whose packed sequences see each other."""
+        if torch.is_autocast_enabled("cpu") and out.last_hidden_state.shape[1] == 12:
+            out.last_hidden_state = out.last_hidden_state.roll(1, dims=1)
+
+    precision = torch.autocast("cpu", torch.bfloat16)
+    check_student(model, CPU, precision)
+    model.base_model.register_forward_hook(leak)
+    with pytest.raises(StageError, match="in the precision and with the attention of training"):
+        check_student(model, CPU, precision)
