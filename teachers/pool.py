@@ -95,6 +95,10 @@ class TeacherPool:
         """Waits for what is being mended, then all replicas leave their GPUs."""
         await self._seats.sleep()
 
+    async def rest(self) -> None:
+        """Those that serve leave their GPUs, and nothing is mended any more."""
+        await self._seats.rest()
+
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def score(self, batch: Batch) -> Scored:

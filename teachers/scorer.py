@@ -14,16 +14,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
+from typing import Any, TypeVar
 
 from async_opd.core.alarm import Timer
 from async_opd.core.aside import aside
 from async_opd.core.batch import Batch
 from async_opd.core.bulletin import Bulletin
 from async_opd.core.config import HealthConfig
-from async_opd.core.errors import LeaseExpired, first_cause
+from async_opd.core.errors import LeaseExpired, StageError, first_cause
 from async_opd.core.holder import Holder
 from async_opd.core.loans import Lease
 from async_opd.core.samples import Prompt, Rollout
@@ -41,6 +42,8 @@ from teachers.pool import Scored, TeacherPool
 from teachers.replicas import Client, Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
 from teachers.shift import Shift
+
+Result = TypeVar("Result")
 
 
 class ScorerStage:
@@ -95,6 +98,7 @@ class ScorerStage:
         self._call_tokens = dict(call_tokens or {})
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[Any]] = set()  # that end with the stage, whoever made them
 
     async def run(self) -> None:
         """Scores until cancelled; what no pool can mend ends all loops and is raised."""
@@ -169,6 +173,9 @@ class ScorerStage:
 
     async def shift(self, host: str) -> None:
         """See async_opd.core.turns.Guests. Ends after a wave even if more comes meanwhile."""
+        await self._owned(self._shift(host))
+
+    async def _shift(self, host: str) -> None:
         shift = self._shifts[host]
         shift.begin()
         while (teacher := shift.longest) is not None:
@@ -176,8 +183,8 @@ class ScorerStage:
             await pool.wake()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(IN_FLIGHT * len(pool.balancer.replicas)):
-                        group.create_task(self._turn(teacher, shift))
+                    for _ in range(IN_FLIGHT * max(len(pool.balancer.replicas), 1)):
+                        group.create_task(self._turn(teacher, shift))  # one, to meet NoReplica
             except ExceptionGroup as errors:
                 raise first_cause(errors) from errors
             await pool.sleep()
@@ -227,6 +234,11 @@ class ScorerStage:
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """The teacher's own answers, from one of its replicas."""
+        return await self._owned(self._generate(teacher, prompts, sampling))
+
+    async def _generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
         pool = self._pools[teacher]
         if teacher not in self._hosts:
             return await pool.generate(prompts, sampling)
@@ -234,16 +246,20 @@ class ScorerStage:
 
         async def question() -> None:
             try:
-                answer.set_result(await pool.generate(prompts, sampling))
+                found = await pool.generate(prompts, sampling)
             except Exception as error:
-                answer.set_exception(error)
+                if not answer.done():
+                    answer.set_exception(error)
+                return
+            if not answer.done():  # nobody waits for it any more
+                answer.set_result(found)
 
         await self._shifts[self._hosts[teacher]].ask(teacher, question)
         return await answer
 
     async def load(self, teacher: str, weights: Weights) -> None:
         """New weights for all replicas of a teacher."""
-        await self._pools[teacher].load(weights)
+        await self._owned(self._pools[teacher].load(weights))
 
     async def news(self, heard: int, wait: bool = True) -> News:
         """What became of replicas, as soon as there is any."""
@@ -255,8 +271,12 @@ class ScorerStage:
         return dict(zip(self._pools, reports, strict=True))
 
     async def hand_over(self) -> tuple[dict[str, list[Replica]], Rebuild | None]:
-        """Stops scoring; the replicas as they are now, and who ends those that were rebuilt."""
+        """Stops scoring; the replicas as they are now, and who ends those that were rebuilt.
+
+        A shift that is going on ends, and its teachers sleep: their hosts will wake up.
+        """
         await self._stop()
+        await asyncio.gather(*(self._pools[name].rest() for name in self._hosts))
         found = {name: pool.replicas for name, pool in self._pools.items()}
         for replica in chain.from_iterable(found.values()):
             if isinstance(replica, Client):
@@ -270,6 +290,21 @@ class ScorerStage:
             await self._rebuild.close()
 
     async def _stop(self) -> None:
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.wait({self._work})
+        work = {*self._calls} if self._work is None else {*self._calls, self._work}
+        for task in work:
+            task.cancel()
+        if work:
+            await asyncio.wait(work)
+
+    async def _owned(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of the work, which ends with the stage: then StageError."""
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise StageError("scorer", "a call broke off: the stage was stopped, or is replaced")
+        return task.result()

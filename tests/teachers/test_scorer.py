@@ -14,13 +14,13 @@ import pytest
 from async_opd.core import aside
 from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch, unpack_lost, unpack_samples
-from async_opd.core.errors import NoReplica
+from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.queue import MessageQueue
 from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
 from teachers import seats
 from teachers.scorer import ScorerStage
 from tests.conftest import make_rollout
-from tests.teachers.test_pool import Clock, Fake, FakeRebuild, settle
+from tests.teachers.test_pool import SAMPLING, Clock, Fake, FakeRebuild, settle
 from tests.timers import ManualTimer
 
 TOPIC = rollouts_topic("t")
@@ -265,3 +265,71 @@ async def test_large_answers_are_checked_beside_the_event_loop(
         await queue.put(TOPIC, rollouts("p/0"))
         await asyncio.wait_for(queue.get(SCORED, 1), 5)
     assert checked == [False]
+
+
+def colocated(queue: MessageQueue, wave: int = 8, **teachers: Fake) -> ScorerStage:
+    names = list(teachers)
+    return ScorerStage(
+        {name: [fake] for name, fake in teachers.items()},
+        queue,
+        dict.fromkeys(names, 8),
+        hosts=dict.fromkeys(names, "rollout"),
+        wave=wave,
+    )
+
+
+class GatedSleepy(Sleepy, Gated):
+    """Shares its GPU, and scores when the gate is open."""
+
+
+async def test_a_stage_that_hands_over_ends_its_shift_with_every_teacher_asleep() -> None:
+    gate = asyncio.Event()
+    first, second = GatedSleepy(gate), GatedSleepy(gate)
+    queue = MessageQueue(topics(["a", "b"]), 64, 1 << 20, 60.0)
+    scorer = colocated(queue, a=first, b=second)
+    running = asyncio.create_task(scorer.run())
+    await queue.put(rollouts_topic("a"), rollouts("p/0", "p/1"))
+    await queue.put(rollouts_topic("b"), rollouts("q/0"))
+    await settle()
+    shift = asyncio.create_task(scorer.shift("rollout"))
+    await settle()
+    assert (first.awake, second.awake) == (True, False)
+    await asyncio.wait_for(scorer.hand_over(), 5)
+    gate.set()
+    await settle()
+    assert (first.awake, second.awake) == (False, False)
+    with pytest.raises(StageError, match="broke off"):
+        await shift
+    assert running.done()
+
+
+async def test_a_question_to_a_colocated_teacher_ends_with_the_stage() -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    scorer = colocated(queue, t=Sleepy())
+    running = asyncio.create_task(scorer.run())
+    asking = asyncio.create_task(scorer.generate("t", [], SAMPLING))
+    await settle()
+    await asyncio.wait_for(scorer.hand_over(), 5)
+    with pytest.raises(StageError, match="broke off"):
+        await asyncio.wait_for(asking, 5)
+    assert running.done()
+
+
+async def test_a_shift_of_a_teacher_without_replicas_ends_with_its_name() -> None:
+    class Stubborn(Sleepy):
+        async def sleep(self) -> None:
+            raise StageError("r", "its process died")
+
+        async def ready(self) -> int:
+            raise StageError("r", "its process died")
+
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    scorer = colocated(queue, t=Stubborn())
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts("p/0"))
+    await asyncio.wait_for(scorer.asleep("rollout"), 5)
+    await settle()
+    with pytest.raises(NoReplica, match="teacher t: all 1 replicas are gone"):
+        await asyncio.wait_for(scorer.shift("rollout"), 5)
+    await scorer.shutdown()
+    await asyncio.wait({running})
