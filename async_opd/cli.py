@@ -15,11 +15,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from async_opd import __version__
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.secrets import Redactor
+
+if TYPE_CHECKING:
+    from async_opd.core.engine_args import Device
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -122,8 +126,31 @@ def _check(arguments: argparse.Namespace) -> int:
     Console().print(table)
     for note in inputs.notes:
         print(f"note: {note}")
+    print(_payload(config, device, inputs.max_prompt_tokens))
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
     return OK
+
+
+def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
+    """What a step moves, and what the queue holds."""
+    from async_opd.core.payload import in_mib, payloads, traffic
+
+    found = payloads(config, device)
+    unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
+    most = traffic(config, found, prompt_tokens or 0)
+    lines = [
+        *(
+            f"teacher {one.teacher}: {one.kind}, {one.rollout} bytes a response token of a "
+            f"rollout, {one.sample} of a sample"
+            for one in found
+        ),
+        *(f"teacher {name}: its model is not here, so its payload is unknown" for name in unknown),
+        f"at most, with {config.rollout.max_tokens} response tokens: a rollout "
+        f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
+        f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
+        f"through the queue, which holds {in_mib(most.queue)}",
+    ]
+    return "\n".join(lines)
 
 
 def _plan(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,16 @@ def test_check_prints_the_resolved_config_and_the_pools(capsys: pytest.CaptureFi
     assert "teachers.reverse" in printed
 
 
+def test_check_prints_what_a_step_moves_and_what_the_queue_holds(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["check", EXAMPLE, "loss={kind: forward_kl, top_k: 8}", "rollout.max_tokens=32"])
+    printed = capsys.readouterr().out
+    assert "teacher sort: teacher_topk, 8 bytes a response token of a rollout, 76 of a" in printed
+    assert "with 32 response tokens: a rollout" in printed
+    assert "a step moves" in printed
+
+
 def test_the_flags_set_their_keys(capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", EXAMPLE, "--staleness-threshold", "2", "--sync-steps", "9", "--run-dir", "here"])
     printed = capsys.readouterr().out

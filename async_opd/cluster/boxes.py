@@ -223,7 +223,12 @@ class Boxes:
         boxes = replace(self, tell=nobody, started=[], engines=[], stages=[], seated={})
         rebuild = _Rebuild(boxes)
         scorer = ScorerBox(
-            self._create("scorer", restarts=True), self.config, teachers, queue, rebuild
+            self._create("scorer", restarts=True),
+            self.config,
+            teachers,
+            queue,
+            rebuild,
+            self.device,
         )
         await scorer.build()
         self.stages.append(scorer.remote)

@@ -20,6 +20,7 @@ from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
+from async_opd.core.payload import payloads
 from async_opd.core.seat import Seat
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
@@ -121,6 +122,7 @@ class ScorerBox:
     teachers: Teachers
     queue: QueueProxy
     rebuild: Rebuild
+    device: Device
     life: int = 0
     released: int = 1
     weights: dict[str, Weights] = field(default_factory=dict)
@@ -135,7 +137,8 @@ class ScorerBox:
         consumer = f"scorer#{self.life}"
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
         turns = (hosts, config.train.batch_size, tuple(config.early_tokens))
-        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer, *turns)
+        tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
+        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer, *turns, tokens)
         path = "teachers.scorer:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for life in range(self.released, self.life):

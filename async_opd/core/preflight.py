@@ -14,6 +14,7 @@ from async_opd.core.devices import gpu_count, resolve_device
 from async_opd.core.errors import Problem
 from async_opd.core.findings import Findings
 from async_opd.core.model_checks import ModelChecks
+from async_opd.core.payload import payloads, refused, traffic
 from async_opd.core.pools import misplaced, pools
 from async_opd.core.sources import Row
 
@@ -51,6 +52,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         data.answers("train", to_train, config.reward.grader)
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
+    _payload(config, found, gpu_count() if gpus is None else gpus, limit)
     return Inputs(train, to_evaluate, found.problems, found.notes, limit)
 
 
@@ -71,6 +73,14 @@ def _prompts(
     if limit is not None:
         data.prompts(part, sources, Room(key, limit, models.rows))
     return limit
+
+
+def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int | None) -> None:
+    """The queue can hold the longest sample."""
+    teachers = payloads(config, resolve_device(config, gpus))
+    problem = refused(config, traffic(config, teachers, prompt_tokens or 0))
+    if problem is not None:
+        found.add(*problem)
 
 
 def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int) -> None:
