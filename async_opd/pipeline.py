@@ -116,6 +116,7 @@ class Pipeline:
         self.metering = Metering()
         self._step = self.accounts.step
         self._heard: Counter[int] = Counter()  # by who told it
+        self._issued = self.start is None
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
 
@@ -171,6 +172,7 @@ class Pipeline:
         finished = await self._bounded("the trainer's restart", restoring)
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
+        self._issued = True
         groups = [*self.accounts.ledger.again(finished), *self.accounts.supply.complete()]
         self._arrows.create_task(self._issue(groups))  # for room in the queue they need training
 
@@ -190,9 +192,11 @@ class Pipeline:
     async def _reissue(self) -> None:
         """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
 
-        What a stage still works on comes twice; the trainer drops the second copy.
+        What a stage still works on comes twice; the trainer drops the second copy. A run that goes
+        on from a checkpoint and has not pushed its weights yet has issued nothing: it will.
         """
-        await self._issue(self.accounts.ledger.again(()))
+        if self._issued:
+            await self._issue(self.accounts.ledger.again(()))
 
     async def _rerun(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""
@@ -208,13 +212,21 @@ class Pipeline:
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
-            found = [self.accounts.supply.replace(lost) for lost in unpack_lost(lease.batches)]
-            dropped = [uid for replaced in found for uid in replaced.dropped]
-            if dropped:
-                await self.stages.trainer.drop(dropped)
-            groups = [group for replaced in found for group in replaced.groups]
+            groups: list[Group] = []
+            for lost in unpack_lost(lease.batches):
+                groups += await self._instead_of(lost)
             await self._issue(groups)
             done = lease.id
+
+    async def _instead_of(self, lost: Lost) -> list[Group]:
+        """What runs in place of a lost rollout; nothing if the trainer has a copy of it.
+
+        The trainer is asked first: once it has let go, no copy can be trained.
+        """
+        ended = self.accounts.supply.ended_by(lost)
+        if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
+            return []
+        return self.accounts.supply.replace(lost)
 
     async def _issue(self, groups: Iterable[Group]) -> None:
         """Groups ──► prompts, a message at a time."""

@@ -34,6 +34,7 @@ from async_opd.core.samples import (
     VersionSpan,
 )
 from async_opd.core.stages import (
+    DEAD,
     PROMPTS,
     Captured,
     News,
@@ -193,8 +194,8 @@ class FakeTrainer:
 
     async def save(self, directory: str) -> None: ...
 
-    async def drop(self, uids: Sequence[str]) -> None:
-        await self.intake.drop(uids)
+    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
+        return await self.intake.drop(lost, others)
 
     async def capture(self) -> Captured:
         last = self.trained[-self.last :] if self.last else []
@@ -729,6 +730,92 @@ def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
     made = asyncio.run(run())
     assert_each_trained_once(made, shape["steps"])
     assert made.pipeline.accounts.ledger.counts["in_flight"] == 0
+
+
+async def turns(count: int) -> None:
+    """Lets all others go on."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+def lost(uid: str) -> Lost:
+    """A copy of a rollout that no teacher can score."""
+    return Lost(Header(uid, 6, 0, 0, TEACHERS[int(uid[1]) % 2]), "cannot be scored")
+
+
+@pytest.mark.parametrize("groups", [False, True])
+async def test_a_copy_that_is_lost_while_the_other_one_is_trained_changes_nothing(
+    groups: bool,
+) -> None:
+    run = world(groups=groups)
+    take = run.trainer.intake.take
+
+    async def lost_meanwhile(version: int) -> Any:
+        taken = await take(version)
+        letters = [lost(header.uid) for header in taken.headers]
+        await run.queue.put(DEAD, Batch.pack(letters * 3))
+        await turns(200)
+        return taken
+
+    run.trainer.intake.take = lost_meanwhile  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    counts = run.pipeline.accounts.ledger.counts
+    assert (counts["trained"], counts["dead_lettered"]) == (24, 0)
+    assert run.log.dead == []
+
+
+async def test_a_copy_that_is_lost_while_the_trainer_holds_the_other_one_changes_nothing() -> None:
+    run = world(batch_size=4, n=1)
+    receive, told = run.trainer.intake._receive, []
+
+    async def lost_meanwhile() -> None:
+        await receive()
+        if not told:
+            told.extend(run.trainer.intake._held)
+            await run.queue.put(DEAD, Batch.pack(map(lost, told)))
+            await turns(200)
+
+    run.trainer.intake._receive = lost_meanwhile  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert told
+    assert run.log.dead == []
+    assert_each_trained_once(run, 6)
+
+
+async def test_a_copy_that_comes_after_its_dead_letter_is_not_trained() -> None:
+    run = world()
+    put = run.scorer._put
+
+    async def lost_before(scored: Any) -> None:
+        uids = [header.uid for batch in scored.samples for header in batch.headers]
+        await run.queue.put(DEAD, Batch.pack(lost(uid) for uid in uids if uid in ("p0/0", "p3/1")))
+        await turns(200)
+        await put(scored)
+
+    run.scorer._put = lost_before  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert sorted(run.log.dead) == ["p0/0", "p3/1"]
+    assert not {"p0/0", "p3/1"} & {uid for uid, _ in run.trainer.trained}
+    assert_each_trained_once(run, 6)
+
+
+async def test_a_step_that_is_left_out_ends_its_samples_once_although_copies_are_lost() -> None:
+    run = world(share=1.0)
+    step = run.trainer.step
+
+    async def third_is_left_out() -> StepReport:
+        report = await step()
+        if report.step != 3:
+            return report
+        await run.queue.put(DEAD, Batch.pack(lost(header.uid) for header in report.trained))
+        await turns(200)
+        return replace(report, skipped="loss nan")
+
+    run.trainer.step = third_is_left_out  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    counts = run.pipeline.accounts.ledger.counts
+    assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (20, 4, 0)
+    assert len(run.log.dead) == 4
 
 
 @settings(deadline=None, max_examples=40)

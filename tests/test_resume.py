@@ -28,7 +28,8 @@ from async_opd.core.errors import StageError
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.resume import refuse_impossible
 from async_opd.pipeline import Pipeline
-from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
+from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
+from tests.test_pipeline import Straggling, World, shapes, world
 
 B = 4
 
@@ -102,11 +103,20 @@ BLOWS = {
 class Life:
     """One process of a run: from its start or the newest checkpoint to its end or its death."""
 
-    def __init__(self, folder: Path, journal: Journal, seed: int, shape: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        journal: Journal,
+        seed: int,
+        shape: dict[str, Any],
+        faults: Faults = NO_FAULTS,
+    ) -> None:
         made = world(**shape | {"seed": seed}, pace=Straggling(seed))
         config = made.pipeline.config.model_copy(
             update={"checkpoint": made.pipeline.config.checkpoint.model_copy(update={"every": 1})}
         )
+        faults.into(made, seed)
+        self.faults = faults
         self.messages: list[str] = []
         store = Checkpoints(folder / "checkpoints", keep=2)
         self.start = store.newest(self.messages.append)
@@ -125,7 +135,7 @@ class Life:
         self.pipeline = Pipeline(
             config,
             made.pipeline.stages,
-            FakePrompts(self.start.cut.cursor if self.start else 0),
+            faults.stream(self.start.cut.cursor if self.start else 0),
             None,
             made.log,
             journal,
@@ -139,6 +149,10 @@ class Life:
         Then it is killed, or a signal or the failure of a stage ends it, with a last checkpoint.
         """
         work = asyncio.create_task(self.pipeline.run())
+        with self.faults.striking(self.pipeline):
+            return await self._live(work, ticks, end)
+
+    async def _live(self, work: asyncio.Task[None], ticks: int | None, end: str) -> bool:
         await self._turn(work, ticks)
         if end in BLOWS and not work.done():
             BLOWS[end](self.world)
@@ -175,13 +189,13 @@ class Life:
 
 def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:
     """One life of the run in a folder."""
-    operations = how.pop("operations", None)
+    operations, faults = how.pop("operations", None), how.pop("faults", NO_FAULTS)
     newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
     size = newest.cut.files[LEDGER] if newest else 0
 
     async def run() -> bool:
         with Journal(folder / LEDGER, size) as journal:
-            begun = Life(folder, journal, seed, shape)
+            begun = Life(folder, journal, seed, shape, faults)
             with files_fail_after(operations):
                 return await begun.live(ticks, **how)
 
@@ -230,6 +244,38 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+@settings(deadline=None, max_examples=60)
+@given(
+    seed=st.integers(0, 10**6),
+    kills=kills,
+    faults=faults,
+    groups=st.booleans(),
+    max_lag=st.sampled_from([None, 0, 1]),
+    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k not in ("seed", "n")}),
+    n=st.sampled_from([2, 4]),
+)
+def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
+    seed: int,
+    kills: list[tuple[int, str, int | None]],
+    faults: Faults,
+    shape: dict[str, Any],
+    **more: Any,
+) -> None:
+    chance = random.Random(seed)
+    shape = shape | more | {"share": 1.0}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for number, (ticks, end, operations) in enumerate(kills):
+            how = {"end": end, "operations": operations if end == "kill" else None}
+            if live(folder, seed + number, shape, ticks, faults=faults, **how):
+                break
+            tear(folder, chance)
+        else:
+            assert live(folder, seed + 99, shape, None, faults=faults)
+        assert_one_fate_each(audit(folder), shape["steps"] * B)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
 @settings(deadline=None, max_examples=30)
 @given(
     seed=st.integers(0, 10**6),
@@ -270,6 +316,40 @@ def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:
 
     life = asyncio.run(resumed())
     assert [student.version for student in life.world.students] == [3, 3]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues_nothing(
+    tmp_path: Path, seed: int
+) -> None:
+    shape = SHAPE | {"s": 0.0, "k": 2}
+    live(tmp_path, seed, shape, 700, end="signal")
+
+    async def resumed() -> tuple[Life, int]:
+        start = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+        assert start is not None
+        assert start.cut.version > 0
+        assert start.cut.ledger.in_flight
+        with Journal(tmp_path / LEDGER, start.cut.files[LEDGER]) as journal:
+            life = Life(tmp_path, journal, 5, shape)
+            push, queue = life.world.sync.push, life.world.queue
+
+            async def dies_before() -> Any:
+                queue.die()  # type: ignore[attr-defined]
+                for _ in range(300):
+                    await asyncio.sleep(0)
+                life.world.sync.push = push  # type: ignore[method-assign]
+                return await push()
+
+            life.world.sync.push = dies_before  # type: ignore[method-assign]
+            with files_fail_after(None):
+                assert await life.live(None)
+        return life, start.cut.version
+
+    life, version = asyncio.run(resumed())
+    started = [of for student in life.world.students for _, of in student.started]
+    assert min(started) >= version
+    assert set(life.world.trainer.staleness) == {0}
 
 
 def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> None:

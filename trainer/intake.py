@@ -125,11 +125,19 @@ class Intake:
         for header, sample in zip(headers, samples, strict=True):
             self._held[header.uid] = _Held(header, sample, None)
 
-    async def drop(self, uids: Iterable[str]) -> None:
-        """These will never be trained: those held are let go, those still to come are not held."""
-        self._dropped.update(uids)
-        held = [self._held.pop(uid) for uid in self._dropped & self._held.keys()]
-        await self._settle(held)
+    async def drop(self, lost: str, others: Iterable[str] = ()) -> bool:
+        """Whether a lost sample, and others of its group, will never be trained.
+
+        False if a copy of the lost one is held, or any of them taken for a step or trained. Nothing
+        changes then. Otherwise those held are let go, and those still to come are not held.
+        """
+        gone = {lost, *others}
+        taken = gone & {held.header.uid for held in self._taken}
+        if lost in self._held or taken or gone & self._settled.keys():
+            return False
+        self._dropped |= gone
+        await self._settle([self._held.pop(uid) for uid in sorted(gone & self._held.keys())])
+        return True
 
     def close(self) -> None:
         """Stops fetching ahead; no lease is renewed any more."""

@@ -95,9 +95,9 @@ class TrainerStage:
             self._step, taken.headers, staleness, metrics, taken.requeued, report.skipped
         )
 
-    async def drop(self, uids: Sequence[str]) -> None:
-        """These samples will never be trained: none of them is waited for."""
-        await self._intake.drop(uids)
+    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
+        """See Intake.drop."""
+        return await self._intake.drop(lost, others)
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

@@ -259,9 +259,9 @@ class TrainerProxy(HostProxy):
         """See TrainerStage.step."""
         return cast(StepReport, await self._remote.call("step", timeout_s=ENDLESS))
 
-    async def drop(self, uids: Sequence[str]) -> None:
+    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
         """See TrainerStage.drop."""
-        await self._remote.call("drop", uids)
+        return cast(bool, await self._remote.call("drop", lost, others))
 
     async def save(self, directory: str) -> None:
         """See TrainerStage.save."""

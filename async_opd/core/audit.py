@@ -26,7 +26,8 @@ class Audit:
     """Uids of samples, a uid as often as it occurred.
 
     ``trained`` in the order of training; ``lost`` were admitted and have no fate although the run
-    is completed, ``in_flight`` have none yet; ``duplicated`` were trained more often than admitted.
+    is completed, ``in_flight`` have none yet; ``duplicated`` have more fates than admissions: they
+    are trained twice, or trained and dead letters.
     """
 
     trained: tuple[str, ...]
@@ -52,13 +53,13 @@ def audit(run_dir: str | Path) -> Audit:
         trained += entry.get("trained", ())
         dead += entry.get("dead", ())
         steps = max(steps, entry.get("step", 0))
-    counts = Counter(trained)
-    open_ = tuple((admitted - counts - Counter(dead)).elements())
+    fates = Counter(trained) + Counter(dead)
+    open_ = tuple((admitted - fates).elements())
     completed = _completed(folder)
     return Audit(
         trained=tuple(trained),
         lost=open_ if completed else (),
-        duplicated=tuple((counts - admitted).elements()),
+        duplicated=tuple((fates - admitted).elements()),
         dead_lettered=tuple(dead),
         in_flight=() if completed else open_,
         steps=steps,

@@ -109,15 +109,13 @@ class Ledger:
         StageError for one that is not in flight: then none of them counts, and no checkpoint may
         hold these weights.
         """
-        # a copy of a buried sample could be scored after all; the sample was replaced
-        counted = [header for header in headers if header.uid not in self._buried]
-        for header in counted:
+        for header in headers:
             self._known(header)
-        if len({header.uid for header in counted}) < len(counted):
+        if len({header.uid for header in headers}) < len(headers):
             raise StageError("ledger", f"step {step} trained a sample twice", BUG)
-        for header in counted:
+        for header in headers:
             del self._in_flight[header.uid]
-        self._trained += len(counted)
+        self._trained += len(headers)
         self._record.trained(step, [header.uid for header in headers])
 
     def state(self) -> LedgerState:
@@ -156,7 +154,7 @@ class Ledger:
             raise StageError(
                 "ledger",
                 f"sample {header.uid} came out of the pipeline but is not in flight: it came "
-                "twice or was never admitted",
+                "twice, is a dead letter, or was never admitted",
                 BUG,
             )
         return prompt

@@ -226,8 +226,13 @@ class Trainer(Protocol):
         """Waits for one batch, trains on it, acknowledges it."""
         ...
 
-    async def drop(self, uids: Sequence[str]) -> None:
-        """These samples will never be trained: those on their way are let go as they come."""
+    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
+        """Whether a sample that was lost, and others of its group, will never be trained.
+
+        False if there was a copy of it, which the trainer has: held, taken for a step, or trained.
+        Otherwise those held are let go, and those on their way as they come.
+        """
+        ...
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""

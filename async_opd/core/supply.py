@@ -6,6 +6,9 @@
        └──whole groups──► sampled again, up to AGAIN times; then the group's rollouts are dead
                           letters, none of them is waited for, another prompt's group is sampled
 
+A rollout may have copies, of which one is lost and another one trained. The trainer decides which
+it is: nothing is a dead letter before the trainer has agreed to let it go (``Trainer.drop``).
+
 A stream that has only bad prompts, or a grader that always fails, ends the run: by the teachers'
 ``max_dead_letter_share``, or here by ``IN_A_ROW``. It does so when every account is right: a
 checkpoint of that moment can be resumed.
@@ -15,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 from async_opd.core.admission import Admission
@@ -46,14 +48,6 @@ class Log(Protocol):
     def message(self, text: str) -> None: ...
     def dead_letter(self, lost: Lost) -> None: ...
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
-
-
-@dataclass(frozen=True)
-class Replaced:
-    """What to sample in place of a lost rollout, and uids that nobody should wait for."""
-
-    groups: tuple[Group, ...] = ()
-    dropped: tuple[str, ...] = ()
 
 
 class Supply:
@@ -113,24 +107,39 @@ class Supply:
         self._admission.take_place(places)
         return self.groups(places, members=1)
 
-    def replace(self, lost: Lost) -> Replaced:
-        """What takes the place of a rollout that was lost; nothing if a copy of it was not.
+    def ended_by(self, lost: Lost) -> tuple[str, ...]:
+        """Uids that ``replace`` will make dead letters, the lost one first.
 
-        It is admitted in the same place: the budget is not asked.
+        Empty if a copy of it is trained or a dead letter, or if it is to be sampled again.
+        """
+        uid = lost.header.uid
+        if not self._ledger.expects(lost.header):
+            return ()
+        if self._group_size is None:
+            return (uid,)
+        if self._again[uid] < AGAIN:
+            return ()
+        return (uid, *(one.uid for one in self._ledger.group_of(lost.header) if one.uid != uid))
+
+    def replace(self, lost: Lost) -> list[Group]:
+        """What takes the place of a rollout that was lost; nothing if a copy had its fate before.
+
+        It is admitted in the same place: the budget is not asked. The trainer must have let go of
+        all that is ``ended_by`` it.
         """
         if not self._ledger.expects(lost.header):
-            return Replaced()
+            return []
         if self._group_size is None:
             self._ledger.dead_lettered(lost.header)
             self._bury(lost)
-            return Replaced(tuple(self.groups(1, members=1)))
+            return self.groups(1, members=1)
         uid = lost.header.uid
         self._again[uid] += 1
         if self._again[uid] <= AGAIN:
             if not self._told:
                 self._log.message(f"sampled again: {uid} ({lost.stage}): {lost.reason}")
             self._told = True
-            return Replaced(tuple(self._ledger.requeued([lost.header])))
+            return self._ledger.requeued([lost.header])
         return self._replace_group(lost)
 
     def skipped(self, report: StepReport) -> None:
@@ -138,11 +147,10 @@ class Supply:
         uids = ", ".join(header.uid for header in report.trained)
         self._log.message(f"step {report.step} left out: {report.skipped}; samples: {uids}")
         reason = f"step {report.step} was left out: {report.skipped}"
-        expected = [header for header in report.trained if self._ledger.expects(header)]
-        for header in expected:
+        for header in report.trained:
             self._ledger.dead_lettered(header)
             self._tell(Lost(header, reason, "trainer"))
-        self._dead_letters.skipped(len(expected))
+        self._dead_letters.skipped(len(report.trained))
 
     def ungraded(self, lost: Iterable[Lost]) -> None:
         """Answers of an evaluation that could not be graded. A prompt counts once.
@@ -157,15 +165,14 @@ class Supply:
         if self._enough is not None:
             raise self._enough
 
-    def _replace_group(self, lost: Lost) -> Replaced:
+    def _replace_group(self, lost: Lost) -> list[Group]:
         reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
         others = [one for one in self._ledger.group_of(lost.header) if one.uid != lost.header.uid]
         for one in (lost, *(Lost(header, reason, "group") for header in others)):
             del self._again[one.header.uid]
             self._ledger.dead_lettered(one.header)
             self._bury(one)
-        dropped = (lost.header.uid, *(header.uid for header in others))
-        return Replaced(tuple(self.groups(1)), dropped)
+        return self.groups(1)
 
     def _bury(self, lost: Lost) -> None:
         self._tell(lost)

@@ -48,6 +48,14 @@ def test_a_sample_that_was_trained_twice_is_duplicated(tmp_path: Path) -> None:
     assert completed(tmp_path).duplicated == ("p/0", "q/0")
 
 
+def test_a_sample_that_was_trained_and_is_a_dead_letter_is_duplicated(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        journal.trained(1, ["p/0"])
+        journal.dead("p/0")
+    assert completed(tmp_path).duplicated == ("p/0",)
+
+
 def test_a_dead_letter_is_not_lost(tmp_path: Path) -> None:
     with Journal(tmp_path / LEDGER) as journal:
         ledger = Ledger(1, journal)

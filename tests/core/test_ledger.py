@@ -34,11 +34,18 @@ def test_the_ledger_counts_every_rollout_of_a_group() -> None:
     assert (ledger.counts["in_flight"], ledger.counts["trained"]) == (2, 1)
 
 
-def test_a_copy_of_a_buried_sample_that_is_trained_or_too_old_changes_nothing() -> None:
+def test_a_dead_letter_that_is_trained_stops_the_run() -> None:
     ledger = Ledger(1)
     ledger.admitted([make_prompt("p")])
     ledger.dead_lettered(header("p/0"))
-    ledger.trained([header("p/0")], 1)
+    with pytest.raises(StageError, match="is a dead letter"):
+        ledger.trained([header("p/0")], 1)
+
+
+def test_a_copy_of_a_dead_letter_that_is_too_old_changes_nothing() -> None:
+    ledger = Ledger(1)
+    ledger.admitted([make_prompt("p")])
+    ledger.dead_lettered(header("p/0"))
     assert ledger.requeued([header("p/0")]) == []
     assert (ledger.counts["trained"], ledger.counts["dead_lettered"]) == (0, 1)
 

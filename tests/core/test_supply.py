@@ -118,7 +118,7 @@ def test_a_stream_of_bad_prompts_only_ends_the_run_whatever_share_is_allowed() -
 def test_a_lost_rollout_is_replaced_by_one_of_another_prompt() -> None:
     made = desk()
     admitted(made)
-    (group,) = made.supply.replace(lost("p0/1")).groups
+    (group,) = made.supply.replace(lost("p0/1"))
     assert (group.prompt.uid, group.members) == ("p1", (0,))
     assert made.admission.admitted == 2
 
@@ -126,7 +126,7 @@ def test_a_lost_rollout_is_replaced_by_one_of_another_prompt() -> None:
 def test_the_replacement_of_a_lost_rollout_is_a_prompt_that_can_be_sampled() -> None:
     made = desk(Stream(bad={1}))
     admitted(made)
-    (group,) = made.supply.replace(lost("p0/1")).groups
+    (group,) = made.supply.replace(lost("p0/1"))
     assert group.prompt.uid == "p2"
     assert [one.header.uid for one in made.told.dead] == ["p0/1", "p1/0"]
 
@@ -135,9 +135,21 @@ def test_a_member_of_a_whole_group_is_sampled_again_so_many_times() -> None:
     made = desk(whole=True)
     admitted(made)
     for _ in range(AGAIN):
-        (group,) = made.supply.replace(lost("p0/1")).groups
+        (group,) = made.supply.replace(lost("p0/1"))
         assert (group.prompt.uid, group.members) == ("p0", (1,))
     assert (made.told.dead, len(made.told.messages)) == ([], 1)
+
+
+def test_what_is_sampled_again_ends_nothing() -> None:
+    made = desk(whole=True)
+    admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ()
+
+
+def test_a_rollout_that_is_trained_alone_ends_alone() -> None:
+    made = desk()
+    admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ("p0/1",)
 
 
 def test_then_its_whole_group_is_replaced() -> None:
@@ -145,9 +157,9 @@ def test_then_its_whole_group_is_replaced() -> None:
     admitted(made)
     for _ in range(AGAIN):
         made.supply.replace(lost("p0/1"))
-    replaced = made.supply.replace(lost("p0/1"))
-    assert [(g.prompt.uid, g.members) for g in replaced.groups] == [("p1", (0, 1, 2))]
-    assert sorted(replaced.dropped) == ["p0/0", "p0/1", "p0/2"]
+    assert made.supply.ended_by(lost("p0/1")) == ("p0/1", "p0/0", "p0/2")
+    groups = made.supply.replace(lost("p0/1"))
+    assert [(g.prompt.uid, g.members) for g in groups] == [("p1", (0, 1, 2))]
     assert sorted((one.header.uid, one.stage) for one in made.told.dead) == [
         ("p0/0", "group"),
         ("p0/1", "grader"),
@@ -161,7 +173,8 @@ def test_what_comes_late_of_a_replaced_group_changes_nothing() -> None:
     admitted(made)
     for _ in range(AGAIN + 1):
         made.supply.replace(lost("p0/1"))
-    assert made.supply.replace(lost("p0/0")).groups == ()
+    assert made.supply.ended_by(lost("p0/0")) == ()
+    assert made.supply.replace(lost("p0/0")) == []
     assert len(made.told.dead) == 2
 
 
@@ -172,7 +185,7 @@ def test_a_grader_that_always_fails_ends_the_run() -> None:
     def fail_for_ever() -> None:
         uids = list(made.ledger._in_flight)
         while uids:
-            for group in made.supply.replace(lost(uids.pop())).groups:
+            for group in made.supply.replace(lost(uids.pop())):
                 uids += [f"{group.prompt.uid}/{member}" for member in group.members]
 
     with pytest.raises(StageError, match=r"11 rollouts .* it raised"):
@@ -188,7 +201,7 @@ def test_a_lost_rollout_is_replaced_in_its_place_although_the_budget_is_exceeded
     over = made.admission.budget + 8
     made.admission.restore(0, over)
     for _ in range(AGAIN + 1 if whole else 1):
-        groups = made.supply.replace(lost("p0/1")).groups
+        groups = made.supply.replace(lost("p0/1"))
     assert sum(len(group.members) for group in groups) == (2 if whole else 1)
     assert made.admission.admitted == over
 

@@ -140,17 +140,43 @@ async def test_what_is_dropped_is_let_go_and_its_lease_finished(scored: MessageQ
     intake = Intake(scored, batch_size=2, group_size=2)
     await put(scored, make_sample("a/0"), make_sample("b/0"), make_sample("b/1"))
     assert await taken(intake) == ["b/0", "b/1"]
-    await intake.drop(["a/0", "a/1"])
+    await intake.drop("a/1", ["a/0"])
     assert (await scored.stats())[SCORED].acked == 3
 
 
 async def test_what_comes_after_it_was_dropped_is_not_held(scored: MessageQueue) -> None:
     intake = Intake(scored, batch_size=2, group_size=2)
-    await intake.drop(["a/0", "a/1"])
+    await intake.drop("a/1", ["a/0"])
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     await put(scored, make_sample("a/1"), make_sample("b/1"))
     assert await taken(intake) == ["b/0", "b/1"]
     assert (intake.duplicates, (await scored.stats())[SCORED].leased) == (0, 0)
+
+
+@pytest.mark.parametrize("where", ["held", "taken", "trained"])
+async def test_a_lost_copy_of_a_sample_that_is_here_ends_nothing(
+    scored: MessageQueue, where: str
+) -> None:
+    intake = Intake(scored, batch_size=2)
+    intake.hold([make_sample("a/0")])
+    if where != "held":
+        intake.hold([make_sample("b/0")])
+        await intake.take(0)
+    if where == "trained":
+        await intake.done()
+    assert not await intake.drop("a/0")
+    await put(scored, make_sample("c/0"), make_sample("d/0"))
+    if where == "held":
+        assert await taken(intake) in (["a/0", "c/0"], ["a/0", "d/0"])
+
+
+async def test_what_was_sent_back_for_its_age_can_be_let_go(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=1, max_version_lag=0)
+    await put(scored, make_sample("a/0", version=0), make_sample("b/0", version=1))
+    assert await taken(intake, version=1) == ["b/0"]
+    assert await intake.drop("a/0")
+    await put(scored, make_sample("a/0", version=1), make_sample("c/0", version=1))
+    assert await taken(intake, version=1) == ["c/0"]
 
 
 async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
@@ -160,7 +186,7 @@ async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     waiting = asyncio.create_task(taken(intake))
     await asyncio.sleep(0.01)
-    await intake.drop(["a/0", "a/1"])
+    await intake.drop("a/1", ["a/0"])
     await put(scored, make_sample("c/0"), make_sample("b/1"))
     assert await waiting == ["b/0", "b/1"]
 

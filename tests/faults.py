@@ -1,0 +1,114 @@
+"""What goes wrong on fakes: prompts, graders and teachers that fail, copies, queues that die."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from async_opd.core.audit import Audit
+from async_opd.core.graders import GradeError
+from async_opd.core.samples import NEVER_OLD, Header, Lost, Prompt, Rollout
+from async_opd.pipeline import Pipeline
+from tests.test_pipeline import TEACHERS, FakePrompts, World
+
+AMONG = 12  # prompts
+
+
+class FaultyPrompts(FakePrompts):
+    """Some of the first prompts cannot be sampled."""
+
+    def __init__(self, cursor: int, bad: frozenset[int]) -> None:
+        super().__init__(cursor)
+        self.bad = bad
+
+    def next(self, count: int) -> list[Prompt | Lost]:  # type: ignore[override]
+        first, self.cursor = self.cursor, self.cursor + count
+        return [self._one(number) for number in range(first, self.cursor)]
+
+    def _one(self, number: int) -> Prompt | Lost:
+        if number not in self.bad:
+            return self.find(f"p{number}")
+        header = Header(f"p{number}", 0, 0, NEVER_OLD, TEACHERS[number % 2])
+        return Lost(header, "no tokens", "prompt")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """``prompts`` cannot be sampled, ``answers`` not be scored; a share of them is not graded.
+
+    After so many turns of the event loop each, ``strokes``: the queue dies, or everything in flight
+    gets a copy, as when all leases expire.
+    """
+
+    prompts: frozenset[int] = frozenset()
+    answers: frozenset[str] = frozenset()
+    ungraded: float = 0.0
+    strokes: tuple[tuple[int, str], ...] = ()
+
+    def stream(self, cursor: int) -> FaultyPrompts:
+        """The prompts, from a cursor on."""
+        return FaultyPrompts(cursor, self.prompts)
+
+    def into(self, world: World, seed: int) -> None:
+        """The stages of a world fail from now on."""
+        chance = random.Random(seed)
+
+        async def grade(rollout: Rollout) -> Rollout:
+            await world.pace.wait()
+            if chance.random() < self.ungraded:
+                raise GradeError("grader", f"rollout {rollout.uid}: it raised")
+            return rollout
+
+        for teacher in world.teachers.values():
+            teacher.poison = set(self.answers)
+        for student in world.students:
+            student.feed._grade = grade
+
+    @contextmanager
+    def striking(self, pipeline: Pipeline) -> Iterator[None]:
+        """What strikes while a pipeline runs."""
+        striking = asyncio.create_task(self._strike(pipeline))
+        try:
+            yield
+        finally:
+            striking.cancel()
+
+    async def _strike(self, pipeline: Pipeline) -> None:
+        queue: Any = pipeline.stages.queue
+        for turns, stroke in self.strokes:
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if stroke == "queue":
+                queue.die()
+            else:
+                await pipeline._reissue()
+
+
+NO_FAULTS = Faults()
+
+faults = st.builds(
+    Faults,
+    prompts=st.frozensets(st.integers(0, AMONG), max_size=4),
+    answers=st.frozensets(
+        st.builds("p{}/{}".format, st.integers(0, AMONG), st.integers(0, 3)), max_size=4
+    ),
+    ungraded=st.sampled_from([0.0, 0.1, 0.4]),
+    strokes=st.lists(
+        st.tuples(st.integers(0, 150), st.sampled_from(["queue", "copies"])), max_size=4
+    ).map(tuple),
+)
+
+
+def assert_one_fate_each(found: Audit, samples: int) -> None:
+    """So many are trained, once each; every other admitted sample is a dead letter, once."""
+    assert (found.duplicated, found.in_flight, found.lost) == ((), (), ())
+    fates = Counter(found.trained) + Counter(found.dead_lettered)
+    assert set(fates.values()) == {1}
+    assert len(found.trained) == samples
