@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -72,23 +72,23 @@ class Faults:
             student.feed._grade = grade
 
     @contextmanager
-    def striking(self, pipeline: Pipeline) -> Iterator[None]:
-        """What strikes while a pipeline runs."""
+    def striking(self, pipeline: Callable[[], Pipeline]) -> Iterator[None]:
+        """What strikes while a run goes on; ``pipeline()`` is the one that runs now."""
         striking = asyncio.create_task(self._strike(pipeline))
         try:
             yield
         finally:
             striking.cancel()
 
-    async def _strike(self, pipeline: Pipeline) -> None:
-        queue: Any = pipeline.stages.queue
+    async def _strike(self, pipeline: Callable[[], Pipeline]) -> None:
         for turns, stroke in self.strokes:
             for _ in range(turns):
                 await asyncio.sleep(0)
             if stroke == "queue":
+                queue: Any = pipeline().stages.queue
                 queue.die()
             else:
-                await pipeline._reissue()
+                await pipeline()._reissue()
 
 
 NO_FAULTS = Faults()

@@ -149,7 +149,7 @@ class Life:
         Then it is killed, or a signal or the failure of a stage ends it, with a last checkpoint.
         """
         work = asyncio.create_task(self.pipeline.run())
-        with self.faults.striking(self.pipeline):
+        with self.faults.striking(lambda: self.pipeline):
             return await self._live(work, ticks, end)
 
     async def _live(self, work: asyncio.Task[None], ticks: int | None, end: str) -> bool:

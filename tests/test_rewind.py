@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -20,6 +22,7 @@ from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.runlog import RunLog
 from async_opd.job import Job
 from async_opd.training import Training
+from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
 B = 4
@@ -29,9 +32,11 @@ DIED = ProcessDied("trainer", "its process died")
 class Mortal:
     """Handles that stay while what they stand for is replaced, as the cluster's are."""
 
-    def __init__(self, shape: dict[str, Any], tries: int | None) -> None:
+    def __init__(
+        self, shape: dict[str, Any], tries: int | None, faults: Faults = NO_FAULTS
+    ) -> None:
         """With ``tries`` the trainer dies at once each time, until it may not be restarted."""
-        self.shape, self.tries = shape, tries
+        self.shape, self.tries, self.faults = shape, tries, faults
         self.deaths = 0
         self.rewinds = 0
         self.synced: list[tuple[int, bool]] = []
@@ -42,6 +47,7 @@ class Mortal:
         self.death = asyncio.Event()
         seed = self.shape["seed"] + self.deaths
         self.world: World = world(**self.shape | {"seed": seed}, pace=Straggling(seed))
+        self.faults.into(self.world, seed)
         sync = self.world.sync
         snapshot = sync.snapshot
 
@@ -90,9 +96,13 @@ class Handle:
 
 
 async def train(
-    folder: Path, deaths: list[int], shape: dict[str, Any], tries: int | None = None
+    folder: Path,
+    deaths: list[int],
+    shape: dict[str, Any],
+    tries: int | None = None,
+    faults: Faults = NO_FAULTS,
 ) -> Mortal:
-    stages = Mortal(shape, tries)
+    stages = Mortal(shape, tries, faults)
     config = stages.world.pipeline.config
     config = config.model_copy(
         update={
@@ -111,18 +121,20 @@ async def train(
 
     with RunLog(config, folder, sinks=[]) as log, Journal(folder / LEDGER) as journal:
         job = Job(config, inputs, folder, None, log, journal)
-        training = Training(job, stages, text)  # type: ignore[arg-type]
-        killer = asyncio.create_task(kill())
-        try:
-            await training.run()
-        finally:
-            killer.cancel()
+        with patch.object(trainings, "_prompts", partial(from_cursor, faults)):
+            training = Training(job, stages, text)  # type: ignore[arg-type]
+            killer = asyncio.create_task(kill())
+            try:
+                with faults.striking(lambda: training.pipeline):
+                    await training.run()
+            finally:
+                killer.cancel()
         log.finish("completed")
     return stages
 
 
-def from_cursor(job: Job, text: object) -> FakePrompts:
-    return FakePrompts(job.start.cut.cursor if job.start else 0)
+def from_cursor(faults: Faults, job: Job, text: object) -> FakePrompts:
+    return faults.stream(job.start.cut.cursor if job.start else 0)
 
 
 @settings(deadline=None, max_examples=30)
@@ -139,12 +151,29 @@ def test_whenever_the_trainer_dies_each_sample_is_trained_once(
     assert (found.lost, found.duplicated, found.steps) == ((), (), shape["steps"])
 
 
+@settings(deadline=None, max_examples=40)
+@given(
+    deaths=st.lists(st.integers(0, 400), max_size=3),
+    faults=faults,
+    groups=st.booleans(),
+    max_lag=st.sampled_from([None, 0, 1]),
+    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "n"}),
+    n=st.sampled_from([2, 4]),
+)
+def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_one_fate(
+    deaths: list[int], faults: Faults, shape: dict[str, Any], **more: Any
+) -> None:
+    shape = shape | more | {"share": 1.0}
+    with tempfile.TemporaryDirectory() as name:
+        asyncio.run(train(Path(name), deaths, shape, faults=faults))
+        assert_one_fate_each(audit(name), shape["steps"] * B)
+
+
 SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}
 
 
 @pytest.fixture(autouse=True)
 def _fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainings, "_prompts", from_cursor)
     monkeypatch.setattr(trainings, "identity", lambda config, rows: "{}")
 
 
