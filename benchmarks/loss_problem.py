@@ -67,8 +67,10 @@ def problem(
     if case == "topk":
         ids = torch.rand(tokens, 4 * TOP_K, device=device).topk(TOP_K, dim=-1).indices
         ids = ids * (vocabulary // (4 * TOP_K))
-        best = torch.randn(tokens, TOP_K + 1, device=device).log_softmax(-1)[:, :TOP_K]
-        known = Tokens(*_head(known), best[:, 0].contiguous(), ids, best.contiguous())
+        every = torch.randn(tokens, TOP_K + 1, device=device).log_softmax(-1)
+        best = every[:, :TOP_K]
+        rest = every[:, TOP_K].contiguous()
+        known = Tokens(*_head(known), best[:, 0].contiguous(), ids, best.contiguous(), rest)
         return Problem(states.requires_grad_(), weight.requires_grad_(), known, None)
     teacher = TeacherHead(normal(vocabulary, hidden).mul_(hidden**-0.5))
     given = (TeacherStates("t", 0, normal(tokens, hidden)),)
@@ -105,8 +107,9 @@ def straightforward(x: Problem) -> torch.Tensor:
 def _topk(tokens: Tokens, log_q: torch.Tensor) -> torch.Tensor:
     assert tokens.teacher_ids is not None
     assert tokens.teacher_topk_logprobs is not None
+    assert tokens.teacher_rest_logprobs is not None
     log_p, log_s = tokens.teacher_topk_logprobs, log_q.gather(-1, tokens.teacher_ids)
-    rest_p, rest_q = (torch.log1p(-side.exp().sum(-1)) for side in (log_p, log_s))
+    rest_p, rest_q = tokens.teacher_rest_logprobs, torch.log1p(-log_s.exp().sum(-1))
     inside = (log_p.exp() * (log_p - log_s)).sum(-1)
     return (inside + rest_p.exp() * (rest_p - rest_q)).sum()
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from async_opd.core.batch import Batch, unpack_samples
 from async_opd.core.errors import LengthError, ScoreError, StageError
-from async_opd.core.samples import HiddenStates, Sample
+from async_opd.core.samples import HiddenStates, Int32, Sample
 
 SLACK = 1e-3
 """A log-probability may be so much above 0: rounding in half precision."""
@@ -24,7 +24,8 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
     """StageError if these cannot be the rollouts' samples; ``name`` is the teacher's.
 
     Compares headers, and whatever ``Sample`` asks of its arrays; log-probabilities must be float32
-    and at most 0, ids int32 and not negative, states of the type they say.
+    and at most 0, ids int32, not negative and distinct at each position, states of the type they
+    say.
     """
     asked = [header.uid for header in rollouts.headers]
     got = [header.uid for header in samples.headers]
@@ -59,6 +60,8 @@ def _check(name: str, sample: Sample) -> None:
     ids, logprobs = (getattr(sample.scores, key, None) for key in ("ids", "logprobs"))
     if ids is not None and logprobs is not None and ids.shape != logprobs.shape:
         raise StageError(name, f"{uid} has ids {ids.shape} and logprobs {logprobs.shape}")
+    if ids is not None and (again := repeated(ids)) is not None:
+        raise StageError(name, f"{uid} has token {again[1]} twice at position {again[0]}")
 
 
 Rule = tuple[str, int, Callable[[NDArray[Any]], bool]]
@@ -71,5 +74,18 @@ def _rule(sample: Sample, key: str) -> Rule:
         return ("uint16" if dtype == "bfloat16" else dtype, 2, lambda _: True)
     if key == "ids":
         return ("int32", 2, lambda ids: ids.size == 0 or int(ids.min()) >= 0)
-    flat = key == "sampled_logprobs" or not hasattr(sample.scores, "ids")
+    flat = key in ("sampled_logprobs", "rest_logprobs") or not hasattr(sample.scores, "ids")
     return ("float32", 1 if flat else 2, lambda values: values.size == 0 or values.max() <= SLACK)
+
+
+def repeated(ids: Int32) -> tuple[int, int] | None:
+    """Position and token of the first that is twice in a support [R, k]; None if all are distinct.
+
+    A gradient would count such a token's mass twice, or not at all.
+    """
+    ordered = np.sort(ids, axis=1)
+    twice = ordered[:, 1:] == ordered[:, :-1]
+    if not twice.any():
+        return None
+    row, column = divmod(int(twice.argmax()), twice.shape[1])
+    return row, int(ordered[row, column])

@@ -27,6 +27,7 @@ from async_opd.core.samples import (
     TopK,
 )
 from async_opd.core.stages import SamplingSpec
+from teachers.checks import repeated
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _number(entry: _Entry) -> float:
 
 
 def scores_of(sampled: list[float], ids: list[int], logprobs: list[float], top_k: int) -> Scores:
-    """SampledLogprobs, or TopK with ``top_k``."""
+    """SampledLogprobs, or TopK with ``top_k``; no server tells the mass of the rest."""
     own = np.asarray(sampled, np.float32)
     if not top_k:
         return SampledLogprobs(own)
@@ -206,6 +207,9 @@ def scores_of(sampled: list[float], ids: list[int], logprobs: list[float], top_k
     found = np.asarray(ids, np.int64).reshape(shape)
     if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
         raise ValueError(f"token ids from {found.min()} to {found.max()}")
+    again = repeated(found.astype(np.int32))
+    if again is not None:
+        raise ValueError(f"token {again[1]} twice among the best of position {again[0]}")
     return TopK(found.astype(np.int32), np.asarray(logprobs, np.float32).reshape(shape), own)
 
 

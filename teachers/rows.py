@@ -31,8 +31,9 @@ NOTHING = torch.empty((0, 0), dtype=torch.int32)
 class Wanted:
     """What is asked of a request: the last ``rows`` rows of its prompt, from ``start`` on.
 
-    ``ids`` are int32 [rows, columns] as bytes: tokens to score. ``top_k`` is how many of the best
-    come with them. Neither: the hidden states themselves, which know no ``temperature``.
+    ``ids`` are int32 [rows, columns] as bytes: tokens to score, the sampled one first. ``top_k`` is
+    how many of the best come with them. Neither: the hidden states themselves, which know no
+    ``temperature``.
     """
 
     start: int
@@ -56,6 +57,19 @@ class Wanted:
     def form(self) -> tuple[int, int, float]:
         """What requests have in common whose rows can be scored together."""
         return self.columns, self.top_k, self.temperature
+
+    @property
+    def rest(self) -> bool:
+        """Whether a support is asked for, the best or the columns but the first: then its rest too.
+
+        The rest is the logarithm of the mass of all tokens outside of the support.
+        """
+        return self.top_k > 0 or self.columns > 1
+
+    @property
+    def width(self) -> int:
+        """Numbers in a row of the answer; not of hidden states."""
+        return self.columns + 2 * self.top_k + self.rest
 
     @property
     def states(self) -> bool:
@@ -161,8 +175,9 @@ class RowScores:
         """Takes what one engine step computed; returns what is complete now, by request.
 
         A request is complete with the last of its rows, which must be its prompt's last: an engine
-        has no output before. The answer is log-probabilities [rows, columns + top_k] and then the
-        best tokens' ids [rows, top_k], as int32 bits; or states [rows, H], bfloat16 as its bits.
+        has no output before. The answer is log-probabilities [rows, columns + top_k], that of the
+        rest [rows, 1] where there is a support, and then the best tokens' ids [rows, top_k], as
+        int32 bits; or states [rows, H], bfloat16 as its bits.
         It has no rows at all where the engine read the first of them from its prefix cache: such a
         request has to come again without it.
         """
@@ -193,10 +208,11 @@ class RowScores:
     def score(
         self, states: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Int32 bits [n, columns + 2 top_k] of states [n, H] and ids [n, columns].
+        """Int32 bits [n, ``Wanted.width``] of states [n, H] and ids [n, columns].
 
         Float32 log-probabilities of softmax(logits / temperature) over the vocabulary; -inf for a
-        token that the head has no row for. Never more than two chunks of logits are alive.
+        token that the head has no row for, and for a rest without any. A given support is distinct
+        in each row. Never more than two chunks of logits are alive.
         """
         budget = CHUNK_BYTES.get(states.device.type, CHUNK_BYTES_GPU)
         size = max(1, budget // (4 * self.vocabulary))
@@ -211,17 +227,29 @@ class RowScores:
 def _scored(
     logits: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float
 ) -> torch.Tensor:
-    """Takes the logits over."""
+    """Takes the logits over.
+
+    The rest is summed over the tokens outside of the support, below a maximum of its own: 1 - P
+    would be rounding where the support has nearly all of the mass. A token that the head has no
+    row for is in no sum.
+    """
     logits = logits.float()
     if temperature != 1:
         logits.div_(temperature)
-    logprobs = logits.log_softmax(1)
-    rows = logprobs.shape[1]
-    own = logprobs.gather(1, ids.clamp(0, rows - 1)).masked_fill_(ids >= rows, float("-inf"))
-    best, best_ids = logprobs.topk(top_k)
-    return torch.cat([own.view(torch.int32), best.view(torch.int32), best_ids.int()], 1)
+    last = logits.shape[1] - 1
+    own = logits.gather(1, ids.clamp(0, last)).masked_fill_(ids > last, -torch.inf)
+    best, best_ids = logits.topk(top_k)
+    support, inside = (best_ids, best) if top_k else (ids[:, 1:], own[:, 1:])
+    rows = support.clamp(0, last)
+    left = logits.gather(1, rows).masked_fill_(support <= last, -torch.inf)
+    logits.scatter_reduce_(1, rows, left, "amin")
+    peak = logits.amax(1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)
+    rest = peak + logits.sub_(peak).exp_().sum(1, keepdim=True).log_()
+    found = [own, best, rest] if support.shape[1] else [own]
+    total = torch.logaddexp(rest, inside.logsumexp(1, keepdim=True))
+    return torch.cat([*((part - total).view(torch.int32) for part in found), best_ids.int()], 1)
 
 
-def logprobs_of(bits: NDArray[np.int32], columns: int, top_k: int) -> NDArray[np.float32]:
-    """Float32 [rows, columns + top_k] of what ``score`` gave."""
-    return bits[:, : columns + top_k].view(np.float32)
+def logprobs_of(bits: NDArray[np.int32], top_k: int) -> NDArray[np.float32]:
+    """The log-probabilities of what ``score`` gave: float32, all columns but the best's ids."""
+    return bits[:, : bits.shape[1] - top_k].view(np.float32)

@@ -4,8 +4,8 @@
 
     kind           asked of each response row                    scores
     sampled        the sampled token                             SampledLogprobs
-    teacher_topk   the sampled token and the k best              TopK
-    student_topk   the sampled token and the student's k best    CandidateLogprobs
+    teacher_topk   the sampled token, the k best, the rest       TopK
+    student_topk   that, and the student's k best, the rest      CandidateLogprobs
     hidden         the hidden state                              HiddenStates
 
 The response's last token predicts nothing that was sampled, and is not sent. The engine can answer
@@ -45,7 +45,8 @@ from teachers.spec import TeacherEngineSpec
 
 UNKNOWN = -100.0
 """Log-probability of a token that the teacher has no row for, where the student's vocabulary is
-padded further. As good as never (4e-44), and finite: sums and gradients stay so."""
+padded further, and of a rest of such tokens alone. As good as never (4e-44), and finite: sums and
+gradients stay so."""
 HEADS = 1 << 16
 """Beginnings of sequences that are remembered, by their hashes."""
 NAMES: dict[torch.dtype, StateDtype] = {
@@ -182,17 +183,19 @@ class Scoring:
         if wanted.states:
             bits = found.view(np.uint16) if self._dtype == "bfloat16" else found
             return HiddenStates(bits, self._dtype)
-        logprobs = logprobs_of(found, wanted.columns, wanted.top_k)
+        logprobs = logprobs_of(found, wanted.top_k)
         sampled = np.ascontiguousarray(logprobs[:, 0])
         if self._spec.kind == "sampled":
             return SampledLogprobs(sampled)
-        rest = np.ascontiguousarray(logprobs[:, 1:])
+        support, rest = np.ascontiguousarray(logprobs[:, 1:-1]), finite(logprobs[:, -1])
         if self._spec.kind == "teacher_topk":
-            return TopK(np.ascontiguousarray(found[:, 1 + wanted.top_k :]), rest, sampled)
-        return CandidateLogprobs(np.ascontiguousarray(ids[:, 1:]), finite(rest), finite(sampled))
+            best = np.ascontiguousarray(found[:, -wanted.top_k :])
+            return TopK(best, support, sampled, rest)
+        candidates = np.ascontiguousarray(ids[:, 1:])
+        return CandidateLogprobs(candidates, finite(support), finite(sampled), rest)
 
     def _width(self, wanted: Wanted) -> int:
-        return self._hidden if wanted.states else wanted.columns + 2 * wanted.top_k
+        return self._hidden if wanted.states else wanted.width
 
     def _empty(self, wanted: Wanted) -> NDArray[Any]:
         bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}

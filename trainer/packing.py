@@ -19,6 +19,7 @@ import torch
 from async_opd.core.errors import LengthError, StageError
 from async_opd.core.samples import (
     CandidateLogprobs,
+    Float32,
     HiddenStates,
     Sample,
     SampledLogprobs,
@@ -26,6 +27,7 @@ from async_opd.core.samples import (
 )
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.shares import Share
+from trainer.unsent_rest import unsent_rest
 
 
 @dataclass(frozen=True)
@@ -155,8 +157,15 @@ def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
             "teacher_logprobs": _tensor([score.sampled_logprobs for score in topk], np.float32),
             "teacher_ids": _tensor([score.ids for score in topk], np.int64),
             "teacher_topk_logprobs": _tensor([score.logprobs for score in topk], np.float32),
+            "teacher_rest_logprobs": _tensor([_rest(score) for score in topk], np.float32),
         }
     return {"teacher_states": _states(samples)}
+
+
+def _rest(scores: TopK | CandidateLogprobs) -> Float32:
+    """As the teacher sent it; of who cannot, and of older checkpoints, what can be known of it."""
+    sent = scores.rest_logprobs
+    return unsent_rest(scores.logprobs) if sent is None else sent
 
 
 def _states(samples: Sequence[Sample]) -> tuple[TeacherStates, ...]:

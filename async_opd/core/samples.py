@@ -165,25 +165,29 @@ class SampledLogprobs:
 class TopK:
     """The teacher's k most probable tokens at each response position, and the sampled one.
 
-    ``ids`` int32 [R, k] and ``logprobs`` float32 [R, k], both by falling probability;
-    ``sampled_logprobs`` float32 [R].
+    ``ids`` int32 [R, k], distinct at each position, and ``logprobs`` float32 [R, k], both by
+    falling probability; ``sampled_logprobs`` float32 [R]. ``rest_logprobs`` float32 [R] is the
+    logarithm of the mass of all other tokens; None where a teacher cannot tell it (servers).
     """
 
     ids: Int32
     logprobs: Float32
     sampled_logprobs: Float32
+    rest_logprobs: Float32 | None = None
 
 
 @dataclass(frozen=True)
 class CandidateLogprobs:
     """The teacher's log-probabilities of given tokens: the student's own top-k.
 
-    ``ids`` int32 [R, k], ``logprobs`` float32 [R, k], ``sampled_logprobs`` float32 [R].
+    ``ids`` int32 [R, k], distinct at each position, ``logprobs`` float32 [R, k],
+    ``sampled_logprobs`` and ``rest_logprobs`` float32 [R], as in ``TopK``.
     """
 
     ids: Int32
     logprobs: Float32
     sampled_logprobs: Float32
+    rest_logprobs: Float32 | None = None
 
 
 @dataclass(frozen=True)

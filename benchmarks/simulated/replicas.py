@@ -186,9 +186,8 @@ class SimulatedTeacher:
         sampled = np.zeros(length, dtype=np.float32)
         if not k:
             return SampledLogprobs(sampled)
-        return TopK(
-            np.zeros((length, k), dtype=np.int32), np.zeros((length, k), np.float32), sampled
-        )
+        best = np.tile(np.arange(k, dtype=np.int32), (length, 1))
+        return TopK(best, np.full((length, k), -np.log(k), np.float32), sampled, sampled)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Nothing to evaluate."""

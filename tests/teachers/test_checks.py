@@ -28,7 +28,9 @@ BITS = np.full((R, 5), 0x3F80, np.uint16)  # 1.0 in bfloat16
 SOUND: list[Any] = [
     SampledLogprobs(SAMPLED),
     TopK(IDS, LOGPROBS, SAMPLED),
+    TopK(IDS, LOGPROBS, SAMPLED, SAMPLED),
     CandidateLogprobs(IDS, LOGPROBS, SAMPLED),
+    CandidateLogprobs(IDS[:, :1], LOGPROBS[:, :1], SAMPLED, SAMPLED),
     HiddenStates(np.ones((R, 5), np.float32), "float32"),
     HiddenStates(BITS, "bfloat16"),
 ]
@@ -51,6 +53,11 @@ UNSOUND: list[Any] = [
     TopK(IDS.astype(np.int64), LOGPROBS, SAMPLED),
     TopK(IDS[:, :2], LOGPROBS, SAMPLED),
     TopK(IDS, LOGPROBS, with_value(SAMPLED, np.nan)),
+    TopK(IDS, LOGPROBS, SAMPLED, with_value(SAMPLED, np.nan)),
+    TopK(IDS, LOGPROBS, SAMPLED, with_value(SAMPLED, 0.5)),
+    TopK(IDS, LOGPROBS, SAMPLED, SAMPLED[:, None]),
+    TopK(with_value(IDS, 9), LOGPROBS, SAMPLED),
+    CandidateLogprobs(with_value(IDS, 9), LOGPROBS, SAMPLED),
     HiddenStates(with_value(np.ones((R, 5), np.float32), np.inf), "float32"),
     HiddenStates(np.ones((R, 5), np.float16), "float32"),
     HiddenStates(with_value(BITS, 0x7FC0), "bfloat16"),
@@ -82,6 +89,11 @@ def test_one_wrong_array_anywhere_in_a_batch_is_an_error_with_its_uid(scores: An
 def test_scores_of_another_length_are_an_error() -> None:
     with pytest.raises(StageError, match="p/1: 4 response tokens"):
         check("t", ASKED, answer(SampledLogprobs(SAMPLED[:2])))
+
+
+def test_a_token_that_is_twice_in_a_support_is_named() -> None:
+    with pytest.raises(StageError, match="p/1 has token 9 twice at position 3"):
+        check("t", ASKED, answer(TopK(with_value(IDS, 9), LOGPROBS, SAMPLED)))
 
 
 def test_other_samples_than_those_asked_for_are_an_error() -> None:

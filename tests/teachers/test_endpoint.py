@@ -132,6 +132,7 @@ SGLANG_GARBAGE = {
     "no top": {"input_top_logprobs": []},
     "too few best": {"input_top_logprobs": [None, *[[[-0.5, 1, None]]] * 4]},
     "no number": {"input_token_logprobs": [[None, 2, None]] * 5},
+    "a token twice": {"input_top_logprobs": [None, *[[[-0.5, 1, None], [-1.5, 1, None]]] * 4]},
 }
 
 

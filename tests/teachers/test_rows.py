@@ -51,7 +51,13 @@ def ids_of(count: int, columns: int = 2) -> np.ndarray:
 
 
 def numbers(found: torch.Tensor, columns: int, top_k: int = 0) -> Any:
-    return logprobs_of(found.numpy(), columns, top_k)
+    """Log-probabilities without that of the rest, which comes with a support."""
+    return logprobs_of(found.numpy(), top_k)[:, : columns + top_k]
+
+
+def rest_of(found: torch.Tensor, top_k: int = 0) -> Any:
+    """The logarithm of the mass outside of the support."""
+    return logprobs_of(found.numpy(), top_k)[:, -1]
 
 
 @settings(deadline=None)
@@ -77,7 +83,9 @@ def test_however_a_prompt_is_cut_its_response_rows_have_the_log_probabilities_of
     full = table(hidden[prompt - 1 :])
     expected = torch.cat([full.gather(1, torch.from_numpy(ids)), full.topk(K).values], 1)
     np.testing.assert_allclose(numbers(found, 2, K), expected, atol=1e-5)
-    np.testing.assert_array_equal(found[:, 2 + K :], full.topk(K).indices)
+    np.testing.assert_array_equal(found[:, 2 + K + 1 :], full.topk(K).indices)
+    rest = full.scatter(1, full.topk(K).indices, -torch.inf).logsumexp(1)
+    np.testing.assert_allclose(rest_of(found, K), rest, atol=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
@@ -100,6 +108,8 @@ def test_a_hot_teacher_knows_nothing_and_a_cold_one_only_its_best_token() -> Non
     every = np.tile(np.arange(VOCABULARY), (3, 1))
     hot = numbers(answer(tempered(every, 1e6)), VOCABULARY, K)
     np.testing.assert_allclose(hot, -np.log(VOCABULARY), atol=1e-4)
+    rest = rest_of(answer(tempered(every, 1e6)), K)
+    np.testing.assert_allclose(rest, np.log((VOCABULARY - K) / VOCABULARY), atol=1e-4)
     cold = numbers(answer(tempered(every, 1e-4)), VOCABULARY, K)[:, VOCABULARY:]
     assert cold[:, 0].tolist() == [0, 0, 0]
     assert (cold[:, 1:] < -100).all()
@@ -141,7 +151,7 @@ def test_requests_of_different_kinds_may_share_a_step() -> None:
     scores.add("a", wanted(0, ids_of(2), K))
     scores.add("b", Wanted(0, 2))
     found = scores.step(hidden, [Chunk("a", 0, 2, 0), Chunk("b", 0, 2, 2)])
-    assert found["a"].shape == (2, 2 + 2 * K)
+    assert found["a"].shape == (2, 2 + 2 * K + 1)
     torch.testing.assert_close(found["b"], hidden[2:])
 
 
@@ -157,6 +167,44 @@ def test_a_token_the_head_has_no_row_for_is_impossible() -> None:
     scores.add("r", wanted(0, np.array([[VOCABULARY, 0]])))
     found = numbers(scores.step(states(1), [Chunk("r", 0, 1, 0)])["r"], 2)
     assert np.isinf(found).tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("support", ["its own", "given"])
+@pytest.mark.parametrize("mass", [0.1, 1e-4, 1e-8, 1e-15, 1e-30])
+def test_the_rest_of_a_support_is_exact_however_little_it_is(mass: float, support: str) -> None:
+    """The head is the identity: states are logits."""
+    logits = torch.randn(2, VOCABULARY, generator=torch.Generator().manual_seed(2)).double() / 4
+    logits[:, K:] += np.log(mass) - logits[:, K:].logsumexp(1, keepdim=True)
+    logits[:, :K] += np.log1p(-mass) - logits[:, :K].logsumexp(1, keepdim=True)
+    scores = RowScores(lambda states: states.clone(), VOCABULARY)
+    own = support == "its own"
+    ids = torch.arange(K).expand(2, K)
+    if own:
+        logits[:, :K] = logits[:, :K].sort(descending=True).values
+    found = scores.score(
+        logits.float(), ids[:, :1] if own else torch.cat([ids[:, :1], ids], 1), K * own
+    )
+    np.testing.assert_allclose(rest_of(found, K * own), np.log(mass), rtol=1e-6, atol=2e-6)
+
+
+def test_the_sampled_token_alone_has_no_rest() -> None:
+    assert answer(wanted(0, ids_of(2, 1))).shape == (2, 1)
+
+
+def test_the_sampled_token_is_no_part_of_a_given_support() -> None:
+    found = answer(wanted(0, np.array([[5, 1, 2]])))
+    expected = table(states(1)).scatter(1, torch.tensor([[1, 2]]), -torch.inf).logsumexp(1)
+    np.testing.assert_allclose(rest_of(found), expected, atol=1e-5)
+
+
+def test_a_token_without_a_row_takes_no_other_out_of_the_rest() -> None:
+    found = answer(wanted(0, np.array([[0, VOCABULARY + 3, VOCABULARY - 1, VOCABULARY]])))
+    expected = table(states(1))[:, : VOCABULARY - 1].logsumexp(1)
+    np.testing.assert_allclose(rest_of(found), expected, atol=1e-5)
+
+
+def test_a_support_of_all_tokens_leaves_nothing() -> None:
+    assert rest_of(answer(wanted(0, ids_of(2), VOCABULARY)), VOCABULARY).tolist() == [-np.inf] * 2
 
 
 def test_a_prompt_of_which_the_cache_held_all_but_its_last_row_is_answered() -> None:

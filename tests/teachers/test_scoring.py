@@ -84,16 +84,19 @@ async def test_the_last_token_predicts_nothing_and_is_not_sent() -> None:
 
 
 async def test_the_sampled_token_comes_first_and_then_the_teachers_best() -> None:
-    engine = Engine(bits([[-1.0, -2, -3, -4], [-5.0, -6, -7, -8]], [[1, 2, 3], [4, 5, 6]]))
+    found = [[-1.0, -2, -3, -4, -0.5], [-5.0, -6, -7, -8, -np.inf]]
+    engine = Engine(bits(found, [[1, 2, 3], [4, 5, 6]]))
     scores = await score(engine, "teacher_topk")
+    assert scores.rest_logprobs.tolist() == [-0.5, -100]
     assert scores.sampled_logprobs.tolist() == [-1, -5]
     assert scores.logprobs.tolist() == [[-2, -3, -4], [-6, -7, -8]]
     assert scores.ids.tolist() == [[1, 2, 3], [4, 5, 6]]
 
 
 async def test_the_students_top_k_goes_with_the_sampled_token() -> None:
-    engine = Engine(bits([[-1.0, -2, -3, -4], [-5.0, -6, -7, -np.inf]]))
+    engine = Engine(bits([[-1.0, -2, -3, -4, -0.5], [-5.0, -6, -7, -np.inf, -0.25]]))
     scores = await score(engine, "student_topk")
+    assert scores.rest_logprobs.tolist() == [-0.5, -0.25]
     asked = np.frombuffer(asked_rows(engine).ids, np.int32).reshape(2, 4)
     assert asked.tolist() == [[0, 4, 5, 6], [1, 7, 8, 9]]
     assert scores.ids.tolist() == [[4, 5, 6], [7, 8, 9]]
@@ -164,7 +167,7 @@ async def test_an_empty_response_asks_nothing_of_the_engine(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk"])
 async def test_a_tempered_teacher_is_asked_for_its_temperature(kind: str) -> None:
-    columns = {"sampled": 1, "teacher_topk": 1 + 2 * K, "student_topk": 1 + K}[kind]
+    columns = {"sampled": 1, "teacher_topk": 2 + 2 * K, "student_topk": 2 + K}[kind]
     engine = Engine(bits(np.full((2, columns), -1.0)))
     await score(engine, kind, temperature=2.0)
     assert asked_rows(engine).temperature == 2

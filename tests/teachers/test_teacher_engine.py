@@ -178,6 +178,17 @@ def test_the_ids_have_these_log_probabilities(seen: Seen, tables: list[Any], kin
         np.testing.assert_allclose(sample.scores.logprobs, own, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["teacher_topk", "student_topk"])
+def test_the_rest_is_what_transformers_leaves_outside_of_the_support(
+    seen: Seen, tables: list[Any], kind: str
+) -> None:
+    for sample, table in zip(seen.samples[kind], tables, strict=True):
+        outside = np.exp(table)
+        np.put_along_axis(outside, sample.scores.ids.astype(np.int64), 0.0, axis=-1)
+        rest = np.log(outside.sum(-1))
+        np.testing.assert_allclose(sample.scores.rest_logprobs, rest, rtol=1e-5, atol=1e-4)
+
+
 def test_a_tempered_teachers_scores_are_those_of_its_logits_over_the_temperature(
     seen: Seen, tables: list[Any]
 ) -> None:

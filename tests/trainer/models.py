@@ -50,7 +50,8 @@ def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sam
     scores: Scores = SampledLogprobs(own)
     if k:
         best = table.reshape(response, VOCABULARY).topk(k, dim=-1)
-        scores = TopK(best.indices.int().numpy(), best.values.float().numpy(), own)
+        rest = table.scatter(-1, best.indices, -torch.inf).logsumexp(-1).float().numpy()
+        scores = TopK(best.indices.int().numpy(), best.values.float().numpy(), own, rest)
     spans = (VersionSpan(0, 0, response),) if response else ()
     rollout = Rollout(
         uid=f"p{index}/0",

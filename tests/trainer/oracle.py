@@ -56,6 +56,7 @@ def case(
         teacher_logprobs=teacher.gather(-1, targets[:, None])[:, 0],
         teacher_ids=ids,
         teacher_topk_logprobs=teacher.gather(-1, ids),
+        teacher_rest_logprobs=teacher.scatter(-1, ids, -torch.inf).logsumexp(-1),
         advantages=torch.randn(n, dtype=DOUBLE),
         reward_weights=torch.rand(n, dtype=DOUBLE),
     )

@@ -13,6 +13,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
@@ -183,7 +185,8 @@ def scores() -> list[Scores]:
     return [
         SampledLogprobs(own),
         TopK(ids, logprobs, own),
-        CandidateLogprobs(ids, logprobs, own),
+        TopK(ids, logprobs, own, own),
+        CandidateLogprobs(ids, logprobs, own, own),
         HiddenStates(states, "bfloat16"),
         HiddenStates(states.astype(np.float16), "float16"),
     ]
@@ -201,3 +204,17 @@ def test_samples_come_out_of_a_file_as_they_went_in(kind: Scores, tmp_path: Path
                 other = getattr(two.scores, name)
                 assert (array.dtype, array.shape) == (other.dtype, other.shape)
                 assert np.array_equal(array, other)
+
+
+def test_samples_of_a_version_that_knew_no_rest_are_read(tmp_path: Path) -> None:
+    ids, own = np.arange(8, dtype=np.int32).reshape(4, 2), np.full(4, -2.0, np.float32)
+    scores = TopK(ids, ids.astype(np.float32), own, own)
+    write_samples(tmp_path / "new", [Sample(make_rollout("p/1"), scores)])
+    with safe_open(tmp_path / "new", "np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    del arrays["0/scores/rest_logprobs"]
+    save_file(arrays, tmp_path / "old", metadata=metadata)
+    (sample,) = read_samples(tmp_path / "old")
+    assert isinstance(sample.scores, TopK)
+    assert sample.scores.rest_logprobs is None

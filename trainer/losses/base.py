@@ -44,7 +44,8 @@ class Tokens:
     ``weights`` [N] each one's share of the distillation loss (``reduction.py``), ``reward_weights``
     [N] of the reward's; ``advantages`` [N] where there is a reward. Of the teacher:
     ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
-    ``teacher_topk_logprobs`` [N, k]; or ``teacher_states``, which cover all rows in order.
+    ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
+    outside of it; or ``teacher_states``, which cover all rows in order.
     """
 
     targets: torch.Tensor
@@ -53,6 +54,7 @@ class Tokens:
     teacher_logprobs: torch.Tensor | None = None
     teacher_ids: torch.Tensor | None = None
     teacher_topk_logprobs: torch.Tensor | None = None
+    teacher_rest_logprobs: torch.Tensor | None = None
     teacher_states: tuple[TeacherStates, ...] = ()
     advantages: torch.Tensor | None = None
     reward_weights: torch.Tensor | None = None

@@ -6,7 +6,9 @@ tail    bucket       the k tokens, and everything else as one more outcome: two 
                      clamped at 0, since that would remove the gradient of every such token
         renormalize  the k tokens, p and q both scaled to sum to 1
 
-The k tokens may be the teacher's best or the student's: the formulas are the same.
+The k tokens may be the teacher's best or the student's: the formulas are the same. Neither side's
+rest is 1 - P, which float32 does not know below 1e-5: both are sums over the tokens outside. The
+student's bucket has no floor, which would remove the gradient of a collapsed student.
 """
 
 from __future__ import annotations
@@ -19,10 +21,6 @@ import torch
 from trainer.losses.base import Divergence
 
 Tail = Literal["bucket", "ignore", "renormalize"]
-
-TINY = 1e-9
-"""Least mass of the teacher's bucket, so that its logarithm is finite where rounding leaves none.
-The student's bucket has no such floor: it would remove the gradient of a collapsed student."""
 
 
 @dataclass(frozen=True)
@@ -42,18 +40,18 @@ def on_support(
     tail: Tail,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
-    log_rest: torch.Tensor | None,
+    rest: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> SupportSlopes:
-    """The divergence of log p and log q [n, k]; ``log_rest`` [n, 1] is log q of all other tokens.
+    """The divergence of log p and log q [n, k]; ``rest`` is log p and log q [n, 1] of all others.
 
     It is None for a support of the whole vocabulary, which leaves nothing for a bucket.
     """
     if tail == "renormalize":
         return _renormalized(divergence, log_p, log_q)
-    if tail == "ignore" or log_rest is None:
+    if tail == "ignore" or rest is None:
         return SupportSlopes(*divergence(log_p, log_q))
     value, slope = divergence(
-        torch.cat([log_p, teacher_rest(log_p)], dim=-1), torch.cat([log_q, log_rest], dim=-1)
+        torch.cat([log_p, rest[0]], dim=-1), torch.cat([log_q, rest[1]], dim=-1)
     )
     return SupportSlopes(value, slope[:, :-1], slope[:, -1:])
 
@@ -65,8 +63,3 @@ def _renormalized(
     scaled = log_q.log_softmax(-1)
     value, slope = divergence(log_p.log_softmax(-1), scaled)
     return SupportSlopes(value, slope - scaled.exp() * slope.sum(-1, keepdim=True))
-
-
-def teacher_rest(log_p: torch.Tensor) -> torch.Tensor:
-    """log(1 - P), [N, 1]: only the k tokens are here. Accurate to the rounding of P."""
-    return (1 - log_p.exp().sum(-1, keepdim=True)).clamp_min(TINY).log()

@@ -88,9 +88,9 @@ class OnTopK(Term):
         self._clamp = clamp
 
     def open(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Opened:
-        """ValueError without a top-k support."""
-        if tokens.teacher_ids is None or tokens.teacher_topk_logprobs is None:
-            raise ValueError("this objective needs a top-k support, not sampled-token scores")
+        """ValueError without a top-k support and the logarithm of its rest."""
+        if tokens.teacher_ids is None or tokens.teacher_rest_logprobs is None:
+            raise ValueError("this objective needs a top-k support and the logarithm of its rest")
         return _OpenedTopK(self._divergence, self._tail, self._clamp, logits, tokens)
 
 
@@ -105,14 +105,15 @@ class _OpenedTopK(Opened):
     ) -> None:
         assert tokens.teacher_ids is not None
         assert tokens.teacher_topk_logprobs is not None
+        assert tokens.teacher_rest_logprobs is not None
         assert tokens.teacher_logprobs is not None
         ids = tokens.teacher_ids
         whole = ids.shape[-1] >= logits.shape[-1]
         self._rows = rows = SupportRows(logits, ids, tokens.targets[:, None])
         log_p = tokens.teacher_topk_logprobs.to(logits.dtype)
-        self._slopes = on_support(
-            divergence, tail, log_p, rows.log_q, None if whole else rows.log_rest
-        )
+        log_rest = tokens.teacher_rest_logprobs.to(logits.dtype)[:, None]
+        rest = None if whole else (log_rest, rows.log_rest)
+        self._slopes = on_support(divergence, tail, log_p, rows.log_q, rest)
         self.log_sampled = rows.log_sampled[:, 0]
         self.teacher_sampled = tokens.teacher_logprobs.to(logits.dtype)
         self._scale, self.metrics = clamp_scale(self._slopes.value, clamp)
