@@ -9,7 +9,7 @@ import json
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -17,8 +17,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from async_opd.core.config import RunConfig
 from async_opd.core.special_tokens import SpecialTokens
+
+if TYPE_CHECKING:
+    from async_opd.core.config import RunConfig
 
 PromptText = str | list[dict[str, Any]]
 SPECIAL_TOKENS = tuple(
