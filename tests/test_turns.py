@@ -147,6 +147,7 @@ def colocated(
             name,
             partial(alive, name, hosts[name]),
             scorer,
+            asyncio.Lock(),
             rest_timeout_s=rest_timeout_s,
         )
         for name in sorted(set(placement.values()))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from async_opd.cluster.host import Place, Remote
+from async_opd.cluster.host import START, Place, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
     StudentProxy,
@@ -25,7 +25,7 @@ from async_opd.core.config import (
     VllmTeacher,
 )
 from async_opd.core.engine_args import Device, engine_env, engine_kwargs
-from async_opd.core.errors import StageError
+from async_opd.core.errors import EngineStartError, StageError
 from async_opd.core.grading import GraderSpec
 from async_opd.core.loss_config import score_kind, scored_top_k
 from async_opd.core.stages import TRAINER, SamplingSpec
@@ -167,7 +167,17 @@ class Boxes:
     async def _guest(self, name: str, index: int) -> None:
         teacher = await self.teacher(name, index)
         assert isinstance(teacher, TeacherProxy)
-        await teacher.sleep()
+        bound_s = self.config.timeouts.engine_start_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await teacher.sleep()
+        except BaseException as error:
+            teacher.kill()  # nobody knows of it yet
+            if not isinstance(error, TimeoutError):
+                raise
+            cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
+            remedy = f"raise {START} if it only is slow; otherwise see its log"
+            raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
         self.seated.setdefault(name, {})[index] = teacher
 
     async def _engine(

@@ -12,22 +12,29 @@ import gc
 import importlib
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, cast
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from async_opd.cluster.faults import as_ours
 from async_opd.core.errors import (
     EngineStartError,
-    ProcessDied,
     ProcessRestarts,
     StageError,
     StageTimeout,
     first_cause,
 )
 from async_opd.core.run_files import PRIVATE_UMASK
+
+START, REQUEST, LIFE = "timeouts.engine_start_s", "timeouts.request_s", "supervision.timeout_s"
+"""Bounds in the config, for remedies."""
+AGAIN_S = 0.05
+"""Before a call is made again that a dying process has broken off."""
 
 
 @dataclass(frozen=True)
@@ -146,14 +153,16 @@ class Remote:
 
     async def place(self, timeout_s: float) -> Place:
         """The node and the GPUs of the process."""
-        found = await self._bounded(self._handle.place.remote(), timeout_s, "starting a process")
+        place = self._handle.place
+        found = await self._bounded(place.remote, timeout_s, "starting a process", START)
         return cast(Place, found)
 
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
         """Builds the object; EngineStartError with the process's last words if that fails."""
         try:
             pid = await self._started(timeout_s)
-            await self._bounded(self._handle.build.remote(factory, args), timeout_s, "building")
+            build = partial(self._handle.build.remote, factory, args)
+            await self._bounded(build, timeout_s, "building", START)
         except StageError as error:
             words = last_words(pid) if "pid" in locals() else ""
             raise EngineStartError(
@@ -164,12 +173,21 @@ class Remote:
             ) from error
 
     async def _started(self, timeout_s: float) -> int:
-        while True:
-            try:
-                reference = self._handle.pid.remote()
-                return int(await self._bounded(reference, timeout_s, "starting a process"))
-            except ProcessRestarts:
-                continue  # that was the one before
+        """The process's id; of the next one, while Ray ends the one before."""
+        pid, error = self._handle.pid.remote, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return int(await self._bounded(pid, timeout_s, "starting", START))
+                    except ProcessRestarts as again:
+                        error = again
+                    await asyncio.sleep(AGAIN_S)
+        except StageTimeout:
+            raise
+        except TimeoutError as late:
+            cause = f"no process of it lived for {timeout_s:g} s" + (f": {error}" if error else "")
+            raise StageTimeout(self.name, cause, f"raise {START} if it only is slow") from late
 
     async def listen(self, address: str | None, timeout_s: float) -> tuple[str, int, int]:
         """Address, port and file descriptor of a socket in its process, opened for what is built.
@@ -177,13 +195,21 @@ class Remote:
         ``address`` None is the one by which the cluster knows its node.
         """
         await self._started(timeout_s)
-        found = await self._bounded(self._handle.listen.remote(address), timeout_s, "listening")
+        listen = partial(self._handle.listen.remote, address)
+        found = await self._bounded(listen, timeout_s, "listening", START)
         return cast(tuple[str, int, int], found)
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
-        """Calls a method with the default or another bound; ``float('inf')`` for none."""
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, key: str = ""
+    ) -> Any:
+        """Calls a method with the default or another bound; ``float('inf')`` for none.
+
+        ``key`` is what sets another bound in the config.
+        """
         bound = self._timeout_s if timeout_s is None else timeout_s
-        return await self._bounded(self._handle.call.remote(method, args), bound, method)
+        key = REQUEST if timeout_s is None else key
+        call = partial(self._handle.call.remote, method, args)
+        return await self._bounded(call, bound, method, key)
 
     async def call_again(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
         """As ``call``, made again whenever the process dies under it and another one comes."""
@@ -193,47 +219,38 @@ class Remote:
             except ProcessRestarts as error:
                 if error.stage != self.name:
                     raise
+            await asyncio.sleep(AGAIN_S)
 
-    async def _bounded(self, reference: Any, timeout_s: float, what: str) -> Any:
+    async def _bounded(self, call: Callable[[], Any], timeout_s: float, what: str, key: str) -> Any:
+        """Makes the call and waits for its answer; ``key`` sets the bound in the config."""
         try:
             async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
-                return await reference
+                return await call()
+        except ray.exceptions.RayError as error:
+            raise as_ours(self.name, what, error, self._restarts) from error
         except TimeoutError as error:
             raise StageTimeout(
                 self.name,
                 f"{what} took longer than {timeout_s:g} s",
-                "see timeouts.* in the config",
-            ) from error
-        except ray.exceptions.RayActorError as error:
-            again = isinstance(error, ray.exceptions.ActorUnavailableError)
-            kind = ProcessRestarts if again and self._restarts else ProcessDied
-            raise kind(
-                self.name,
-                f"its process died during {what}: {' '.join(str(error).split())[:500]}",
-                "see its log in Ray's session directory; running out of memory is the most "
-                "common cause of a sudden death",
-            ) from error
-        except ray.exceptions.RayTaskError as error:
-            cause = first_cause(error.cause)
-            if isinstance(cause, StageError):
-                raise cause from error
-            raise StageError(
-                self.name, f"{what} failed: {type(cause).__name__}: {cause}"
+                f"raise {key} if it can take so long; otherwise it hangs" if key else "",
             ) from error
 
     async def pid(self, timeout_s: float) -> int:
         """The id of its process now."""
-        return int(await self._bounded(self._handle.pid.remote(), timeout_s, "a sign of life"))
+        pid = self._handle.pid.remote
+        return int(await self._bounded(pid, timeout_s, "a sign of life", LIFE))
 
     async def is_built(self, timeout_s: float) -> bool:
         """Whether its process has an object: one that was restarted has none."""
-        return bool(await self._bounded(self._handle.is_built.remote(), timeout_s, "a question"))
+        is_built = self._handle.is_built.remote
+        return bool(await self._bounded(is_built, timeout_s, "a question", LIFE))
 
-    async def end(self) -> ProcessDied:
-        """Waits until the process that runs now has died."""
+    async def end(self) -> StageError:
+        """Waits until the process that runs now has died, or cannot be reached any more."""
+        forever = self._handle.forever.remote
         try:
-            await self._bounded(self._handle.forever.remote(), float("inf"), "its run")
-        except ProcessDied as error:
+            await self._bounded(forever, float("inf"), "its run", "")
+        except StageError as error:
             return error
         raise StageError(self.name, "a call without end has returned")
 

@@ -124,37 +124,50 @@ async def _build(boxes: Boxes) -> Stages:
     teachers |= {name: list(seated.values()) for name, seated in boxes.seated.items()}
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
-    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students)
+    gpus = asyncio.Lock()
+    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students, gpus)
     scoring = await boxes.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
     synced = _refreshing(boxes, broadcast, trainer, scorer, scoring.weights)
-    turns = _turns(config, scorer, rollouter, trainer)
+    turns = _turns(config, scorer, rollouter, trainer, gpus)
     return Stages(
         queue,
         rollouter,
         ScorerInTurns(scorer, list(turns.values())) if turns else scorer,
         trainer,
-        LockedSync(synced, turns["rollout"].lock) if "rollout" in turns else synced,
+        LockedSync(synced, gpus) if "rollout" in turns else synced,
         broadcast,
         Singles(config, boxes.tell, queue_box, scoring, training),
     )
 
 
 def _turns(
-    config: RunConfig, scorer: ScorerProxy, rollouter: RollouterStage, trainer: TrainerProxy
+    config: RunConfig,
+    scorer: ScorerProxy,
+    rollouter: RollouterStage,
+    trainer: TrainerProxy,
+    gpus: asyncio.Lock,
 ) -> dict[str, Turns]:
-    """One for each pool that shares its GPUs with teachers."""
+    """One for each pool that shares its GPUs with teachers; ``gpus`` are the rollout pool's."""
     hosts: dict[str, Callable[[], Mapping[str, Host]]] = {
         "rollout": lambda: cast(Mapping[str, Host], rollouter.replicas),
         "train": lambda: {"trainer": trainer},
     }
     shared = {teacher.host for teacher in config.teachers.values() if teacher.host is not None}
     bound = config.timeouts.request_s
-    return {name: Turns(name, hosts[name], scorer, rest_timeout_s=bound) for name in sorted(shared)}
+    locks = {"rollout": gpus, "train": asyncio.Lock()}
+    return {
+        name: Turns(name, hosts[name], scorer, locks[name], rest_timeout_s=bound)
+        for name in sorted(shared)
+    }
 
 
 async def _rollouts(
-    boxes: Boxes, queue: QueueProxy, trainer: TrainerProxy, students: list[StudentProxy]
+    boxes: Boxes,
+    queue: QueueProxy,
+    trainer: TrainerProxy,
+    students: list[StudentProxy],
+    gpus: asyncio.Lock,
 ) -> tuple[RollouterStage, BroadcastSync]:
     """The pool of student replicas, and the weight sync to them: each tells the other of a loss."""
     config = boxes.config
@@ -173,7 +186,7 @@ async def _rollouts(
     rollouter = RollouterStage(
         dict(zip(names, students, strict=True)),
         queue,
-        _RebuildStudent(boxes, queue, sync, names),
+        _RebuildStudent(boxes, queue, sync, names, gpus),
         config.supervision,
         lost=lambda name, error: sync.lose(names.index(name)),
         tell=boxes.tell,
@@ -218,19 +231,26 @@ def _refreshing(
 
 @dataclass
 class _RebuildStudent:
-    """Builds replicas of the student anew, and has them join the weight sync."""
+    """Builds replicas of the student anew, and has them join the weight sync.
+
+    ``gpus`` is held by the teachers that share the students' GPUs, during their turn.
+    """
 
     boxes: Boxes
     queue: QueueProxy
     sync: BroadcastSync
     names: list[str]
+    gpus: asyncio.Lock
     lives: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, name: str, old: StudentProxy) -> StudentProxy:
         """See rollouter.rollouter.Rebuild."""
         old.kill()
         self.lives[name] += 1
-        index = self.names.index(name)
+        async with self.gpus:
+            return await self._built(name, self.names.index(name))
+
+    async def _built(self, name: str, index: int) -> StudentProxy:
         student = await self.boxes.student(index, self.queue, self.lives[name])
         try:
             await self.sync.rejoin(index, student, await student.ready())

@@ -4,8 +4,9 @@
     hosts work, teachers sleep                         hosts finish what     teachers, one after
                                                        they do, and sleep    the other
 
-``lock`` is held from REST until the hosts work again, and by a weight sync: who sleeps takes no
-weights. A shift that breaks off (the trainer died) keeps it, until ``run`` has woken the hosts.
+``lock`` is held from REST until the hosts work again; by a weight sync, since who sleeps takes no
+weights; and by a host that is built again, since a teacher may have its GPU. A shift that breaks
+off (the trainer died) keeps it, until ``run`` has woken the hosts.
 
 Never stops for ever: a shift waits for nothing but engines, since samples leave outside of it; and
 without a shift the hosts come to rest by themselves, as the staleness budget ends what they may do.
@@ -66,11 +67,12 @@ class Turns:
         name: str,
         hosts: Callable[[], Mapping[str, Host]],
         guests: Guests,
+        lock: asyncio.Lock,
         *,
         rest_timeout_s: float,
     ) -> None:
         """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish."""
-        self.lock = asyncio.Lock()
+        self.lock = lock
         self.shifts = 0
         self._resting = False  # a shift has begun, and not all hosts work again
         self._name = name

@@ -59,7 +59,9 @@ class World:
     def __init__(self) -> None:
         self.engine, self.teachers = Engine(), Teachers()
         hosts = {"student/0": self.engine}
-        self.turns = Turns("rollout", lambda: hosts, self.teachers, rest_timeout_s=5)
+        self.turns = Turns(
+            "rollout", lambda: hosts, self.teachers, asyncio.Lock(), rest_timeout_s=5
+        )
         self.running: asyncio.Task[None] | None = None
 
     async def starts(self) -> None:

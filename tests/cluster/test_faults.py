@@ -1,0 +1,123 @@
+"""Every error that a call over Ray can end with is one of ours, with a cause and a remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+from ray import exceptions as found
+
+from async_opd.cluster.faults import FAULTS, NEVER, as_ours
+from async_opd.cluster.host import Remote
+from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
+
+RAYS = [
+    kind
+    for _, kind in inspect.getmembers(found, inspect.isclass)
+    if issubclass(kind, found.RayError)
+]
+CALLS = [kind for kind in RAYS if kind not in NEVER]
+
+
+def made(kind: type[BaseException]) -> Any:
+    """One of the kind, whatever its own constructor wants."""
+    attributes = {"__init__": lambda self: None, "__str__": lambda self: "what Ray says"}
+    return type(kind.__name__, (kind,), attributes)()
+
+
+def name_of(kind: type[BaseException]) -> str:
+    return kind.__name__
+
+
+@pytest.mark.parametrize("kind", CALLS, ids=name_of)
+def test_every_error_of_ray_has_a_cause_and_a_remedy(kind: type[BaseException]) -> None:
+    error = as_ours("queue", "get", made(kind), restarts=False)
+    assert (error.stage, bool(error.remedy)) == ("queue", True)
+    assert "during get: what Ray says" in error.cause
+
+
+def test_those_that_are_left_out_are_no_kind_of_fault() -> None:
+    kinds = tuple(kind for fault in FAULTS for kind in fault.kinds)
+    assert not [kind for kind in NEVER if issubclass(kind, kinds)]
+
+
+LOST = ["OwnerDiedError", "ObjectLostError", "NodeDiedError", "ActorUnavailableError"]
+
+
+@pytest.mark.parametrize("lost", LOST)
+def test_what_was_done_and_lost_is_a_death_and_another_process_is_asked_again(lost: str) -> None:
+    error = made(getattr(found, lost))
+    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessRestarts
+    assert type(as_ours("student/0", "get", error, restarts=False)) is ProcessDied
+
+
+def test_an_actor_that_ray_does_not_start_again_is_dead_for_good() -> None:
+    error = made(found.ActorDiedError)
+    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessDied
+
+
+def test_a_full_disk_names_the_disk() -> None:
+    error = as_ours("queue", "put", made(found.OutOfDiskError), restarts=True)
+    assert type(error) is StageError
+    assert "RAY_TMPDIR" in error.remedy
+
+
+def test_an_argument_that_was_lost_is_found_inside_of_a_tasks_error() -> None:
+    class Inside(found.RayTaskError):  # type: ignore[misc]
+        def __init__(self, cause: BaseException) -> None:
+            self.cause = cause
+
+    error = as_ours("queue", "put", Inside(made(found.OwnerDiedError)), restarts=False)
+    assert isinstance(error, ProcessDied)
+    assert "died with the process" in error.cause
+
+
+class Handle:
+    """A process whose every method ends in the same way."""
+
+    def __init__(self, at_once: BaseException | None, later: BaseException | None = None) -> None:
+        self.at_once, self.later = at_once, later
+
+    def __getattr__(self, name: str) -> Any:
+        outer = self
+
+        class Method:
+            def remote(self, *args: Any) -> Any:
+                if outer.at_once is not None:
+                    raise outer.at_once
+                return outer.ends()
+
+        return Method()
+
+    async def ends(self) -> None:
+        if self.later is None:
+            await asyncio.Event().wait()
+        else:
+            raise self.later
+
+
+@pytest.mark.parametrize("when", ["at once", "later"])
+async def test_a_call_is_an_error_of_ours_also_when_its_arguments_have_no_room(when: str) -> None:
+    error = made(found.ObjectStoreFullError)
+    handle = Handle(error) if when == "at once" else Handle(None, error)
+    with pytest.raises(StageError, match="queue: the shared memory of Ray's large messages"):
+        await Remote("queue", handle, 5).call("put")
+
+
+async def test_ray_s_own_timeouts_are_not_taken_for_the_bound_of_the_call() -> None:
+    handle = Handle(None, made(found.GetTimeoutError))
+    with pytest.raises(ProcessDied, match="is lost during get"):
+        await Remote("queue", handle, 5).call("get")
+
+
+async def test_a_bound_names_its_key_in_the_config() -> None:
+    with pytest.raises(StageTimeout, match=r"raise timeouts\.request_s"):
+        await Remote("queue", Handle(None), 0.01).call("stats")
+
+
+async def test_a_process_that_dies_at_every_start_is_not_waited_for_without_end() -> None:
+    remote = Remote("queue", Handle(None, made(found.ActorUnavailableError)), 5, restarts=True)
+    with pytest.raises(StageTimeout, match=r"no process of it lived for 0\.01 s"):
+        await remote._started(0.01)
