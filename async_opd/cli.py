@@ -34,15 +34,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:  # argparse leaves overrides after an option to us
         if text.startswith("-"):
-            parser.error(f"unrecognized arguments: {text}")
+            parser.error(Redactor()(f"unrecognized arguments: {text}"))
     arguments.overrides += rest
+    arguments.redacted = Redactor()
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
-        print(Redactor()(str(error)), file=sys.stderr)
+        print(arguments.redacted(str(error)), file=sys.stderr)
         return BAD_INPUT
     except (AsyncOPDError, OSError) as error:  # before a run has its own record to say it in
-        print(Redactor()(f"failed: {error}"), file=sys.stderr)
+        print(arguments.redacted(f"failed: {error}"), file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -89,7 +90,9 @@ def _refuse(problems: list[Problem]) -> None:
 def _load(arguments: argparse.Namespace) -> RunConfig:
     from async_opd.core.load import load_config
 
-    return load_config(arguments.config, _overrides(arguments))
+    config = load_config(arguments.config, _overrides(arguments))
+    arguments.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    return config
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
@@ -116,7 +119,7 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     inputs = preflight(config, arguments.config)
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
-    print(dump_config(config))
+    print(arguments.redacted(dump_config(config)))
     device = resolve_device(config)
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
@@ -125,7 +128,7 @@ def _check(arguments: argparse.Namespace) -> int:
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     Console().print(table)
     for note in inputs.notes:
-        print(f"note: {note}")
+        print(arguments.redacted(f"note: {note}"))
     print(_payload(config, device, inputs.max_prompt_tokens))
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
     return OK

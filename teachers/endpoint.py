@@ -153,7 +153,7 @@ class EndpointReplica:
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
-            key = self._spec.key
+            key = self._spec.key()
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._spec.concurrency),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from async_opd.core.config import EndpointTeacher, RunConfig
+from async_opd.core.errors import StageError
 from async_opd.core.loss_config import scored_top_k
 from async_opd.core.text import eos_ids, read_json
 
@@ -27,11 +28,25 @@ class EndpointSpec:
     eos_ids: tuple[int, ...]
     concurrency: int
     vocabulary: int | None = None
-    key: str | None = field(default=None, repr=False)
+    key_env: str | None = None
+
+    def key(self) -> str | None:
+        """The servers' key, from the environment of this process: it is never sent to another.
+
+        StageError if the environment has none.
+        """
+        if self.key_env is None:
+            return None
+        key = os.environ.get(self.key_env)
+        if not key:
+            cause = "a process that asks the servers lacks the variable of api_key_env"
+            remedy = "export it on every node before ray start; the driver's is not passed on"
+            raise StageError(self.name, cause, remedy)
+        return key
 
 
 def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: str) -> EndpointSpec:
-    """One of a teacher's servers. Its key is read here, from the environment."""
+    """One of a teacher's servers."""
     vocabulary = read_json(Path(config.student.model) / "config.json").get("vocab_size")
     return EndpointSpec(
         name=name,
@@ -42,5 +57,5 @@ def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: s
         eos_ids=eos_ids(config.student.model),
         concurrency=teacher.concurrency,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
-        key=os.environ.get(teacher.api_key_env) if teacher.api_key_env else None,
+        key_env=teacher.api_key_env,
     )

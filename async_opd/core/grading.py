@@ -24,6 +24,7 @@ from typing import Any, Self
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError, exact, has_verifier
+from async_opd.core.secrets import named_variables, without_secret_variables
 from async_opd.core.sources import Row
 
 PROGRAM = "async_opd.core.grader_process"
@@ -32,18 +33,31 @@ LINE_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while."""
+    """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while.
+
+    ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: those it gets.
+    """
 
     name: str
     timeout_s: float
     processes: int
     start_s: float
+    hidden_env: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> Self:
         """A grader of a run."""
         limits = config.grading
-        return cls(name, limits.timeout_s, limits.processes, config.timeouts.engine_start_s)
+        hidden = tuple(named_variables(config.model_dump(mode="json", by_alias=True)))
+        given = tuple(limits.pass_env)
+        start_s = config.timeouts.engine_start_s
+        return cls(name, limits.timeout_s, limits.processes, start_s, hidden, given)
+
+    def environ(self) -> dict[str, str]:
+        """What a grader's process gets of the environment: its code is not trusted with secrets."""
+        kept = without_secret_variables(os.environ, self.hidden_env, self.pass_env)
+        return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class Graders:
@@ -99,7 +113,7 @@ class _Process:
         """Returns when its grader is loaded. StageError."""
         ours, theirs = socket.socketpair()
         with theirs:
-            popen = _popen(spec.name, theirs.fileno())
+            popen = _popen(spec, theirs.fileno())
         streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
         process = cls(spec.name, popen, *streams)
         cause = await process._loaded(spec.start_s)
@@ -161,12 +175,12 @@ class _Process:
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _popen(grader: str, connection: int) -> subprocess.Popen[bytes]:
+def _popen(spec: GraderSpec, connection: int) -> subprocess.Popen[bytes]:
     """Called by the event loop's own thread: the process ends with the thread that started it."""
     return subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, str(connection), grader],
+        [sys.executable, "-m", PROGRAM, str(connection), spec.name],
         pass_fds=[connection],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        env=spec.environ(),
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the run
     )

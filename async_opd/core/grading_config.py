@@ -16,3 +16,6 @@ class GradingConfig(Section):
     processes: PositiveInt = 4
     """Most grader processes of each student replica (for a reward) and of the driver (for
     evaluation); so many responses are graded at a time. They start as they are needed."""
+    pass_env: list[str] = Field(default=[])
+    """Environment variables that graders get although they hold secrets, such as the key of a
+    judge. They inherit all others whose name or value does not tell of a secret."""

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.schema import default_of, key_of, keys_below, keys_called
-from async_opd.core.secrets import HIDDEN, names_secret, take_out
+from async_opd.core.secrets import HIDDEN, Redactor, names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
 
@@ -53,8 +53,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         for entry in error.errors():
             source.problems += _problems(entry, source)
     if source.problems or config is None:
-        raise ConfigError(source.problems)
+        raise ConfigError(_without_secrets(source))
     return config
+
+
+def _without_secrets(source: _Source) -> list[Problem]:
+    """The problems without the values of variables that the config names."""
+    hide = Redactor(source.tree)
+    return [
+        Problem(hide(p.where), hide(p.key), hide(p.message), hide(p.remedy))
+        for p in source.problems
+    ]
 
 
 def dump_config(config: RunConfig) -> str:
@@ -98,7 +107,8 @@ class _Source:
                 self._overridden.add(".".join(parts[:depth]))
             node = node[part]
             if not isinstance(node, dict):
-                message = f"{'.'.join(parts[:depth])} is {_shown(node)}, which has no keys below it"
+                shown = _shown(_without_names(part, node))
+                message = f"{'.'.join(parts[:depth])} is {shown}, which has no keys below it"
                 remedy = f"give {'.'.join(parts[:depth])} as a whole"
                 self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
                 return
@@ -217,9 +227,7 @@ def _problems(entry: Any, source: _Source) -> Iterator[Problem]:
 
 def _words(entry: Any, key: str) -> tuple[str, str]:
     """Message and remedy."""
-    kind, found = entry["type"], entry["input"]
-    if key.endswith("_env"):
-        found = HIDDEN  # who mistakes it gives the key itself
+    kind, found = entry["type"], _without_names(key, entry["input"])
     if kind == "extra_forbidden":
         return f"unknown key (value {_shown(found)})", _nearest_key(key)
     if kind == "missing":
@@ -237,12 +245,17 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
     remedy = f"the default is {default!r}" if default is not None else ""
     if kind == "literal_error":
         remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
-    return f"found {_said(key, found)}, expected {expected}", remedy
+    shown = "a value that is not shown" if found == HIDDEN else _shown(found)
+    return f"found {shown}, expected {expected}", remedy
 
 
-def _said(key: str, found: Any) -> str:
-    """The value; not where a key may stand in place of its name."""
-    return "a value that is not shown" if key.endswith("api_key_env") else _shown(found)
+def _without_names(key: str, found: Any) -> Any:
+    """The value, hidden where a key may stand in place of its variable's name."""
+    if key.endswith("_env"):
+        return HIDDEN
+    if isinstance(found, dict):
+        return {name: _without_names(str(name), value) for name, value in found.items()}
+    return found
 
 
 def _nearest(found: Any, allowed: str) -> str:

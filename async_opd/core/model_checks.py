@@ -10,6 +10,7 @@ from async_opd.core.findings import Findings
 from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
+from async_opd.core.secrets import looks_like_a_variable
 
 WORDS: dict[ScoreKind, str] = {
     "student_topk": "the teacher's log-probabilities of the student's own best tokens",
@@ -17,6 +18,13 @@ WORDS: dict[ScoreKind, str] = {
 }
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
+
+
+def _shown(variable: str) -> str:
+    """Its name, unless it may be a key that was given in its place."""
+    if looks_like_a_variable(variable):
+        return variable
+    return "variable of the name that stands here and is not shown, for it may be the key"
 
 
 @dataclass
@@ -140,8 +148,8 @@ class ModelChecks:
             if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
                 self.found.add(
                     f"teachers.{name}.api_key_env",
-                    f"the environment has no {teacher.api_key_env}",
-                    f"export {teacher.api_key_env}=…",
+                    f"the environment has no {_shown(teacher.api_key_env)}",
+                    "export it; the key itself stands in no config",
                 )
 
     def _heads(self) -> None:

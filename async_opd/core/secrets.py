@@ -10,39 +10,82 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
 LEAST_LENGTH = 8
 """Shorter values of environment variables are left alone: they would be found everywhere."""
 
+_HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NAME = re.compile(
-    r"(^|[_.-])(api_?key|key|token|secret|passw(or)?d|credentials?|authorization)$", re.IGNORECASE
+    r"(^|[_.-])((api|access|auth|client|private|secret|session|refresh|license)?[_-]?"
+    r"(key|token|secret)|api_?keys|secrets|passw(or)?ds?|passphrase|credentials?|authorization"
+    r"|bearer|cookie)$"
 )
 _SPECIAL_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|image|audio|video)_token$")
+_DIGEST = re.compile(r"(^|[_.-])(revision|commit|sha|hash|digest|checksum|fingerprint)$")
+"""Names of what looks like a key of wandb, and is none."""
+_HEX = r"(?<![\w/@.-])[0-9a-f]{40}(?![\w/.-])"  # wandb's; in paths it is a commit
 _SHAPES = (
     r"\bsk-[\w-]{16,}",  # OpenAI, Anthropic and those who follow them
+    r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}",
     r"\bhf_[A-Za-z0-9]{20,}",
     r"\bgh[oprsu]_[A-Za-z0-9]{20,}",
     r"\bgithub_pat_\w{20,}",
-    r"\bAKIA[A-Z0-9]{16}\b",
+    r"\bgl(?:pat|ptt|dt|rt|ft|soat|cbt|imt|agent)-[\w-]{20,}",  # GitLab
+    r"\bgsk_[A-Za-z0-9]{20,}",
+    r"\bnvapi-[\w-]{20,}",
+    r"\bxai-[A-Za-z0-9]{20,}",
+    r"\bwandb_v\d+_\w{20,}",
+    r"\bpplx-[A-Za-z0-9]{20,}",
+    r"\b(?:npm|r8)_[A-Za-z0-9]{20,}",
+    r"\bpypi-[\w-]{40,}",
+    r"\bA[KS]IA[A-Z0-9]{16}\b",  # AWS, and its temporary ones
+    r"\b(?:IQoJ|FwoG|FQoG)[A-Za-z0-9+/=]{40,}",  # their session tokens
     r"\bAIza[\w-]{30,}",
+    r"\bya29\.[\w-]{20,}",
     r"\bxox[abeprs]-[\w-]{10,}",
+    r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]*",  # JSON web tokens
+    r"-----BEGIN [A-Z ]*PRIVATE KEY-----",
     r"\bBearer\s+[\w.~+/=-]{8,}",
-    r"(?<=://)[^/\s:@]*:[^/\s@]+(?=@)",  # user:password of a URL
+    r"(?<=://)[^/\s@?#]+(?=@)",  # user, or user:password, of a URL
+    _HEX,
 )
 _VALUE = re.compile("|".join(_SHAPES))
+_QUERY = re.compile(r"(?<=[?&])([\w.~-]+)=([^&#\s'\"]+)")
 
 
 def names_secret(name: str) -> bool:
-    """Whether a key or an environment variable of this name holds a secret."""
-    return bool(_NAME.search(name)) and not _SPECIAL_TOKEN.search(name)
+    """Whether a key or an environment variable of this name, ``apiKey`` too, holds a secret."""
+    plain = _HUMP.sub("_", name).lower()
+    return bool(_NAME.search(plain)) and not _SPECIAL_TOKEN.search(plain)
 
 
 def looks_secret(value: str) -> bool:
-    """Whether the value has the shape of a well-known kind of key."""
-    return bool(_VALUE.search(value))
+    """Whether a key of a well-known kind, or of a URL's query, is in the value."""
+    return bool(_VALUE.search(value)) or any(
+        names_secret(name) and found != HIDDEN for name, found in _QUERY.findall(value)
+    )
+
+
+def looks_like_a_variable(name: str) -> bool:
+    """Whether the name can be shown: words in capitals, and not a key given in its place."""
+    words = name.split("_")
+    shape = all(re.fullmatch(r"[A-Z][A-Z0-9]{0,15}|[0-9]{1,4}", word) for word in words)
+    return shape and not looks_secret(name)
+
+
+def without_secret_variables(
+    environ: Mapping[str, str], hidden: Iterable[str] = (), given: Iterable[str] = ()
+) -> dict[str, str]:
+    """The variables that hold no secret by name or shape and are not hidden, and those given."""
+    hidden, given = set(hidden), set(given)
+    return {
+        name: value
+        for name, value in environ.items()
+        if name in given or not (name in hidden or names_secret(name) or looks_secret(value))
+    }
 
 
 def take_out(tree: Any, key: str = "") -> Iterator[str]:
@@ -68,7 +111,9 @@ def take_out(tree: Any, key: str = "") -> Iterator[str]:
 
 def _is_secret(name: str, value: Any) -> bool:
     if isinstance(value, str):
-        return value not in ("", HIDDEN) and (names_secret(name) or looks_secret(value))
+        if value in ("", HIDDEN) or (_DIGEST.search(name) and re.fullmatch(_HEX, value)):
+            return False
+        return names_secret(name) or looks_secret(value)
     return isinstance(value, int) and not isinstance(value, bool) and names_secret(name)
 
 
@@ -88,7 +133,7 @@ class Redactor:
     """
 
     def __init__(self, config: Any = None) -> None:
-        self._names = set(_named_variables(config))
+        self._names = set(named_variables(config))
 
     def __call__(self, text: str) -> str:
         """The text without secrets. The environment is read now: it may have changed."""
@@ -99,16 +144,21 @@ class Redactor:
         }
         for value in sorted(values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
-        return _VALUE.sub(HIDDEN, text)
+        return _QUERY.sub(_query_hidden, _VALUE.sub(HIDDEN, text))
 
 
-def _named_variables(config: Any) -> Iterator[str]:
-    """What stands under ``*_env`` in a tree."""
+def _query_hidden(match: re.Match[str]) -> str:
+    name = match[1]
+    return f"{name}={HIDDEN}" if names_secret(name) else match[0]
+
+
+def named_variables(config: Any) -> Iterator[str]:
+    """The names of variables, which stand under ``*_env`` in a tree."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if str(name).endswith("_env") and isinstance(value, str):
                 yield value
-            yield from _named_variables(value)
+            yield from named_variables(value)
     elif isinstance(config, list):
         for value in config:
-            yield from _named_variables(value)
+            yield from named_variables(value)

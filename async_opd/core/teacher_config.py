@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from ipaddress import ip_address
 from string import Formatter
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
@@ -178,7 +179,11 @@ class EndpointTeacher(Teacher):
     length are compared with the student's. By default only the servers are asked."""
     api_key_env: str | None = None
     """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
-    file and no log."""
+    file and no log. Every process that asks the servers reads it from its own environment: in a
+    cluster that is joined, that of the node."""
+    allow_http_key: bool = False
+    """Sends the key to ``http://`` servers of other machines, readable on the way. Otherwise that
+    is refused."""
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
     health: EndpointHealth = EndpointHealth()
@@ -219,11 +224,32 @@ class EndpointTeacher(Teacher):
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"http://host:port, not {url!r}")
-            if parts.username or parts.password:
-                raise ValueError("a URL without credentials: the key belongs into api_key_env")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                raise ValueError("URLs without credentials or ?…: the key belongs in api_key_env")
         if len(set(found)) < len(found):
             raise ValueError("each server once")
         return found
+
+    @model_validator(mode="after")
+    def _keys_travel_encrypted(self) -> Self:
+        plain = [url for url in self.urls if not _is_private(url)]
+        if plain and self.api_key_env and not self.allow_http_key:
+            raise ValueError(
+                f"https for {plain[0]}, which gets a key, or 'allow_http_key: true' where the way "
+                "there is private"
+            )
+        return self
+
+
+def _is_private(url: str) -> bool:
+    """Whether nobody on the way can read what is sent there."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    return here or parts.scheme == "https"
 
 
 TeacherConfig = Annotated[VllmTeacher | EndpointTeacher | SelfTeacher, Field(discriminator="kind")]

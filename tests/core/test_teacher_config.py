@@ -44,7 +44,7 @@ def test_a_server_is_a_teacher() -> None:
 
 
 def test_a_config_with_a_server_loads_again_to_an_equal_one(tmp_path: Path) -> None:
-    config = load(SERVER | {"api_key_env": "HOME"})
+    config = load(SERVER | {"api_key_env": "HOME", "allow_http_key": True})
     (tmp_path / "c.yaml").write_text(dump_config(config))
     assert load_config(tmp_path / "c.yaml") == config
 
@@ -96,7 +96,7 @@ def test_a_key_in_the_wrong_place_is_refused_and_not_shown(extra: dict[str, Any]
 
 
 def test_a_key_that_the_environment_lacks_is_told() -> None:
-    (problem,) = problems(SERVER | {"api_key_env": "NO_SUCH_VARIABLE_HERE"})
+    (problem,) = problems(SERVER | {"api_key_env": "NO_SUCH_VARIABLE_HERE", "allow_http_key": True})
     assert "NO_SUCH_VARIABLE_HERE" in problem.message
 
 

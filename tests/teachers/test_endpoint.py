@@ -161,6 +161,14 @@ async def served(
             await replica.close()
 
 
+VARIABLE = "SERVERS_OF_THIS_TEST"
+
+
+@pytest.fixture(autouse=True)
+def _key_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, KEY)
+
+
 SPEC = EndpointSpec(
     name="teacher a/0",
     url="http://127.0.0.1:9",
@@ -169,7 +177,7 @@ SPEC = EndpointSpec(
     top_k=2,
     eos_ids=(0,),
     concurrency=3,
-    key=KEY,
+    key_env=VARIABLE,
 )
 
 
