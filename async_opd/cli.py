@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING
 from async_opd import __version__
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
+from async_opd.core.outlet import tell
+from async_opd.core.printable import escaped, indented
 from async_opd.core.secrets import Redactor
 
 if TYPE_CHECKING:
@@ -40,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
-        print(arguments.redacted(str(error)), file=sys.stderr)
+        tell(indented(arguments.redacted(str(error))))
         return BAD_INPUT
     except (AsyncOPDError, OSError) as error:  # before a run has its own record to say it in
-        print(arguments.redacted(f"failed: {error}"), file=sys.stderr)
+        tell(indented(arguments.redacted(f"failed: {error}")))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -107,9 +109,9 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from rich.console import Console
     from rich.table import Table
 
+    from async_opd.core.console import terminal_on
     from async_opd.core.devices import resolve_device
     from async_opd.core.load import dump_config
     from async_opd.core.pools import pools
@@ -119,17 +121,17 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     inputs = preflight(config, arguments.config)
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
-    print(arguments.redacted(dump_config(config)))
+    print(escaped(arguments.redacted(dump_config(config))))
     device = resolve_device(config)
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
         each += f", {pool.shares}'s" if pool.shares else ""
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
-    Console().print(table)
+    terminal_on(None).print(table)
     for note in inputs.notes:
-        print(arguments.redacted(f"note: {note}"))
-    print(_payload(config, device, inputs.max_prompt_tokens))
+        print(indented(arguments.redacted(f"note: {note}")))
+    print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
     print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
     return OK
 

@@ -35,6 +35,7 @@ from async_opd.core.interruption import Interruption
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.load import dump_config
 from async_opd.core.preflight import Inputs
+from async_opd.core.printable import on_one_line
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.run_files import private_files, read_text
 from async_opd.core.runlog import RunLog
@@ -53,7 +54,7 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
     if resume and _is_completed(run_dir):
-        print(f"{run_dir} is completed already")
+        print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), claimed(run_dir):
         return _run_in(run_dir, config, inputs, resume)

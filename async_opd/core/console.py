@@ -10,17 +10,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from async_opd.core.board import Board, accuracies
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.outlet import Outlet, outlet_on
+from async_opd.core.printable import escaped
 from async_opd.core.sink import Summary
 from async_opd.core.stages import Interval
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+    from rich.text import Text
 
 REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
@@ -185,11 +187,18 @@ def _finish(file: TextIO | None) -> str | None:
 
 
 def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
-    """A rich console that takes text as it is, and raises where rich would end the process."""
+    """A rich console that takes text as it is, and raises where rich would end the process.
+
+    Text is no markup, and what commands a terminal is escaped.
+    """
     from rich.console import Console
 
     class Terminal(Console):
         """rich exits the process when the reader of a pipe is gone; the run must go on."""
+
+        def render_str(self, text: str, **options: Any) -> Text:
+            """A cell or a line: escaped, whoever wrote it."""
+            return super().render_str(escaped(text), **options)
 
         def on_broken_pipe(self) -> None:
             """Lets the BrokenPipeError through: rich calls this while it handles it."""

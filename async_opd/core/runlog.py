@@ -17,7 +17,7 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -29,6 +29,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
 from async_opd.core.errors import StageError
 from async_opd.core.outlet import tell
+from async_opd.core.printable import indented, on_one_line
 from async_opd.core.run_files import make_folder, regular_file
 from async_opd.core.samples import Lost
 from async_opd.core.secrets import Redactor
@@ -111,7 +112,8 @@ class RunLog:
         line = {"step": step, "time": self._clock(), **_finite(metrics)}
         with _written(self._metrics_file.name):
             self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._each(lambda sink: sink.log(step, metrics))
+        named = {on_one_line(key): value for key, value in metrics.items()}
+        self._each(lambda sink: sink.log(step, named))
 
     def rewind(self, before: Mapping[str, float]) -> None:
         """The run goes on from a checkpoint, to which the files of its directory were cut.
@@ -131,15 +133,19 @@ class RunLog:
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Tells the sinks what each pool waits for ('' if it computes)."""
-        self._each(lambda sink: sink.waits(waits))
+        named = {on_one_line(pool): on_one_line(wait) for pool, wait in waits.items()}
+        self._each(lambda sink: sink.waits(named))
 
     def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
         """Tells the sinks when each pool computed since the last call."""
         self._each(lambda sink: sink.busy(pools))
 
     def message(self, text: str) -> None:
-        """A line to ``run.log``, with the time, and to the sinks; secrets in it are hidden."""
-        text = self._redacted(text).encode(errors="backslashreplace").decode()
+        """A line to ``run.log``, with the time, and to the sinks.
+
+        Secrets in it are hidden, control characters escaped, lines but the first one indented.
+        """
+        text = indented(self._redacted(text))
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
         self._each(lambda sink: sink.message(text))
         with _written(self._messages_file.name):
@@ -174,10 +180,10 @@ class RunLog:
         with self._kept():
             self.message(f"{status}: {error}" if error else status)
         if self._quiet and status == "failed":
-            tell(f"failed: {error}")
+            tell(indented(f"failed: {error}"))
         with self._kept():
             self._write_summary(status, error)
-        summary = self._summary(status, error)
+        summary = _printable(self._summary(status, error))
         for sink in self._sinks:
             with self._kept():
                 self._noted(sink, lambda sink: sink.close(summary))
@@ -196,13 +202,13 @@ class RunLog:
             yield
         except (OSError, StageError) as error:
             self._status = "failed"
-            tell(f"failed: {error}")
+            tell(indented(f"failed: {error}"))
 
     def give_up(self, status: Status, error: str) -> None:
         """Like ``finish`` for a process that ends at once: sinks are neither told nor closed."""
         if self._status is None:
             with self._kept():
-                self._messages_file.write(f"{status}: {error}\n")
+                self._messages_file.write(indented(f"{status}: {error}") + "\n")
                 self._write_summary(status, error)
 
     def _open(self, name: str) -> TextIO:
@@ -285,6 +291,16 @@ def _configured(
         sinks.append(WandbSink(config, run_dir, resumed))
     console = open_console(config, clock)
     return sinks if console is None else [*sinks, console]
+
+
+def _printable(summary: Summary) -> Summary:
+    """For people; ``summary.json`` has it as it is."""
+    return replace(
+        summary,
+        error=summary.error and indented(summary.error),
+        run_dir=Path(on_one_line(str(summary.run_dir))),
+        metrics={on_one_line(key): value for key, value in summary.metrics.items()},
+    )
 
 
 def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

@@ -12,6 +12,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.load import load_config
 from async_opd.core.plan_config import PlanConfig
+from async_opd.core.printable import escaped, on_one_line
 from async_opd.core.yaml_text import dump_yaml
 from async_opd.plan.advice import Advice, advise, current
 from async_opd.plan.inputs import required_plan, setting_of
@@ -50,9 +51,9 @@ def plan(
         return
     if Path(target).is_dir():
         print("speeds of the run, as a section for a config:\n")
-        print(dump_yaml({"plan": source.plan.model_dump()}))
+        print(escaped(dump_yaml({"plan": source.plan.model_dump()})))
     show(setting, prediction, source.measured, advice)
-    print(f"picture     {file}")
+    print(on_one_line(f"picture     {file}"))
 
 
 def _config(file: str, overrides: Sequence[str]) -> Source:

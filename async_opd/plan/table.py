@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 
+from async_opd.core.console import terminal_on
 from async_opd.plan.advice import ENOUGH, Advice, current
 from async_opd.plan.measured import Measured
 from async_opd.plan.prediction import PoolUse, Prediction
@@ -15,7 +16,7 @@ def show(
     setting: Setting, prediction: Prediction, measured: Measured | None, advice: Advice
 ) -> None:
     """Prints everything."""
-    console = Console()
+    console = terminal_on(None)
     console.print(_prediction(setting, prediction, measured))
     console.print()
     console.print(_advice(setting, advice))
