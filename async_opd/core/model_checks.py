@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from async_opd.core.config import EndpointTeacher, EngineTeacher, RunConfig, SelfTeacher
 from async_opd.core.findings import Findings
@@ -11,6 +12,7 @@ from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.secrets import looks_like_a_variable
+from async_opd.core.text import Text
 
 WORDS: dict[ScoreKind, str] = {
     "student_topk": "the teacher's log-probabilities of the student's own best tokens",
@@ -58,13 +60,32 @@ class ModelChecks:
                     "mean different things to them",
                     "teachers need the student's tokenizer",
                 )
-            elif student.eos and files.eos and not set(student.eos) & set(files.eos):
-                self.found.add(
-                    key,
-                    f"{files.path} ends a response with token {list(files.eos)}, the student with "
-                    f"{list(student.eos)}: the student would be taught never to stop",
-                    "give both generation_config.json a common eos_token_id",
-                )
+            elif student.eos and files.eos:
+                self._ends(key, files, student)
+
+    def _ends(self, key: str, files: ModelFiles, student: ModelFiles) -> None:
+        """A response ends as a turn of the student's template does; without one, as both can."""
+        end = self._turn_end
+        if end is None and not set(student.eos) & set(files.eos):
+            self.found.add(
+                key,
+                f"{files.path} ends a response with token {list(files.eos)}, the student with "
+                f"{list(student.eos)}: the student would be taught never to stop",
+                "give both generation_config.json a common eos_token_id",
+            )
+        elif end is not None and end not in files.eos:
+            taught = "go on beyond it" if files is student else "be taught never to end a turn"
+            self.found.add(
+                key,
+                f"the student's chat template ends an assistant's turn with token {end}, "
+                f"{files.path} ends a response with {list(files.eos)}: the student would {taught}",
+                f"add {end} to its eos_token_id in generation_config.json, or set "
+                "data.chat_template to never",
+            )
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return Text.of(self.config).turn_end()
 
     def _model_keys(self) -> dict[str, str]:
         teachers = self.config.teachers.items()

@@ -92,6 +92,22 @@ class Text:
         """Text of a response, special tokens left out."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def turn_end(self) -> int | None:
+        """The token that ends an assistant's turn: the first special one that follows its text.
+
+        None where prompts have no template, or it has no such token, or refuses these messages.
+        """
+        if self.template is None or self._mode == "never":
+            return None
+        said = "forty-two"
+        turns = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": said}]
+        try:
+            _, found, after = self._render(turns, answer=False).rpartition(said)
+        except Exception:  # a chat template can raise anything; prompts will tell
+            return None
+        known = self._tokenizer.get_added_tokens_decoder() if found else {}
+        return next((one for one in self.plain(after) if one in known), None)
+
     @property
     def size(self) -> int:
         """Tokens of the vocabulary, added ones included."""
@@ -131,13 +147,14 @@ class Text:
     def _special(self) -> SpecialTokens:
         return SpecialTokens(self._tokenizer, self._named.values())
 
-    def _render(self, messages: list[dict[str, Any]]) -> str:
+    def _render(self, messages: list[dict[str, Any]], answer: bool = True) -> str:
+        """``answer``: the beginning of an assistant's turn follows on them."""
         try:
             return self._compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=True,
+                add_generation_prompt=answer,
                 **self._named,
             )
         except TemplateError as error:

@@ -58,6 +58,45 @@ def test_a_teacher_with_one_more_end_of_sequence_is_taken(tmp_path: Path) -> Non
     assert found(f"teachers.sort.model={path}") == []
 
 
+def templated(tmp_path: Path, *eos: int) -> str:
+    """The student, whose turns end with token 2; it ends responses with these."""
+    path = model(tmp_path, "student")
+    turn = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    (path / "chat_template.jinja").write_text(turn)
+    change(path / "generation_config.json", {"eos_token_id": list(eos)})
+    return f"student.model={path}"
+
+
+def test_a_teacher_that_does_not_end_a_turn_as_the_students_template_is_refused(
+    tmp_path: Path,
+) -> None:
+    """It has a token in common with the student: not the one that the template writes."""
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    (problem,) = found(templated(tmp_path, 2, 5), f"teachers.sort.model={path}")
+    assert problem.key == "teachers.sort.model"
+    assert "ends an assistant's turn with token 2" in problem.message
+    assert problem.remedy.startswith("add 2 to its eos_token_id")
+
+
+def test_a_teacher_that_ends_a_turn_as_the_students_template_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
+    assert found(templated(tmp_path, 2, 6), f"teachers.sort.model={path}") == []
+
+
+def test_a_student_that_goes_on_beyond_the_end_of_its_turn_is_refused(tmp_path: Path) -> None:
+    problem = one(templated(tmp_path, 5))
+    assert (problem.key, "go on beyond it" in problem.message) == ("student.model", True)
+
+
+def test_where_prompts_have_no_template_a_common_end_is_enough(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    plain = (templated(tmp_path, 2, 5), "data.chat_template=never", f"teachers.sort.model={path}")
+    assert "teachers.sort.model" not in {problem.key for problem in found(*plain)}
+
+
 def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
     path = model(tmp_path, "student")
     (path / "model.safetensors").unlink()

@@ -51,3 +51,39 @@ def test_padding_and_truncation_stored_in_the_tokenizer_do_not_apply(
     tokenizer.enable_padding(length=40)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     assert Text(tmp_path).encode("sort 493021=") == expected
+
+
+CHATML = LOOP + "<{{ m.role }}>{{ m.content }}<eos>\n{% endfor %}"
+
+
+def with_template(folder: Path, quickstart: str, template: str | None) -> Path:
+    """The quickstart's student, with this chat template or none."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{quickstart}/models/student/{name}", folder)
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (CHATML, "<eos>"),
+        (LOOP + "{{ m.content }}{{ eos_token }}{% endfor %}", "<eos>"),
+        (LOOP + "{{ m.content }} ;<pad> {{ eos_token }}{% endfor %}", "<pad>"),
+        (LOOP + "<bos>{{ m.content }}{% endfor %}", None),
+        ("<bos>{{ messages | length }}<eos>", None),
+        ("{{ raise_exception('no system message') }}", None),
+        (None, None),
+    ],
+)
+def test_a_turn_ends_with_the_special_token_that_follows_the_answer(
+    tmp_path: Path, quickstart: str, template: str | None, token: str | None
+) -> None:
+    text = Text(with_template(tmp_path, quickstart, template))
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert text.turn_end() == (None if token is None else tokenizer.token_to_id(token))
+
+
+def test_without_templates_for_prompts_no_turn_has_an_end(tmp_path: Path, quickstart: str) -> None:
+    assert Text(with_template(tmp_path, quickstart, CHATML), "never").turn_end() is None
