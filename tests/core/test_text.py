@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from async_opd.core import text
 from async_opd.core.text import Text
 
 MESSAGES = [{"role": "user", "content": "sort <1> & é="}]
@@ -87,3 +88,18 @@ def test_a_turn_ends_with_the_special_token_that_follows_the_answer(
 
 def test_without_templates_for_prompts_no_turn_has_an_end(tmp_path: Path, quickstart: str) -> None:
     assert Text(with_template(tmp_path, quickstart, CHATML), "never").turn_end() is None
+
+
+def test_the_files_of_a_model_are_read_once_however_many_prompts_there_are(
+    tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(f"{quickstart}/models/student/{name}", tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(LOOP + "{{ m.content }}{% endfor %}")
+    read: list[Path] = []
+    original = text.read_json
+    monkeypatch.setattr(text, "read_json", lambda file: read.append(file) or original(file))
+    encoder = Text(tmp_path)
+    for number in range(5):
+        encoder.encode(f"sort {number}=")
+    assert read == [tmp_path / "tokenizer_config.json"]
