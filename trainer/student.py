@@ -15,6 +15,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from async_opd.core.errors import StageError
+from async_opd.core.positions import max_model_len
+from trainer.rotary import pin_rotary
 
 if TYPE_CHECKING:
     from async_opd.core.config import RunConfig
@@ -36,6 +38,7 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
         trust_remote_code=config.student.trust_remote_code,
         use_safetensors=True,  # never a pickle
     )
+    pin_rotary(model, max_model_len(config.rollout.engine))
     settings = model.config.get_text_config()
     if not flash and getattr(settings, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")  # sdpa ignores the soft cap without a word
