@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.core.positions import Positions, max_model_len
 from async_opd.core.seat import Seat
 from trainer.crew import ALONE, Crew
 from trainer.heads import load_heads
@@ -36,7 +37,9 @@ def build_learner(
     """
     made = _Ingredients.of(config, device_name)
     if seat is not None:
-        check_student(made.model, torch.device("cpu"), nullcontext())  # before it is sharded
+        check_student(
+            made.model, torch.device("cpu"), nullcontext(), made.longest
+        )  # not yet sharded
     mesh = None if seat is None else join(seat, made.device)
     shares = Shares.of(
         config.loss,
@@ -48,7 +51,7 @@ def build_learner(
         made.model, made.objective, config.train, made.device, shares, made.heads, mesh, crew
     )
     if seat is None:
-        learner.check()
+        learner.check(made.longest)
     return learner
 
 
@@ -67,6 +70,8 @@ class _Ingredients:
     objective: Objective
     heads: Mapping[str, Head]
     device: torch.device
+    longest: int | None
+    """Tokens of the longest sequence of the student's engines."""
 
     @classmethod
     def of(cls, config: RunConfig, device_name: str) -> _Ingredients:
@@ -75,4 +80,6 @@ class _Ingredients:
         model = load_student(config, device)
         objective = build_objective(config.loss, config.reward, config.rollout.temperature)
         heads = load_heads(config, len(model.get_output_embeddings().weight), device)
-        return cls(model, objective, heads, device)
+        settings = model.config.get_text_config().to_dict()
+        longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
+        return cls(model, objective, heads, device, longest)

@@ -15,7 +15,7 @@ from async_opd.core.positions import Positions
 
 
 def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
-    """Holds the model to its engines' frequencies; returns their longest sequence, if there is one.
+    """Holds the model to its engines' frequencies; returns the tokens of their longest sequence.
 
     The model's own config stays as it is. StageError for what no engine computes, or not so.
     """

@@ -31,7 +31,8 @@ class _Tokens:
 class Room:
     """What the models hold: prompts of 1 to ``limit`` tokens, tokens below ``rows``.
 
-    ``key`` is that of the config which takes the rest of their length. A tokenizer's ids may have
+    ``key`` is that of the config which bounds them: itself, or as what takes the rest of the
+    models' positions. A tokenizer's ids may have
     gaps, and end beyond the rows of a model that has enough; its engine would die of one.
     """
 
@@ -53,9 +54,17 @@ class Room:
             yield (
                 f"{len(wrong)} prompts are empty or longer than {self.limit} tokens, the first is "
                 f"row {wrong[0].row} with {wrong[0].count}",
-                f"shorten or remove them, or lower {self.key}: prompt, response and one more "
-                "token must fit the shortest model",
+                f"shorten or remove them, or {self._remedy}",
             )
+
+    @property
+    def _remedy(self) -> str:
+        if self.key == "data.max_prompt_tokens":
+            return f"raise {self.key}"
+        return (
+            f"lower {self.key}: prompt, response and one more token must fit the shortest model, "
+            "or the max_model_len of its engine"
+        )
 
 
 @dataclass

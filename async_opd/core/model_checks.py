@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from async_opd.core.config import EndpointTeacher, EngineTeacher, RunConfig, SelfTeacher
+from async_opd.core.config import (
+    EndpointTeacher,
+    EngineConfig,
+    EngineTeacher,
+    RunConfig,
+    SelfTeacher,
+)
 from async_opd.core.findings import Findings
 from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
+from async_opd.core.positions import Positions, max_model_len
 from async_opd.core.secrets import looks_like_a_variable
 from async_opd.core.text import Text
 
@@ -207,31 +215,49 @@ class ModelChecks:
         sizes = (f.vocabulary for f in self.files.values() if (f.vocabulary or 0) >= f.tokens)
         return min((size for size in sizes if size), default=None)
 
-    def prompt_limit(self, key: str, response: int) -> int | None:
-        """Tokens a prompt may have: the shortest model must hold prompt, response and one more."""
-        config = self.config
-        lengths = {"student.model": config.rollout.engine.max_model_len}
-        for name, teacher in config.teachers.items():
-            if isinstance(teacher, EngineTeacher):
-                lengths[f"teachers.{name}.model"] = teacher.engine.max_model_len
-        positions = [lengths.get(name) or files.positions for name, files in self.files.items()]
-        known = [value for value in positions if value]
-        known += [
-            teacher.engine.max_model_len
-            for teacher in config.teachers.values()
-            if isinstance(teacher, SelfTeacher) and teacher.engine.max_model_len
-        ]
-        limits = [value - response - 1 for value in known]
-        if config.data.max_prompt_tokens:
-            limits.append(config.data.max_prompt_tokens)
-        if limits and min(limits) < 1:
-            if self.found.has(key):
-                return None  # data.train and data.eval share the bound: said already
-            self.found.add(
-                key,
-                f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
-                "positions",
-                "lower it",
-            )
+    def prompt_limit(self, key: str, response: int) -> tuple[int, str] | None:
+        """Tokens a prompt may have, and the key that bounds it.
+
+        The shortest model must hold prompt, response and one more, ``data.max_prompt_tokens`` may
+        say less.
+        """
+        known = [value for value in self._lengths() if value]
+        if known and min(known) - response - 1 < 1:
+            if not self.found.has(key):  # data.train and data.eval share the bound
+                self.found.add(
+                    key,
+                    f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
+                    "positions",
+                    "lower it",
+                )
             return None
-        return min(limits) if limits else None
+        limits = [(value - response - 1, key) for value in known]
+        if self.config.data.max_prompt_tokens:
+            limits.append((self.config.data.max_prompt_tokens, "data.max_prompt_tokens"))
+        return min(limits, default=None)
+
+    def _lengths(self) -> Iterator[int | None]:
+        """Tokens of the longest sequence of each engine and server, as far as it is known."""
+        for _, engine, files in self._engines():
+            given = max_model_len(engine)
+            yield given if files is None else Positions.of(files.config, given).longest
+        for key in self.files.keys() - self._engine_keys():
+            yield self.files[key].positions
+
+    def _engines(self) -> Iterator[tuple[str, EngineConfig, ModelFiles | None]]:
+        """Sections of the engines that this run starts, and their models' files."""
+        student = self.files.get("student.model")
+        yield "rollout", self.config.rollout.engine, student
+        for name, teacher in self.config.teachers.items():
+            if isinstance(teacher, SelfTeacher):
+                yield f"teachers.{name}", teacher.engine, student
+            elif isinstance(teacher, EngineTeacher):
+                key = f"teachers.{name}"
+                yield key, teacher.engine, self.files.get(f"{key}.model")
+
+    def positions(self) -> None:
+        """No engine holds more than its model has positions for."""
+        for section, engine, files in self._engines():
+            fault = files and Positions.of(files.config, max_model_len(engine)).fault
+            if fault:
+                self.found.add(f"{section}.engine.max_model_len", fault, "lower it")

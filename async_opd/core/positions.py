@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from async_opd.core.config import EngineConfig
+if TYPE_CHECKING:
+    from async_opd.core.config import EngineConfig
 
 PHI3_ORIGINAL = 4096
 """What Phi-3's configuration has where its file says nothing."""
@@ -91,7 +92,7 @@ class Positions:
 
 def _scaling(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """The kind of rotary scaling, and its parameters."""
-    rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
+    rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         return "default", {}
     kind = rope.get("rope_type") or rope.get("type") or "default"

@@ -38,6 +38,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models, data = ModelChecks(config, found), DataChecks(config, found)
     models.models()
     models.support()
+    models.positions()
     _hardware(config, found, models, gpu_count() if gpus is None else gpus)
     data.grader("eval.grader", config.eval.grader)
     if config.reward is not None:
@@ -69,9 +70,11 @@ def _prompts(
     key, response = "rollout.max_tokens", config.rollout.max_tokens
     if part == "eval" and config.eval.max_tokens is not None:
         key, response = "eval.max_tokens", config.eval.max_tokens
-    limit = models.prompt_limit(key, response)
-    if limit is not None:
-        data.prompts(part, sources, Room(key, limit, models.rows))
+    bound = models.prompt_limit(key, response)
+    if bound is None:
+        return None
+    limit, key = bound
+    data.prompts(part, sources, Room(key, limit, models.rows))
     return limit
 
 

@@ -39,6 +39,13 @@ def test_a_prompt_that_the_models_cannot_hold_is_refused(tmp_path: Path) -> None
     assert "rollout.max_tokens" in problem.remedy
 
 
+def test_a_prompt_beyond_the_most_that_the_config_allows_blames_just_that(tmp_path: Path) -> None:
+    long = {"prompt": "sort " + "1" * 20 + "=", "data_source": "sort"}
+    problem = one(rows(tmp_path, *GOOD, long), "data.max_prompt_tokens=12", "data.eval=[]")
+    assert "longer than 12 tokens, the first is row 3" in problem.message
+    assert problem.remedy == "shorten or remove them, or raise data.max_prompt_tokens"
+
+
 def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
     models = {"student": "student", "teachers.sort": "teacher-sort"}
     overrides = []

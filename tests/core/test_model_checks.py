@@ -182,3 +182,24 @@ def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:
 def test_evaluation_responses_must_fit_too() -> None:
     problem = one("eval.max_tokens=127")
     assert (problem.key, problem.remedy) == ("eval.max_tokens", "lower it")
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 24}
+
+
+def test_a_response_beyond_what_an_engine_takes_of_a_longrope_model_is_refused(
+    tmp_path: Path,
+) -> None:
+    """By default vLLM takes its original positions."""
+    long = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}
+    student = f"student.model={model(tmp_path, 'student', **long)}"
+    problem = one(student, "rollout.max_tokens=24", "eval.max_tokens=8")
+    assert problem.key == "rollout.max_tokens"
+    assert "has 24 positions" in problem.message
+
+
+def test_engines_beyond_the_positions_of_a_dynamic_scaling_are_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", rope_scaling={"type": "dynamic", "factor": 2.0})
+    problem = one(f"student.model={path}", "rollout.engine.max_model_len=256")
+    assert problem.key == "rollout.engine.max_model_len"
+    assert "dynamic NTK" in problem.message
