@@ -8,6 +8,7 @@ from pathlib import Path
 from async_opd.core.checkpoint import Checkpoint, Checkpoints
 from async_opd.core.config import RunConfig
 from async_opd.core.journal import LEDGER, Journal
+from async_opd.core.lines import whole_lines
 from async_opd.core.preflight import Inputs
 from async_opd.core.runlog import DEAD_LETTERS, RunLog
 
@@ -33,7 +34,6 @@ class Job:
         return Checkpoints(self.run_dir / "checkpoints", self.config.checkpoint.keep)
 
     def sizes(self) -> dict[str, int]:
-        """Of the files that only grow."""
-        letters = self.run_dir / DEAD_LETTERS
-        size = letters.stat().st_size if letters.exists() else 0
-        return {LEDGER: self.journal.size, DEAD_LETTERS: size}
+        """Of the files that only grow: bytes of their whole lines."""
+        letters = whole_lines(self.run_dir / DEAD_LETTERS)
+        return {LEDGER: self.journal.size, DEAD_LETTERS: letters}

@@ -38,13 +38,15 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.printable import on_one_line
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.run_files import private_files, read_text
-from async_opd.core.runlog import RunLog
+from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
 from async_opd.core.stages import TRAINER
 from async_opd.core.text import Text, eos_ids
 from async_opd.job import Job
 from async_opd.pipeline import Pipeline
 from async_opd.training import Training
 
+LEFT_BY_A_RUN = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
+"""Of a run directory: what is there once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -64,6 +66,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     """In a directory that no other run works in."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
+    (run_dir / SUMMARY).unlink(missing_ok=True)  # of how the process before this one ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
@@ -87,8 +90,10 @@ def _start(
     """
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     if not resume:
-        if store.steps():
-            message = f"{run_dir} holds checkpoints of an earlier run"
+        found = [name for name in LEFT_BY_A_RUN if (run_dir / name).exists()]
+        found += ["checkpoints"] if store.steps() else []
+        if found:
+            message = f"{run_dir} holds an earlier run: {', '.join(found)}"
             remedy = "--resume goes on with it; another run takes another --run-dir"
             raise ConfigError([Problem("command line", "run_dir", message, remedy)])
         return None
@@ -104,7 +109,7 @@ def _start(
 
 def _is_completed(run_dir: Path) -> bool:
     try:
-        summary = json.loads(read_text(run_dir / "summary.json"))
+        summary = json.loads(read_text(run_dir / SUMMARY))
     except (OSError, ValueError, RecursionError):
         return False
     return (

@@ -21,7 +21,7 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.resume import identity
 from async_opd.core.stages import Interval, StageReport
 from async_opd.job import Job
-from async_opd.run import BAD_INPUT, _start, _unbroken, run
+from async_opd.run import BAD_INPUT, _is_completed, _start, _unbroken, run
 from tests.core.test_checkpoint import ROWS, config, cut
 from tests.core.test_runlog import Recorder
 
@@ -48,8 +48,41 @@ def kept(run_dir: Path, config_text: str) -> None:
 
 def test_a_run_directory_with_checkpoints_is_not_used_for_another_run(tmp_path: Path) -> None:
     kept(tmp_path, "{}")
-    with pytest.raises(ConfigError, match="holds checkpoints of an earlier run"):
+    with pytest.raises(ConfigError, match="holds an earlier run: checkpoints"):
         run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+
+
+@pytest.mark.parametrize(
+    "left", ["summary.json", "metrics.jsonl", "ledger.jsonl", "run.log", "dead_letters.jsonl"]
+)
+def test_a_run_directory_without_checkpoints_is_not_used_for_another_run(
+    tmp_path: Path, left: str
+) -> None:
+    (tmp_path / left).write_text("{}")
+    with pytest.raises(ConfigError, match=f"holds an earlier run: {left}"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+    assert (tmp_path / left).read_text() == "{}"
+
+
+def test_a_run_directory_with_an_empty_folder_for_checkpoints_is_taken(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    assert _start(config(), Inputs(ROWS), tmp_path, False, print) is None
+
+
+def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')  # and no model
+
+    async def killed(job: Job) -> int:
+        (tmp_path / "model").mkdir()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_run", killed)
+    monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
+    with pytest.raises(KeyboardInterrupt):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+    assert not _is_completed(tmp_path)
 
 
 def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:

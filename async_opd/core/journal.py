@@ -4,6 +4,9 @@
 
 Written by the ledger, line by line; read by ``async_opd.core.audit``. A checkpoint knows how long
 the file was; a resumed run cuts what came after it, because those steps are not in its weights.
+
+A journal that could not write a line misses it: from then on it has no size, so that no checkpoint
+refers to it.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from async_opd.core.errors import StageError
+from async_opd.core.lines import append_line, whole_lines
 from async_opd.core.run_files import regular_file
 
 LEDGER = "ledger.jsonl"
@@ -26,6 +31,7 @@ class Journal:
     def __init__(self, path: Path, size: int = 0) -> None:
         self._path = path
         self._size = size
+        self._broken: StageError | None = None
 
     def __enter__(self) -> Self:
         """OSError if the file cannot be written."""
@@ -55,17 +61,33 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
-        return self._file.tell()
+        """Bytes written so far. StageError if a line could not be written."""
+        self._refuse_if_broken()
+        return self._size
 
     def rewind(self, size: int) -> None:
-        """Forgets what came after so many bytes."""
-        self._file.truncate(min(size, self._file.seek(0, os.SEEK_END)))
-        self._file.seek(0, os.SEEK_END)
+        """Forgets what came after so many bytes, and a line that is torn."""
+        self._size = whole_lines(self._path, size)
+        self._file.truncate(self._size)
+        self._broken = None
 
     def sync(self) -> None:
         """Everything written so far is on the disk when this returns."""
         os.fsync(self._file.fileno())
 
     def _line(self, entry: dict[str, Any]) -> None:
-        self._file.write(json.dumps(entry, separators=(",", ":")).encode() + b"\n")
+        """StageError if it cannot be written, from then on."""
+        self._refuse_if_broken()
+        line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
+        try:
+            append_line(self._file, line)
+        except OSError as error:
+            cause = f"{self._path} cannot be written: {error.strerror or error}"
+            remedy = "make room on its disk, or choose another run_dir"
+            self._broken = StageError("ledger", cause, remedy)
+            raise self._broken from error
+        self._size += len(line)
+
+    def _refuse_if_broken(self) -> None:
+        if self._broken is not None:
+            raise self._broken

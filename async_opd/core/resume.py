@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,6 +18,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.lines import whole_lines
 from async_opd.core.run_files import read_text, regular_file
 from async_opd.core.runlog import DEAD_LETTERS, METRICS
 from async_opd.core.sources import Row
@@ -130,7 +130,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     if (run_dir / DEAD_LETTERS).exists():
         size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
         with open(run_dir / DEAD_LETTERS, "ab", opener=regular_file) as file:
-            file.truncate(min(size, file.seek(0, os.SEEK_END)))
+            file.truncate(whole_lines(run_dir / DEAD_LETTERS, size))
         last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
     return last
 

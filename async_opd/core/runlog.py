@@ -28,6 +28,7 @@ from async_opd.core.atomic_file import write_atomically
 from async_opd.core.config import RunConfig
 from async_opd.core.console import open_console
 from async_opd.core.errors import StageError
+from async_opd.core.lines import append_line, end_torn_line
 from async_opd.core.outlet import tell
 from async_opd.core.printable import indented, on_one_line
 from async_opd.core.run_files import make_folder, regular_file
@@ -39,6 +40,7 @@ from async_opd.core.trace import TraceSink
 from async_opd.core.wandb_sink import WandbSink
 
 METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
+RUN_LOG, SUMMARY = "run.log", "summary.json"
 SINK_FAILURES = "log/sink_failures"
 
 
@@ -79,7 +81,7 @@ class RunLog:
         make_folder(self._run_dir)
         self._started = self._clock()
         self._metrics_file = self._open(METRICS)
-        self._messages_file = self._open("run.log")
+        self._messages_file = self._open(RUN_LOG)
         for sink in reversed(self._wanted):
             self._start(sink)
         return self
@@ -163,8 +165,9 @@ class RunLog:
             "stage": lost.stage,
             "reason": self._redacted(lost.reason),
         }
-        with _written(str(self._run_dir / DEAD_LETTERS)), self._open(DEAD_LETTERS) as file:
-            file.write(json.dumps(line) + "\n")
+        path = self._run_dir / DEAD_LETTERS
+        with _written(str(path)), open(path, "ab", buffering=0, opener=regular_file) as file:
+            append_line(file, json.dumps(line).encode() + b"\n")
 
     def finish(self, status: Status, error: str | None = None) -> Status:
         """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.
@@ -214,6 +217,7 @@ class RunLog:
     def _open(self, name: str) -> TextIO:
         """Line-buffered: what was logged is in the file, whatever becomes of the process."""
         path = self._run_dir / name
+        end_torn_line(path)
         return open(path, "a", encoding="utf-8", buffering=1, opener=regular_file)
 
     def _write_summary(self, status: Status, error: str | None) -> None:
@@ -222,8 +226,8 @@ class RunLog:
         del content["metrics"]
         content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
         text = json.dumps(content, indent=2, allow_nan=False)
-        with _written(str(self._run_dir / "summary.json")):
-            write_atomically(self._run_dir / "summary.json", text + "\n")
+        with _written(str(self._run_dir / SUMMARY)):
+            write_atomically(self._run_dir / SUMMARY, text + "\n")
 
     def _summary(self, status: Status, error: str | None) -> Summary:
         return Summary(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_opd.core.audit import Audit, AuditError, audit
+from async_opd.core.errors import StageError
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.ledger import Ledger
 from async_opd.core.samples import Header
@@ -116,6 +118,62 @@ def test_a_restored_ledger_samples_again_what_was_in_flight_and_not_finished() -
     assert two.counts == one.counts
     again = [(group.prompt.uid, group.members) for group in two.again({"q/0"})]
     assert again == [("p", (1,)), ("q", (1,))]
+
+
+class Disk:
+    """A journal's file on a disk with room for so many bytes, which it takes two at a time."""
+
+    def __init__(self, journal: Journal, room: int) -> None:
+        self._file, self.room = journal._file, room
+        journal._file = self  # type: ignore[assignment]
+
+    def write(self, data: memoryview) -> int:
+        part = data[: min(2, self.room)]
+        if not part:
+            raise OSError(28, "No space left on device")
+        self.room -= len(part)
+        return self._file.write(part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_line_that_the_disk_takes_in_parts_is_whole(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Disk(journal, 1000)
+        journal.admitted(["p/0", "p/1"])
+    assert audit(tmp_path).in_flight == ("p/0", "p/1")
+
+
+def test_a_full_disk_is_an_error_that_names_the_journal_and_leaves_no_torn_line(
+    tmp_path: Path,
+) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        Disk(journal, 5)
+        with pytest.raises(StageError, match=r"ledger.jsonl cannot be written: No space left"):
+            journal.admitted(["q/0"])
+    assert (tmp_path / LEDGER).read_bytes() == b'{"admitted":["p/0"]}\n'
+
+
+def test_a_journal_that_misses_a_line_belongs_to_no_checkpoint(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        disk = Disk(journal, 5)
+        with pytest.raises(StageError):
+            journal.admitted(["q/0"])
+        disk.room = 1000  # somebody has made room: what was not written is missing all the same
+        with pytest.raises(StageError, match="cannot be written"):
+            journal.size  # noqa: B018
+        with pytest.raises(StageError, match="cannot be written"):
+            journal.trained(1, ["q/0"])
+
+
+def test_a_journal_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
+    with Journal(tmp_path / LEDGER, 30) as journal:
+        assert journal.size == 21
+        journal.dead("p/0")
+    assert audit(tmp_path).dead_lettered == ("p/0",)
 
 
 def test_a_journal_that_goes_back_forgets_what_came_later(tmp_path: Path) -> None:

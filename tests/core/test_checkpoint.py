@@ -173,6 +173,12 @@ def test_what_was_logged_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
     assert (tmp_path / "dead_letters.jsonl").read_text() == "1234\n"
 
 
+def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # the checkpoint's file had 5 bytes
+    cut_files(tmp_path, cut(2))
+    assert (tmp_path / "dead_letters.jsonl").read_text() == "1\n"
+
+
 def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
     assert cut_files(tmp_path, None) == {}

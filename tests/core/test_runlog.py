@@ -471,6 +471,15 @@ def test_a_wandb_that_cannot_be_reached_is_offline_and_says_so_once(
     assert log.failures == 0
 
 
+def test_what_a_killed_process_was_writing_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("2026-01-01 step 4, vers")
+    with opened(tmp_path) as log:
+        log.message("going on")
+        log.finish("completed")
+    first, second, *_ = (tmp_path / "run.log").read_text().splitlines()
+    assert (first, second.endswith("going on")) == ("2026-01-01 step 4, vers", True)
+
+
 def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:
     with RunLog(config(), tmp_path, Clock(), []) as log:
         log.finish("completed")
