@@ -5,7 +5,7 @@ The objectives themselves are in ``trainer/losses``; docs/objectives.md says whi
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -35,6 +35,11 @@ class Objective(Section):
     1 is refused."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Truncation of the importance weights."""
+    teacher_floor: float | None = Field(default=None, lt=0)
+    """Log-probabilities of the teacher below it (nats, as -10) count as it, those of the rest of a
+    support too: what a teacher excludes is then finitely bad. Only where the loss has the
+    teacher's logarithm without its probability: ``reverse_kl``, ``jsd`` with beta 1, sampled
+    tokens. The student's side is never bounded."""
 
 
 class Divergence(Objective):
@@ -54,10 +59,26 @@ class Divergence(Objective):
     bounded, never removed. The share it touches is a metric."""
 
 
+Bounded = TypeVar("Bounded", bound=Objective)
+
+
+def _without_floor(loss: Bounded, name: str) -> Bounded:
+    if loss.teacher_floor is not None:
+        raise ValueError(
+            f"{name} needs no teacher_floor: what the teacher excludes adds nothing to it; leave "
+            "teacher_floor out"
+        )
+    return loss
+
+
 class ForwardKLConfig(Divergence):
     """Forward KL(teacher ‖ student): mass covering, tolerates stale samples."""
 
     kind: Literal["forward_kl"] = "forward_kl"
+
+    @model_validator(mode="after")
+    def _needs_no_floor(self) -> Self:
+        return _without_floor(self, "forward_kl")
 
 
 class ReverseKLConfig(Divergence):
@@ -72,6 +93,10 @@ class JSDConfig(Divergence):
     kind: Literal["jsd"]
     beta: float = Field(default=0.5, ge=0, le=1)
     """Weight of the teacher in the mixture; 0 is forward KL, 1 is reverse KL."""
+
+    @model_validator(mode="after")
+    def _needs_no_floor(self) -> Self:
+        return self if self.beta == 1 else _without_floor(self, f"jsd with beta {self.beta:g}")
 
 
 class K1Config(Objective):

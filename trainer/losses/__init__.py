@@ -11,6 +11,7 @@ version).
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from trainer.losses.base import Divergence, TeacherStates, Tokens
@@ -71,12 +72,13 @@ def _term(loss: Loss) -> Term:
     if loss.kind == "forward_kl":
         return _over(ForwardKL(), loss)
     if loss.kind == "reverse_kl":
-        return _over(ReverseKL(), loss)
+        return _over(ReverseKL(loss.teacher_floor), loss)
     if loss.kind == "jsd":
-        return _over(jsd(loss.beta), loss)
+        return _over(jsd(loss.beta, loss.teacher_floor), loss)
+    floor = -math.inf if loss.teacher_floor is None else loss.teacher_floor
     if loss.kind == "k1":
-        return Sampled(K1(loss.clamp))
-    return Sampled(SampledEstimator(loss.kind, loss.gradient, loss.clamp))
+        return Sampled(K1(loss.clamp), floor)
+    return Sampled(SampledEstimator(loss.kind, loss.gradient, loss.clamp), floor)
 
 
 def _over(divergence: Divergence, loss: DivergenceConfig) -> Term:

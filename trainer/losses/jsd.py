@@ -33,6 +33,6 @@ class JSD:
         return beta * from_p + from_q.sum(-1), from_q
 
 
-def jsd(beta: float) -> Divergence:
-    """The divergence of a β, which at both ends is a KL."""
-    return ForwardKL() if beta == 0 else ReverseKL() if beta == 1 else JSD(beta)
+def jsd(beta: float, floor: float | None = None) -> Divergence:
+    """The divergence of a β, which at both ends is a KL; ``floor`` is reverse KL's."""
+    return ForwardKL() if beta == 0 else ReverseKL(floor) if beta == 1 else JSD(beta)

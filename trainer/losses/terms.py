@@ -5,6 +5,7 @@ logits ──open──► values, log q of the sampled tokens ──factors─�
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 import torch
@@ -52,22 +53,25 @@ class Watched:
 
 
 class Sampled(Term):
-    """A loss of the sampled token alone."""
+    """A loss of the sampled token alone; ``floor`` is the least log p, in nats."""
 
-    def __init__(self, loss: SampledLoss) -> None:
+    def __init__(self, loss: SampledLoss, floor: float = -math.inf) -> None:
         self._loss = loss
+        self._floor = floor
 
     def open(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Opened:
-        return _OpenedSampled(self._loss, logits, tokens)
+        return _OpenedSampled(self._loss, self._floor, logits, tokens)
 
 
 class _OpenedSampled(Opened):
-    def __init__(self, loss: SampledLoss, logits: torch.Tensor, tokens: Tokens) -> None:
+    def __init__(
+        self, loss: SampledLoss, floor: float, logits: torch.Tensor, tokens: Tokens
+    ) -> None:
         assert tokens.teacher_logprobs is not None
         targets = tokens.targets[:, None]
         self._rows = SupportRows(logits, targets, targets)
         self.log_sampled = self._rows.log_sampled[:, 0]
-        self.teacher_sampled = tokens.teacher_logprobs.to(logits.dtype)
+        self.teacher_sampled = tokens.teacher_logprobs.to(logits.dtype).clamp_min(floor)
         slopes = loss(self.teacher_sampled, self.log_sampled)
         self.value, self._slope = slopes.value, slopes.slope
         self.metrics = {} if slopes.clamped is None else {"clamped": slopes.clamped}
