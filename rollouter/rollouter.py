@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from async_opd.core.alarm import Alarm, Timer
 from async_opd.core.config import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout
+from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
@@ -150,8 +151,9 @@ class RollouterStage:
             parts = [part for at in range(len(seats)) if (part := left[at :: len(seats)])]
             answers = await asyncio.gather(
                 *(
-                    self._answers(seat, part, sampling)
+                    self._answers(seat, call, sampling)
                     for seat, part in zip(seats, parts, strict=False)
+                    for call in calls(part, sampling)
                 )
             )
             by_uid |= {rollout.uid: rollout for answer in answers for rollout in answer}

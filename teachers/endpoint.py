@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -16,6 +17,7 @@ import msgspec
 import numpy as np
 
 from async_opd.core.activity import Activity
+from async_opd.core.aside import aside
 from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
@@ -81,7 +83,8 @@ class EndpointReplica:
             return Sample(rollout, scores_of([], [], [], top_k))
         seen = rollout.seen_by_teacher
         answer = await self._ask(self._api.score(seen, top_k))
-        scores = self.read(lambda: self._api.scores(answer, seen, top_k))
+        reading = partial(self._api.scores, answer, seen, top_k)
+        scores = await aside(len(answer), self.read, reading)
         if known is not None and highest_id(scores) >= known:
             raise self._error(
                 f"answered with token {highest_id(scores)}, the student has only {known}",

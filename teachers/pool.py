@@ -22,6 +22,7 @@ from async_opd.core.alarm import Timer
 from async_opd.core.balancer import Place
 from async_opd.core.batch import Batch, unpack_pieces
 from async_opd.core.errors import NoReplica
+from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Lost, Piece, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
@@ -127,7 +128,12 @@ class TeacherPool:
                 group.create_task(self._ahead(serving[replica], replica, Batch.pack(pieces)))
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """What the teacher itself answers, from one replica."""
+        """What the teacher itself answers, each call from one replica."""
+        parts = calls(prompts, sampling)
+        answers = await asyncio.gather(*(self._generate(part, sampling) for part in parts))
+        return [rollout for answer in answers for rollout in answer]
+
+    async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
         outcome = await self._tries(
             self._health.tries, "generate", tokens, None, lambda r: r.generate(prompts, sampling)

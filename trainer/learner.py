@@ -16,12 +16,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from trainer.checkpoint import Tensors, outline
@@ -118,7 +119,7 @@ class Learner:
         shares, rewards = self._shares(samples)
         division = self._division(samples)
         parts = [[_part(samples, shares, group) for group in groups] for groups in division]
-        computed = self._each("backward", [(part,) for part in parts])
+        computed = self._backward(parts)
         trained = [
             sample.rollout for part in chain(*parts) if part.counts for sample in part.samples
         ]
@@ -221,6 +222,15 @@ class Learner:
         check_student(self.model, self._rank.device, self._rank.precision(), longest)
 
     # ── orders ─────────────────────────────────────────────────────────────────────────────────
+
+    def _backward(self, parts: Sequence[Sequence[Part]]) -> list[Computed]:
+        """Every rank computes its own parts, which the others are sent in messages before."""
+        others = [list(cut(given, lambda part: part.nbytes)) for given in parts[1:]]
+        for messages in zip_longest(*others, fillvalue=()):
+            with self._begun("take", [(tuple(message),) for message in messages]) as taken:
+                taken()
+        with self._begun("backward", [() for _ in others]) as results:
+            return [self._rank.backward(parts[0]), *results()]
 
     def _all(self, method: str, *arguments: Any) -> None:
         """Every rank does the same."""

@@ -41,6 +41,11 @@ class Part:
     shares: tuple[Share, ...]
     counts: bool = True
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples' arrays."""
+        return sum(sample.nbytes for sample in self.samples)
+
 
 @dataclass(frozen=True)
 class Computed:
@@ -165,9 +170,15 @@ class Follower:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
+        self._parts: list[Part] = []
 
-    async def backward(self, parts: Sequence[Part]) -> Computed:
-        """See Rank.backward; the values come in host memory."""
+    async def take(self, parts: Sequence[Part]) -> None:
+        """More of what it will compute in the next ``backward``: a step's parts may be large."""
+        self._parts += parts
+
+    async def backward(self) -> Computed:
+        """See Rank.backward, of what it has taken; the values come in host memory."""
+        parts, self._parts = self._parts, []
         computed = await asyncio.to_thread(self._rank.backward, parts)
         reports = ({k: v.cpu() for k, v in report.items()} for report in computed.reports)
         return Computed(tuple(reports), computed.norm)

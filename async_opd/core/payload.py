@@ -13,15 +13,18 @@ Upper bounds: every response has ``rollout.max_tokens``.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import floor
 
-from async_opd.core.batch import MESSAGE_BYTES
+from async_opd.core.batch import MESSAGE_BYTES, cut
 from async_opd.core.config import EngineTeacher, RunConfig
 from async_opd.core.engine_args import Device
 from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import SamplingSpec
 
 ITEM_BYTES = 1024
 """Of an item beside its tokens: uids, version spans, what pickle adds. Rounded up."""
@@ -145,6 +148,12 @@ def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
         f"have {in_mib(longest)}",
         f"at least {least}, a smaller rollout.max_tokens, or a loss.support with a smaller payload",
     )
+
+
+def calls(prompts: Sequence[Prompt], sampling: SamplingSpec) -> Iterator[list[Prompt]]:
+    """The prompts in parts whose answers, ``sampling.n`` to a prompt, are one message each."""
+    answer = ITEM_BYTES + rollout_bytes("sampled", 0) * sampling.max_tokens
+    return cut(prompts, lambda p: sampling.n * (answer + NUMBER * len(p.token_ids)))
 
 
 def in_mib(nbytes: int) -> str:

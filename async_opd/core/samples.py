@@ -217,6 +217,14 @@ class Sample:
     rollout: Rollout
     scores: Scores
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all its arrays."""
+        rollout = self.rollout
+        own = (rollout.prompt, rollout, self.scores)
+        arrays = (value for part in own for value in vars(part).values())
+        return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
+
     def __post_init__(self) -> None:
         length = len(self.rollout.response_ids)
         arrays = {k: v for k, v in vars(self.scores).items() if isinstance(v, np.ndarray)}

@@ -14,6 +14,7 @@ from async_opd.core.loss_config import ScoreKind
 from async_opd.core.payload import (
     ITEM_BYTES,
     Payload,
+    calls,
     in_mib,
     payloads,
     refused,
@@ -30,7 +31,8 @@ from async_opd.core.samples import (
     Scores,
     TopK,
 )
-from tests.conftest import make_rollout
+from async_opd.core.stages import SamplingSpec
+from tests.conftest import make_prompt, make_rollout
 from tests.core.inputs import config, model, one
 
 R, K, H = 300, 5, 16
@@ -176,3 +178,17 @@ def test_preflight_refuses_it_too(tmp_path: Path) -> None:
 )
 def test_bytes_are_told_in_the_largest_unit_there_is_one_of(nbytes: int, words: str) -> None:
     assert in_mib(nbytes) == words
+
+
+def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:
+    sampling = SamplingSpec(max_tokens=32768, temperature=1.0, top_p=1.0, n=8)
+    prompts = [make_prompt(f"p{index}") for index in range(100)]
+    parts = list(calls(prompts, sampling))
+    assert [prompt.uid for part in parts for prompt in part] == [p.uid for p in prompts]
+    assert max(map(len, parts)) == MESSAGE_BYTES // (8 * (8 * 32768 + ITEM_BYTES + 64))
+
+
+def test_short_answers_are_asked_for_in_one_call() -> None:
+    sampling = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
+    prompts = [make_prompt(f"p{index}") for index in range(1000)]
+    assert len(list(calls(prompts, sampling))) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from async_opd.core.batch import cut
 from async_opd.core.config import ForwardKLConfig, Loss, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
@@ -17,6 +20,7 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.crew import Alone
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
+from trainer.rank import Computed, Follower
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -351,3 +355,47 @@ def test_a_batch_that_is_refused_leaves_them_in_step() -> None:
     with pytest.raises(TypeError, match="several kinds"):
         of_a_crew(crew).train_batch([*samples(k=0), *samples(k=6)])
     assert not crew.given_up
+
+
+class Recorded(Alone):
+    """Two ranks of which the second computes nothing; what it is sent is kept."""
+
+    ranks = 2
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[str, Any]] = []
+
+    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
+        self.orders.append((method, arguments[0]))
+        return lambda: [Computed((), 0.0) if method == "backward" else None]
+
+
+def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    batch = [random_sample(index, 5, k=6) for index in range(8)]
+    monkeypatch.setattr("trainer.learner.cut", partial(cut, most=2 * batch[0].nbytes))
+    crew = Recorded()
+    config = TrainConfig.model_validate({"tokens_per_micro_batch": 1})
+    objective = build_objective(ForwardKLConfig())
+    Learner(tiny_model(), objective, config, torch.device("cpu"), crew=crew).train_batch(batch)
+    assert [method for method, _ in crew.orders] == ["take", "take", "backward", "apply"]
+    assert [len(parts) for method, (*given,) in crew.orders[:2] for parts in given] == [2, 2]
+
+
+async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
+    computed: list[list[str]] = []
+
+    class Kept:
+        def backward(self, parts: list[str]) -> Computed:
+            computed.append(parts)
+            return Computed((), 0.0)
+
+    rank: Any = Kept()
+    follower = Follower(rank)
+    first, second, third = ("one", "two", "three")
+    await follower.take([first, second])  # type: ignore[list-item]
+    await follower.take([third])  # type: ignore[list-item]
+    await follower.backward()
+    await follower.backward()
+    assert computed == [["one", "two", "three"], []]
