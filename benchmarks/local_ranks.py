@@ -53,7 +53,15 @@ def in_processes(ranks: int, lead: Lead, follow: Follow, timeout_s: float) -> An
     context = multiprocessing.get_context("fork")  # hands sockets and functions down
     with socket.create_server(("127.0.0.1", 0)) as listener:
         seats = [
-            Seat(rank, ranks, *listener.getsockname(), timeout_s, timeout_s, listener.fileno())
+            Seat(
+                rank,
+                ranks,
+                *listener.getsockname(),
+                timeout_s,
+                timeout_s,
+                b"secret",
+                listener.fileno(),
+            )
             for rank in range(ranks)
         ]
         pipes = [context.Pipe() for _ in seats[1:]]

@@ -41,10 +41,11 @@ from rollouter.feed import Feed
 from rollouter.grading import Grading
 from rollouter.growing import Growing
 from rollouter.load import load_watcher
+from rollouter.nccl_transport import nccl_info
 from rollouter.slots import AdaptiveLimit, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
-from rollouter.weights import UNTOUCHED, register
+from rollouter.weights import UNTOUCHED, gloo_info, register
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -203,15 +204,11 @@ class StudentReplica:
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """Joins the transfer group with this engine's workers at ``rank_offset``."""
         info: dict[str, Any] = {
-            "master_address": rendezvous.host,
-            "master_port": rendezvous.port,
             "rank_offset": rank_offset,
             "world_size": rendezvous.world_size,
         }
-        if self._spec.transfer_backend == "gloo":
-            info |= {"timeout_s": rendezvous.timeout_s, "chunk_bytes": rendezvous.chunk_bytes}
-        else:
-            info |= {"packed": True, "packed_buffer_size_bytes": rendezvous.chunk_bytes}
+        maker = gloo_info if self._spec.transfer_backend == "gloo" else nccl_info
+        info |= maker(rendezvous)
         request = WeightTransferInitRequest(init_info=info)
         await self._vitals.within(self._engine.init_weight_transfer_engine(request))
 

@@ -16,16 +16,10 @@ weights: a transfer that breaks off half-way leaves the old ones as they were.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from datetime import timedelta
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -33,8 +27,10 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from async_opd.core.gloo_group import GlooGroup, Member, gloo_group
+from async_opd.core.meeting import Visit
 from async_opd.core.orphans import die_with_parent
-from async_opd.core.weights import WeightMeta, chunk_plan
+from async_opd.core.weights import Rendezvous, WeightMeta, chunk_plan
 
 BACKEND = "async_opd_gloo"
 UNTOUCHED = "no weight was replaced"
@@ -43,7 +39,7 @@ UNTOUCHED = "no weight was replaced"
 
 @dataclass
 class GlooInitInfo(WeightTransferInitInfo):
-    """Where the group meets and which rank this engine's first worker has."""
+    """Where the group meets and which rank this engine's first worker has; ``secret`` in hex."""
 
     master_address: str
     master_port: int
@@ -51,6 +47,7 @@ class GlooInitInfo(WeightTransferInitInfo):
     world_size: int
     timeout_s: float
     chunk_bytes: int
+    secret: str = field(repr=False)
 
 
 @dataclass
@@ -67,23 +64,25 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     init_info_cls = GlooInitInfo
     update_info_cls = GlooUpdateInfo
-    _group: Any = None  # ProcessGroupGloo, untyped in torch
+    _made: GlooGroup | None = None
     _chunk_bytes: int = 0
 
     def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Joins the sender's group; a member that does not come in time raises on all sides."""
+        """Joins the sender's group; a member that does not come in time raises on all sides.
+
+        So does one that does not know the group's secret, be it the sender.
+        """
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        timeout = timedelta(seconds=init_info.timeout_s)
-        store = TCPStore(
-            init_info.master_address, init_info.master_port, is_master=False, timeout=timeout
-        )
-        self._group = ProcessGroupGloo(
-            PrefixStore("weights", store),
-            init_info.rank_offset + worker,
-            init_info.world_size,
-            timeout,
-        )
+        secret, timeout_s = bytes.fromhex(init_info.secret), init_info.timeout_s
+        visit = Visit(init_info.master_address, init_info.master_port, secret, timeout_s)
+        rank = init_info.rank_offset + worker
+        member = Member(rank, init_info.world_size, visit.address, secret, timeout_s)
+        self._made = None
+        try:
+            self._made = gloo_group(torch, member, visit)
+        finally:
+            visit.close()
         self._chunk_bytes = init_info.chunk_bytes
 
     def start_weight_update(self) -> None:
@@ -93,7 +92,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
         """Receives all chunks, then loads them layer by layer."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        if self._group is None:
+        if self._made is None:
             raise RuntimeError(
                 f"{UNTOUCHED}: weights were sent before this engine joined a transfer group"
             )
@@ -105,7 +104,7 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
             itemsizes=tuple(dtype.itemsize for dtype in dtypes),
         )
         try:
-            chunks = self._chunks(meta)
+            chunks = self._chunks(self._made.group, meta)
         except RuntimeError as error:
             raise RuntimeError(f"{UNTOUCHED}: {error}") from error
         initialize_layerwise_reload(self.model)
@@ -116,12 +115,12 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
                 for index, piece in zip(chunk, pieces, strict=True)
             )
 
-    def _chunks(self, meta: WeightMeta) -> list[tuple[range, torch.Tensor]]:
+    def _chunks(self, group: Any, meta: WeightMeta) -> list[tuple[range, torch.Tensor]]:
         """Each has a buffer of its own: layers keep references to it."""
         chunks = []
         for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
             buffer = torch.empty(sum(meta.sizes[index] for index in chunk), dtype=torch.uint8)
-            self._group.broadcast(buffer, 0).wait()
+            group.broadcast(buffer, 0).wait()
             chunks.append((chunk, buffer))
         return chunks
 
@@ -141,7 +140,18 @@ class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo
 
     def shutdown(self) -> None:
         """Leaves the group."""
-        self._group = None
+        self._made = None
+
+
+def gloo_info(rendezvous: Rendezvous) -> dict[str, Any]:
+    """What an engine is told of where its group meets, beside its ranks; see ``GlooInitInfo``."""
+    return {
+        "master_address": rendezvous.host,
+        "master_port": rendezvous.port,
+        "timeout_s": rendezvous.timeout_s,
+        "chunk_bytes": rendezvous.chunk_bytes,
+        "secret": rendezvous.secret.hex(),
+    }
 
 
 def register() -> None:

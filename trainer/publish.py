@@ -8,18 +8,13 @@ package needs no vllm.
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-from torch.distributed import (  # type: ignore[attr-defined]
-    PrefixStore,
-    ProcessGroupGloo,
-    TCPStore,
-)
 
+from async_opd.core.gloo_group import GlooGroup, Member, gloo_group
+from async_opd.core.meeting import Meeting, new_secret
 from async_opd.core.weights import Rendezvous, WeightMeta, chunk_plan
 
 NamedWeights = Iterable[tuple[str, torch.Tensor]]
@@ -33,42 +28,60 @@ class Transport(Protocol):
         ...
 
     def connect(self) -> None:
-        """Waits for the others; raises when they do not come in time."""
+        """Waits for the others; raises when they do not come in time, or are not they."""
+
+    def close(self) -> None:
+        """Leaves the group; nobody can meet here any more."""
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
         """Sends all tensors, in order."""
 
 
 class GlooTransport:
-    """Chunks of bytes over torch's gloo process group."""
+    """Chunks of bytes over torch's gloo process group. Listens on ``host`` only."""
 
     def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
         self._host = host
-        self._timeout = timedelta(seconds=timeout_s)
+        self._timeout_s = timeout_s
         self._chunk_bytes = chunk_bytes
+        self._secret = new_secret()
         self._world_size = 0
-        self._store: Any = None
-        self._group: Any = None
+        self._meeting: Meeting | None = None
+        self._made: GlooGroup | None = None
 
     def open(self, world_size: int) -> Rendezvous:
-        """Starts a store on a free port of this host."""
+        """Listens on a free port of this host."""
         self._world_size = world_size
-        self._store = TCPStore(
-            self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout
-        )
+        self._meeting = Meeting(self._host, self._secret, world_size, self._timeout_s)
         return Rendezvous(
             host=self._host,
-            port=self._store.port,
+            port=self._meeting.port,
             world_size=world_size,
-            timeout_s=self._timeout.total_seconds(),
+            timeout_s=self._timeout_s,
             chunk_bytes=self._chunk_bytes,
+            secret=self._secret,
         )
 
     def connect(self) -> None:
-        """Joins as rank 0."""
-        self._group = ProcessGroupGloo(
-            PrefixStore("weights", self._store), 0, self._world_size, self._timeout
-        )
+        """Joins as rank 0. Afterwards nobody can come any more."""
+        assert self._meeting is not None, "opened first"
+        member = Member(0, self._world_size, self._host, self._secret, self._timeout_s)
+        try:
+            self._made = gloo_group(torch, member, self._meeting)
+        finally:
+            self._meeting.close()
+
+    def close(self) -> None:
+        """See Transport.close."""
+        self._made = None
+        if self._meeting is not None:
+            self._meeting.close()
+
+    @property
+    def _group(self) -> Any:
+        """torch's group. AssertionError before ``connect``."""
+        assert self._made is not None, "connected first"
+        return self._made.group
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
         """One broadcast per chunk; each chunk is packed just before it is sent."""
@@ -99,7 +112,9 @@ class Publisher:
         self._snapshot: list[tuple[str, torch.Tensor]] = []
 
     def open(self, wave: int, world_size: int) -> Rendezvous:
-        """A new group for a wave of replicas; see Transport.open."""
+        """A new group for a wave of replicas, in place of the one it had; see Transport.open."""
+        if wave in self._transports:
+            self._transports.pop(wave).close()
         self._transports[wave] = self._new_transport()
         return self._transports[wave].open(world_size)
 
@@ -126,8 +141,3 @@ class Publisher:
     def send(self, wave: int) -> None:
         """Broadcasts the snapshot to a wave."""
         self._transports[wave].broadcast(self._snapshot, self.meta)
-
-
-def own_address() -> str:
-    """An address of this host that the other hosts of the cluster can reach."""
-    return socket.gethostbyname(socket.gethostname())

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.core.errors import StageError
+from async_opd.core.gloo_group import all_know
 from async_opd.core.seat import Seat
+from async_opd.core.stages import TRAINER
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,9 +27,13 @@ if TYPE_CHECKING:
 
 
 def join(seat: Seat, device: torch.device) -> DeviceMesh:
-    """Meets the other ranks; returns the mesh of all of them. RuntimeError after the timeout."""
+    """Meets the other ranks; returns the mesh of all of them. RuntimeError after the timeout.
+
+    StageError if one of them does not know the seat's secret.
+    """
     from torch.distributed import (  # type: ignore[attr-defined]
         TCPStore,
+        group,
         init_process_group,
     )
     from torch.distributed.device_mesh import init_device_mesh
@@ -42,6 +49,10 @@ def join(seat: Seat, device: torch.device) -> DeviceMesh:
     )
     backend = "nccl" if device.type == "cuda" else "gloo"
     init_process_group(backend, store=store, rank=seat.rank, world_size=seat.ranks, timeout=bound)
+    if not all_know(torch, group.WORLD, seat.rank, seat.ranks, seat.secret, device.type):
+        cause = f"one of its {seat.ranks} ranks does not know their secret: nobody let it in"
+        remedy = "somebody else on this network or machine took a rank's place"
+        raise StageError(TRAINER, cause, remedy)
     return init_device_mesh(device.type, (seat.ranks,))
 
 

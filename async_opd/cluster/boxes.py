@@ -24,7 +24,7 @@ from async_opd.core.config import (
     RunConfig,
     VllmTeacher,
 )
-from async_opd.core.engine_args import Device, engine_env, engine_kwargs
+from async_opd.core.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
 from async_opd.core.errors import EngineStartError, StageError
 from async_opd.core.grading import GraderSpec
 from async_opd.core.loss_config import score_kind, scored_top_k
@@ -294,7 +294,7 @@ class Boxes:
         remote = Remote.create(
             name,
             timeout_s=self.config.timeouts.request_s,
-            env=env,
+            env=(env or {}) if self.config.cluster.address else {**(env or {}), **LOOPBACK},
             gpus=gpus,
             restarts=restarts,
             place=place,

@@ -20,6 +20,7 @@ from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
+from async_opd.core.meeting import new_secret
 from async_opd.core.payload import payloads
 from async_opd.core.seat import Seat
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
@@ -99,7 +100,7 @@ class TrainerBox:
         address = None if self.config.cluster.address else "127.0.0.1"
         host, port, listener = await self.remote.listen(address, bound)
         collective_s = self.config.timeouts.collective_s
-        seat = Seat(0, len(self.ranks), host, port, collective_s, bound, listener)
+        seat = Seat(0, len(self.ranks), host, port, collective_s, bound, new_secret(), listener)
         others = (replace(seat, rank=i, listener=None) for i in range(1, len(self.ranks)))
         return [seat, *others]
 

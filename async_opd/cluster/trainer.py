@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import ray
+
 from async_opd.cluster.crew import RemoteCrew
 from async_opd.cluster.host import Remote
 from async_opd.core.config import RunConfig
@@ -13,7 +15,7 @@ from async_opd.core.seat import Seat
 from async_opd.core.stages import Queue
 from trainer.crew import ALONE
 from trainer.intake import Intake
-from trainer.publish import GlooTransport, Publisher, Transport, own_address
+from trainer.publish import GlooTransport, Publisher, Transport
 from trainer.stage import TrainerStage
 
 if TYPE_CHECKING:
@@ -72,10 +74,10 @@ answers is known not to be the one that hangs."""
 
 
 def _transport(config: RunConfig, device: Device) -> Transport:
-    host = own_address() if config.cluster.address else "127.0.0.1"
     chunk_bytes, timeout_s = config.sync.chunk_mib << 20, config.sync.timeout_s * GROUP_SHARE
     if device == "cuda" and config.sync.backend != "gloo":
         from rollouter.nccl_transport import NcclTransport
 
-        return NcclTransport(host, timeout_s, chunk_bytes)
+        return NcclTransport(timeout_s, chunk_bytes)
+    host = ray.util.get_node_ip_address() if config.cluster.address else "127.0.0.1"
     return GlooTransport(host, timeout_s, chunk_bytes)

@@ -12,6 +12,8 @@ from async_opd.core.config import EngineConfig
 Device = Literal["cpu", "cuda"]
 
 CPU_BLOCK_SIZE = 32
+LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+"""Environment of the processes of a local run: what gloo and NCCL listen on."""
 
 
 def engine_kwargs(

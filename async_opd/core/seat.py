@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -10,7 +10,7 @@ class Seat:
     """One rank among ``ranks``, and where they meet; ``listener`` is rank 0's open socket.
 
     A collective that lasts longer than ``timeout_s`` is an error, and so are ranks of which one
-    comes ``start_s`` after another.
+    comes ``start_s`` after another. All show that they know the ``secret`` when they have met.
     """
 
     rank: int
@@ -19,4 +19,5 @@ class Seat:
     port: int
     timeout_s: float
     start_s: float
+    secret: bytes = field(repr=False)
     listener: int | None = None

@@ -1,7 +1,7 @@
 """What both ends of a weight transfer must agree on. Pure data and arithmetic.
 
 sender (trainer)                       receivers (engines of the rollout replicas)
-open a store, tell host and port  ──►  join the group at rank_offset + own rank
+listen, tell where and a secret  ──►   join the group at rank_offset + own rank
 for each chunk of the plan:            for each chunk of the plan:
     pack, broadcast               ──►      receive, unpack, load
 """
@@ -10,18 +10,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a transfer group meets. The sender is rank 0 of ``world_size``."""
+    """Where a transfer group meets. The sender is rank 0 of ``world_size``.
+
+    ``secret`` is what members show before they are let in: with gloo the key of
+    ``async_opd.core.meeting``, with NCCL the group's unique id, in which host and port are too.
+    """
 
     host: str
     port: int
     world_size: int
     timeout_s: float
     chunk_bytes: int
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True)

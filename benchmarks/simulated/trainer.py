@@ -37,7 +37,7 @@ class SimulatedPublisher:
 
     def open(self, wave: int, world_size: int) -> Rendezvous:
         """There is no group."""
-        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1)
+        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
     def connect(self, wave: int) -> None:
         """There is no group."""

@@ -26,7 +26,7 @@ class Sender:
 
     async def open(self, wave: int, world_size: int) -> Rendezvous:
         self.worlds.append(world_size)
-        return Rendezvous("host", 1, world_size, 1.0, 1)
+        return Rendezvous("host", 1, world_size, 1.0, 1, b"secret")
 
     async def connect(self, wave: int) -> None: ...
 

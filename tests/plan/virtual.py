@@ -88,7 +88,7 @@ class Trainer:
         return WeightMeta((), (), (), ())
 
     async def open(self, wave: int, world_size: int) -> Rendezvous:
-        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1)
+        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
     async def connect(self, wave: int) -> None: ...
     async def send(self, wave: int) -> None: ...

@@ -154,7 +154,7 @@ class World:
         def first_chunk_only(weights: Any, meta: Any) -> None:
             (chunk, *_) = chunk_plan(meta.sizes, 100_000)
             transport._group.broadcast(_pack(weights, chunk), 0).wait()
-            transport._group = None  # the connection closes
+            transport.close()
             raise RuntimeError("broke off")
 
         transport.broadcast = first_chunk_only

@@ -1,0 +1,237 @@
+"""Where the members of a transfer group meet: who does not know the secret learns nothing.
+
+    sender: Meeting ◄──TCP── Visit: a member      each shows the other that it knows the secret,
+       book: addresses by key ──set, get──►       then the member writes and reads addresses
+
+Torch's own store lets everybody in who finds its port, to read and to change what is there. This
+one listens on one address only, answers nobody who has not shown the secret (which comes over Ray),
+and is closed as soon as the group is made. The secret itself is never sent. What the connections
+carry is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from io import BufferedRWPair
+from typing import Any, Protocol
+
+from async_opd.core.errors import WeightSyncError
+
+NONCE_BYTES = PROOF_BYTES = 32
+HANDSHAKE_S = 10.0
+"""Who does not show the secret by then is sent away."""
+LINE_BYTES = 1 << 16
+SPARE_VISITORS = 64
+"""Beside one for each member: strangers cannot have as many threads as they like."""
+
+
+class Book(Protocol):
+    """The addresses of a group's members."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes one."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for one. WeightSyncError if it does not come in time."""
+        ...
+
+
+def new_secret() -> bytes:
+    """One for each group; nobody guesses it."""
+    return secrets.token_bytes(32)
+
+
+def proof(secret: bytes, role: str, *seen: bytes) -> bytes:
+    """What only who knows the secret can say: HMAC-SHA256 of its role and what was seen."""
+    return hmac.digest(secret, b"\0".join((role.encode(), *seen)), "sha256")
+
+
+class Meeting:
+    """The sender's book, and the socket by which members come to it. Opened by the constructor."""
+
+    def __init__(self, host: str, secret: bytes, members: int, timeout_s: float) -> None:
+        """OSError if ``host`` is no address of this machine. ``members`` come at most."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.refused = 0
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._book: dict[str, bytes] = {}
+        self._news = threading.Condition()
+        self._closed = False
+        self._room = threading.BoundedSemaphore(members + SPARE_VISITORS)
+        self._visitors: set[socket.socket] = set()
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._receive, name="meeting", daemon=True).start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See Book.set."""
+        with self._news:
+            self._book[key] = value
+            self._news.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See Book.get."""
+        with self._news:
+            if self._news.wait_for(lambda: key in self._book or self._closed, timeout_s):
+                if key in self._book:
+                    return self._book[key]
+                raise WeightSyncError("weight sync", "the meeting was closed before all had come")
+        strangers = f", and {self.refused} visitors did not show the secret" if self.refused else ""
+        raise WeightSyncError(
+            "weight sync",
+            f"a member did not come within {timeout_s:g} s (no {key!r}){strangers}",
+            "raise sync.timeout_s if the engines are busy; otherwise a replica hangs",
+        )
+
+    def close(self) -> None:
+        """Nobody comes any more, and nobody stays. Safe to call again."""
+        with self._news:
+            self._closed = True
+            visitors = list(self._visitors)
+            self._news.notify_all()
+        for connection in (self._listener, *visitors):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+        self._listener.close()
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(0.1)  # no file descriptor left for another connection
+                continue
+            if not self._room.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._visit, args=(connection,), daemon=True).start()
+
+    def _visit(self, connection: socket.socket) -> None:
+        try:
+            with connection, suppress(OSError, ValueError, TypeError, WeightSyncError):
+                with self._news:
+                    self._visitors.add(connection)
+                    if self._closed:
+                        return
+                if not self._knows_the_secret(connection):
+                    self.refused += 1
+                    return
+                connection.settimeout(self._timeout_s)
+                with connection.makefile("rwb") as stream:
+                    while line := stream.readline(LINE_BYTES):
+                        _tell(stream, self._answer(json.loads(line)))
+        finally:
+            self._visitors.discard(connection)
+            self._room.release()
+
+    def _knows_the_secret(self, connection: socket.socket) -> bool:
+        """Shows that this is the sender, and whether the visitor is a member."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        try:
+            theirs = _exactly(connection, NONCE_BYTES, deadline)
+            ours = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(ours + proof(self._secret, "sender", theirs, ours))
+            shown = _exactly(connection, PROOF_BYTES, deadline)
+        except OSError:
+            return False
+        return hmac.compare_digest(shown, proof(self._secret, "member", ours, theirs))
+
+    def _answer(self, request: Mapping[str, Any]) -> str:
+        if "value" in request:
+            self.set(str(request["key"]), bytes.fromhex(request["value"]))
+            return ""
+        return self.get(str(request["key"]), self._timeout_s).hex()
+
+
+class Visit:
+    """A member's connection to the book. ``address`` is this machine's on the way there."""
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
+        """WeightSyncError if there is no sender that knows the secret."""
+        self._secret = secret
+        try:
+            self._connection = socket.create_connection((host, port), timeout_s)
+            self._meet(time.monotonic() + timeout_s)
+        except OSError as error:
+            cause = f"no meeting of this group at {host}:{port}: {error or type(error).__name__}"
+            raise WeightSyncError(
+                "weight sync", cause, "the sender is gone, or not ours"
+            ) from error
+        self._connection.settimeout(timeout_s)
+        self._stream = self._connection.makefile("rwb")
+        self.address = str(self._connection.getsockname()[0])
+
+    def set(self, key: str, value: bytes) -> None:
+        """See Book.set."""
+        self._ask({"key": key, "value": value.hex()})
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See Book.get; bounded by the timeout of the visit."""
+        return bytes.fromhex(self._ask({"key": key}))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._stream.close()
+        self._connection.close()
+
+    def _meet(self, deadline: float) -> None:
+        """ConnectionError if the other side is not the sender."""
+        ours = secrets.token_bytes(NONCE_BYTES)
+        self._connection.sendall(ours)
+        theirs = _exactly(self._connection, NONCE_BYTES, deadline)
+        shown = _exactly(self._connection, PROOF_BYTES, deadline)
+        if not hmac.compare_digest(shown, proof(self._secret, "sender", ours, theirs)):
+            self._connection.close()
+            raise ConnectionRefusedError("who listens there does not know the secret")
+        self._connection.sendall(proof(self._secret, "member", theirs, ours))
+
+    def _ask(self, request: dict[str, str]) -> str:
+        try:
+            self._stream.write(json.dumps(request).encode() + b"\n")
+            self._stream.flush()
+            line = self._stream.readline(LINE_BYTES)
+        except OSError as error:
+            cause = f"the meeting does not answer: {error or type(error).__name__}"
+            raise WeightSyncError("weight sync", cause) from error
+        if not line.endswith(b"\n"):
+            raise WeightSyncError("weight sync", "the meeting was closed before all had come")
+        return str(json.loads(line))
+
+
+def proofs(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
+    """What a member says to each of the ranks over the group's own connections."""
+    return b"".join(proof(secret, f"rank {rank} to {other}") for other in ranks)
+
+
+def proofs_for(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
+    """What it has to hear from each of them."""
+    return b"".join(proof(secret, f"rank {other} to {rank}") for other in ranks)
+
+
+def _tell(stream: BufferedRWPair[Any, Any], answer: str) -> None:
+    stream.write(json.dumps(answer).encode() + b"\n")
+    stream.flush()
+
+
+def _exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes. OSError if they do not come."""
+    found = b""
+    while len(found) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it says nothing")
+        connection.settimeout(left)
+        more = connection.recv(count - len(found))
+        if not more:
+            raise ConnectionResetError("it hung up")
+        found += more
+    return found

@@ -1,0 +1,348 @@
+"""The weight sync's group: who knows its port and not its secret does not join."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import async_opd.core.meeting as meetings
+from async_opd.cluster.boxes import Boxes, Factories
+from async_opd.cluster.host import Remote
+from async_opd.core.config import RunConfig
+from async_opd.core.engine_args import LOOPBACK
+from async_opd.core.errors import StageError, WeightSyncError
+from async_opd.core.gloo_group import Member, gloo_group
+from async_opd.core.meeting import Meeting, Visit, new_secret, proofs, proofs_for
+from async_opd.core.weights import Rendezvous, WeightMeta
+from benchmarks.local_ranks import in_processes
+from rollouter.nccl_transport import NcclTransport, nccl_info
+from trainer.publish import GlooTransport, Publisher
+
+HERE = "127.0.0.1"
+BOUND_S = 20.0
+NO_PROOF = b"y" * 32
+WEIGHTS = [("w", torch.arange(8, dtype=torch.float32))]
+
+Together = Callable[..., list[Future[Any]]]
+
+
+@pytest.fixture
+def together() -> Iterator[Together]:
+    """Runs functions side by side; returns when all have ended."""
+    with ThreadPoolExecutor(8) as pool:
+
+        def run(*works: Callable[[], Any]) -> list[Future[Any]]:
+            futures = [pool.submit(work) for work in works]
+            for future in futures:
+                future.exception(BOUND_S)
+            return futures
+
+        yield run
+
+
+@pytest.fixture
+def transport() -> Iterator[GlooTransport]:
+    sender = GlooTransport(HERE, BOUND_S, 16)
+    yield sender
+    sender.close()
+
+
+def joins(at: Rendezvous, rank: int, secret: bytes | None = None) -> Any:
+    """What an engine does."""
+    visit = Visit(at.host, at.port, secret or at.secret, BOUND_S)
+    member = Member(rank, at.world_size, visit.address, secret or at.secret, BOUND_S)
+    try:
+        return gloo_group(torch, member, visit)
+    finally:
+        visit.close()
+
+
+def receives(made: Any, nbytes: int) -> bytes:
+    buffer = torch.zeros(nbytes, dtype=torch.uint8)
+    made.group.broadcast(buffer, 0).wait()
+    return buffer.numpy().tobytes()
+
+
+def listening() -> set[str]:
+    """The addresses that this process listens on."""
+    connections = psutil.Process().net_connections()
+    return {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN}
+
+
+def test_members_who_know_the_secret_make_a_group(
+    transport: GlooTransport, together: Together
+) -> None:
+    at = transport.open(3)
+    _, *members = together(transport.connect, lambda: joins(at, 1), lambda: joins(at, 2))
+    meta = Publisher(lambda: iter(WEIGHTS), lambda: transport)
+    meta.snapshot()
+    works = [partial(receives, member.result(), 32) for member in members]
+    _, *got = together(lambda: transport.broadcast(WEIGHTS, meta.meta), *works)
+    assert [future.result() for future in got] == [WEIGHTS[0][1].numpy().tobytes()] * 2
+
+
+def test_a_local_run_is_reached_from_this_machine_only(
+    transport: GlooTransport, together: Together
+) -> None:
+    before = listening()
+    at = transport.open(2)
+    assert listening() - before <= {HERE}
+    futures = together(transport.connect, lambda: joins(at, 1))
+    assert [future.exception() for future in futures] == [None, None]
+    assert listening() - before <= {HERE}
+
+
+def test_when_the_group_is_made_nobody_can_come_any_more(
+    transport: GlooTransport, together: Together
+) -> None:
+    at = transport.open(2)
+    together(transport.connect, lambda: joins(at, 1))
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((HERE, at.port), BOUND_S)
+
+
+def test_a_group_that_is_replaced_can_be_joined_by_nobody(together: Together) -> None:
+    publisher = Publisher(lambda: iter(WEIGHTS), lambda: GlooTransport(HERE, BOUND_S, 16))
+    first = publisher.open(0, 2)
+    publisher.open(0, 2)
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection((HERE, first.port), BOUND_S)
+
+
+def test_torchs_own_store_finds_no_store_at_the_port(
+    transport: GlooTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the weight sync was open to: rank 1 by the port alone."""
+    monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
+    at = transport.open(2)
+    with pytest.raises(torch.distributed.DistError):
+        torch.distributed.TCPStore(
+            HERE, at.port, is_master=False, timeout=timedelta(seconds=2)
+        ).get("0/0")
+
+
+def told(port: int, *said: bytes) -> bytes:
+    """All that a visitor hears who says this: nothing where it is cut off while it talks."""
+    heard = b""
+    with socket.create_connection((HERE, port), BOUND_S) as connection, suppress(ConnectionError):
+        for line in said:
+            connection.sendall(line)
+        while more := connection.recv(4096):
+            heard += more
+    return heard
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (b"",),
+        (b"x" * 31,),
+        (b"x" * 32, b"y" * 32),
+        (b"x" * 32, b"y" * 32, b'{"key": "0/0"}\n'),
+        (b'{"key": "0/0"}\n' * 10,),
+    ],
+)
+def test_who_does_not_know_the_secret_reads_no_address(
+    said: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
+    meeting = Meeting(HERE, new_secret(), 2, BOUND_S)
+    meeting.set("0/0", b"an address")
+    try:
+        heard = told(meeting.port, *said)
+    finally:
+        meeting.close()
+    assert len(heard) in (0, 64)  # a nonce, and a proof for the visitor's own
+    assert b"an address".hex().encode() not in heard
+
+
+def test_a_proof_that_was_heard_is_no_proof_for_another_visit() -> None:
+    secret = new_secret()
+    meeting = Meeting(HERE, secret, 2, BOUND_S)
+    try:
+        heard = told(meeting.port, b"x" * 32, NO_PROOF)
+        replayed = told(meeting.port, b"x" * 32, heard[32:64], b'{"key": "k", "value": "00"}\n')
+        assert len(replayed) in (0, 64)
+        with pytest.raises(WeightSyncError, match="did not show the secret"):
+            meeting.get("k", 0.1)
+    finally:
+        meeting.close()
+
+
+def test_who_knows_another_secret_does_not_keep_a_member_out(
+    transport: GlooTransport, together: Together
+) -> None:
+    at = transport.open(2)
+    with pytest.raises(WeightSyncError, match="does not know the secret"):
+        joins(at, 1, secret=new_secret())
+    sender, member = together(transport.connect, lambda: joins(at, 1))
+    assert (sender.exception(), member.exception()) == (None, None)
+
+
+def test_a_sender_that_does_not_know_the_secret_is_not_joined() -> None:
+    stranger = Meeting(HERE, new_secret(), 2, BOUND_S)
+    try:
+        with pytest.raises(WeightSyncError, match="who listens there does not know the secret"):
+            Visit(HERE, stranger.port, new_secret(), BOUND_S)
+    finally:
+        stranger.close()
+
+
+def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
+    transport: GlooTransport, together: Together
+) -> None:
+    """gloo itself believed it: it came before the member, to the right connection."""
+    at = transport.open(3)
+    book = Visit(at.host, at.port, at.secret, BOUND_S)
+    impostor = Member(1, 3, HERE, new_secret(), BOUND_S)
+    sender, _, honest = together(
+        transport.connect,
+        lambda: gloo_group(torch, impostor, book),
+        lambda: joins(at, 2),
+    )
+    book.close()
+    for future in (sender, honest):
+        with pytest.raises(WeightSyncError, match="a rank of the group of 3 does not know"):
+            future.result()
+    with pytest.raises(AssertionError, match="connected first"):
+        transport.broadcast(WEIGHTS, WeightMeta(("w",), ("float32",), ((8,),), (4,)))
+
+
+def test_a_member_that_does_not_come_is_an_error_that_counts_the_strangers() -> None:
+    meeting = Meeting(HERE, new_secret(), 2, BOUND_S)
+    told(meeting.port, b"x" * 64)
+    try:
+        with pytest.raises(WeightSyncError, match=r"no '0/1'\), and 1 visitors did not show"):
+            meeting.get("0/1", 0.2)
+    finally:
+        meeting.close()
+
+
+def test_the_secret_is_not_shown_with_the_meeting_point(transport: GlooTransport) -> None:
+    at = transport.open(2)
+    assert at.secret.hex() not in repr(at)
+    assert repr(at.secret) not in repr(at)
+
+
+def test_every_group_has_a_secret_of_its_own() -> None:
+    made = [GlooTransport(HERE, BOUND_S, 16) for _ in range(2)]
+    secrets = {transport.open(2).secret for transport in made}
+    for transport in made:
+        transport.close()
+    assert len(secrets) == 2
+    assert {len(secret) for secret in secrets} == {32}
+
+
+@given(st.integers(2, 9), st.data())
+def test_what_one_rank_says_to_another_is_what_that_one_hears(size: int, data: Any) -> None:
+    secret = new_secret()
+    rank, other = data.draw(st.permutations(range(size)))[:2]
+    said = proofs(secret, rank, range(size))[32 * other : 32 * (other + 1)]
+    heard = proofs_for(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
+    assert said == heard
+    assert said != proofs(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
+
+
+# ── NCCL ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """vLLM's communicator without a GPU: remembers what it was made of."""
+    import vllm.distributed.device_communicators.pynccl_wrapper as wrapper
+    import vllm.distributed.weight_transfer.nccl_common as common
+
+    made: list[tuple[Any, ...]] = []
+
+    class Library:
+        def ncclGetUniqueId(self) -> Any:  # noqa: N802
+            unique = wrapper.ncclUniqueId()
+            unique.internal[:] = [byte - 256 if byte > 127 else byte for byte in os.urandom(128)]
+            return unique
+
+    monkeypatch.setattr(wrapper, "NCCLLibrary", Library)
+    monkeypatch.setattr(common, "uid_init_process_group", lambda *given: made.append(given))
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return made
+
+
+def test_gpus_meet_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any]) -> None:
+    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
+
+    transport = NcclTransport(BOUND_S, 1 << 20)
+    at = transport.open(3)
+    transport.connect()
+    assert nccl == [(at.secret, 0, 3, 0)]
+    info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=3, **nccl_info(at))
+    assert info.nccl_unique_id_bytes == at.secret
+    assert (info.master_address, info.master_port) == (None, None)
+
+
+def test_every_group_of_gpus_has_an_id_of_its_own(nccl: list[Any]) -> None:
+    transports = [NcclTransport(BOUND_S, 1 << 20) for _ in range(2)]
+    assert len({transport.open(2).secret for transport in transports}) == 2
+
+
+# ── the trainer's ranks, and the processes of a run ───────────────────────────────────────────
+
+
+def meets(seat: Any, *rest: Any) -> str:
+    from trainer.sharding import join
+
+    try:
+        join(seat, torch.device("cpu"))
+    except StageError as error:
+        return error.cause
+    return "met"
+
+
+def stranger(seat: Any) -> Any:
+    meets(replace(seat, secret=b"another"))
+    return SimpleNamespace()
+
+
+def test_a_stranger_among_the_trainers_ranks_is_found() -> None:
+    found = in_processes(2, meets, stranger, 60.0)
+    assert "one of its 2 ranks does not know their secret" in found
+
+
+def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
+    def follows(seat: Any) -> Any:
+        meets(seat)
+        return SimpleNamespace()
+
+    assert in_processes(2, meets, follows, 60.0) == "met"
+
+
+@pytest.mark.parametrize(("address", "expected"), [(None, LOOPBACK), ("auto", {})])
+def test_collectives_of_a_local_run_listen_on_the_loopback(
+    monkeypatch: pytest.MonkeyPatch, address: str | None, expected: dict[str, str]
+) -> None:
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(Remote, "create", lambda name, *, env, **rest: seen.append(env))
+    config = RunConfig.model_validate(
+        {
+            "name": "n",
+            "student": {"model": "m"},
+            "teachers": {"t": {"model": "m"}},
+            "data": {"train": ["d.jsonl"]},
+            "cluster": {"address": address},
+        }
+    )
+    boxes = Boxes(config, "cpu", (), Factories(), lambda text: None)
+    boxes._create("trainer", env={"OMP_NUM_THREADS": "1"})
+    assert seen == [{"OMP_NUM_THREADS": "1", **expected}]
