@@ -2,7 +2,9 @@
 
     rollouts ──one request each, at most ``concurrency`` at a time──► server ──JSON──► arrays
 
-Lives in the scoring stage's process, behind the same Protocol as an engine's actor.
+Lives in the scoring stage's process, behind the same Protocol as an engine's actor. The server is a
+stranger: its answers are bounded by what it was asked, are neither decompressed nor redirected, and
+one that cannot be meant is this replica's failure (StageError), whatever is wrong with it.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from async_opd.core.errors import StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.agreement import Agreement
-from teachers.endpoint_api import Request, highest_id, make_api, scores_of
+from teachers.endpoint_api import FRAME_BYTES, Request, highest_id, make_api, scores_of
 from teachers.endpoint_spec import EndpointSpec
 
 Item = TypeVar("Item")
@@ -33,11 +35,17 @@ CONNECT_S = 10.0
 HEALTH_S = 10.0
 SHOWN = 300
 """Characters of a server's answer in an error."""
+PIECE_BYTES = 1 << 16
+HIGHEST_ID = np.iinfo(np.int32).max
+
+UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
+"""What reading raises: msgspec's errors are ValueErrors, deep JSON is a RecursionError."""
 
 REMEDIES = {
     400: "the server's log says what it refuses; loss.top_k needs as many --max-logprobs there",
     401: "set teachers.*.api_key_env",
     403: "set teachers.*.api_key_env",
+    **dict.fromkeys((301, 302, 303, 307, 308), "set teachers.*.urls to where it redirects"),
     404: "check teachers.*.urls, api and served_model",
 }
 
@@ -85,12 +93,13 @@ class EndpointReplica:
         answer = await self._ask(self._api.score(seen, top_k))
         reading = partial(self._api.scores, answer, seen, top_k)
         scores = await aside(len(answer), self.read, reading)
+        sample = self.read(lambda: Sample(rollout.once_scored, scores))
         if known is not None and highest_id(scores) >= known:
             raise self._error(
                 f"answered with token {highest_id(scores)}, the student has only {known}",
                 "teachers need the student's tokenizer",
             )
-        return Sample(rollout.once_scored, scores)
+        return sample
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the server itself answers, ``sampling.n`` times each, in order."""
@@ -101,6 +110,7 @@ class EndpointReplica:
                 self._api.sample(prompt.seen_by_teacher, sampling, self._spec.eos_ids)
             )
             ids, finish = self.read(lambda: self._api.sampled(answer))
+            self._check_sampled(ids, sampling.max_tokens)
             return Rollout(
                 uid=f"{prompt.uid}/{index}",
                 prompt=prompt,
@@ -113,6 +123,18 @@ class EndpointReplica:
         with self._activity.busy():
             asked = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
             return await _together(sample, asked)
+
+    def _check_sampled(self, ids: list[int], most: int) -> None:
+        """StageError for more tokens than it was asked for, or one the student does not have."""
+        known = HIGHEST_ID + 1 if self._spec.vocabulary is None else self._spec.vocabulary
+        if len(ids) > most:
+            cause = f"{self._spec.url} answered with {len(ids)} tokens, it was asked for {most}"
+            raise self._error(cause, "check teachers.*.api and the server's version")
+        if ids and not 0 <= min(ids) <= max(ids) < known:
+            raise self._error(
+                f"answered with tokens from {min(ids)} to {max(ids)}, the student has only {known}",
+                "teachers need the student's tokenizer",
+            )
 
     async def report(self) -> StageReport:
         """What happened since the last report."""
@@ -133,34 +155,65 @@ class EndpointReplica:
 
     # ── HTTP ───────────────────────────────────────────────────────────────────────────────────
 
-    async def call(self, method: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-        """The answer's bytes. StageError for anything but 200.
+    async def call(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        most_bytes: int = FRAME_BYTES,
+    ) -> bytes:
+        """The answer's bytes. StageError for anything but 200, a redirection too.
 
-        More than ``concurrency`` calls wait for a connection. Bounded by who calls.
+        No more than ``most_bytes`` are taken of it. More than ``concurrency`` calls wait for a
+        connection. Its time is bounded by who calls.
         """
         url = f"{self._spec.url}{path}"
+        asked = self._connections().request(method, url, json=body, allow_redirects=False)
         try:
-            async with self._connections().request(method, url, json=body) as response:
-                answer = await response.read()
-        except (aiohttp.ClientError, OSError) as error:
-            cause = f"{url} cannot be reached: {type(error).__name__}: {error}"
+            async with asked as response:
+                if response.status != 200:
+                    raise self._refusal(url, response.status, await response.content.read(SHOWN))
+                encoding = response.headers.get("Content-Encoding", "identity")
+                if encoding.lower() != "identity":
+                    raise self._error(
+                        f"{url} answered in {encoding[:SHOWN]!r}, and was asked not to encode",
+                        "turn the server's compression off",
+                    )
+                return await self._body(url, response, most_bytes)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            cause = f"{url} cannot be reached: {type(error).__name__}: {str(error)[:SHOWN]}"
             raise self._error(cause, "is the server up, and the URL right?") from error
-        if response.status != 200:
-            text = " ".join(answer[: 4 * SHOWN].decode(errors="replace").split())[:SHOWN]
-            cause = f"{url} answered {response.status}: {text}"
-            raise self._error(cause, REMEDIES.get(response.status, ""))
-        return answer
+
+    def _refusal(self, url: str, status: int, answer: bytes) -> StageError:
+        text = " ".join(answer.decode(errors="replace").split())[:SHOWN]
+        return self._error(f"{url} answered {status}: {text}", REMEDIES.get(status, ""))
+
+    async def _body(self, url: str, response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+        """StageError for more than what can be the answer."""
+        answer = bytearray()
+        async for piece in response.content.iter_chunked(PIECE_BYTES):
+            answer += piece
+            if len(answer) > most_bytes:
+                raise self._error(
+                    f"{url} answered with more than {most_bytes} bytes, the most that can be meant",
+                    "check teachers.*.api and the server's version",
+                )
+        return bytes(answer)
 
     async def _ask(self, request: Request) -> bytes:
-        return await self.call("POST", request.path, request.body)
+        return await self.call("POST", request.path, request.body, request.most_bytes)
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
-            key = self._spec.key()
+            headers, key = {"Accept-Encoding": "identity"}, self._spec.key()
+            if key:
+                headers["Authorization"] = f"Bearer {key}"
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._spec.concurrency),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S),
-                headers={"Authorization": f"Bearer {key}"} if key else None,
+                headers=headers,
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
                 json_serialize=lambda value: msgspec.json.encode(value).decode(),
             )
         return self._session
@@ -169,8 +222,9 @@ class EndpointReplica:
         """What an answer holds; StageError for one that cannot be meant."""
         try:
             return reading()
-        except ValueError as error:  # msgspec's are of this kind too
-            cause = f"{self._spec.url} answered with what cannot be scores: {error}"
+        except UNREADABLE as error:
+            found = f"{type(error).__name__}: {str(error)[:SHOWN]}"
+            cause = f"{self._spec.url} answered with what cannot be scores: {found}"
             raise self._error(cause, "check teachers.*.api and the server's version") from error
 
     def _error(self, cause: str, remedy: str = "") -> StageError:

@@ -4,21 +4,22 @@
     vllm     /v1/completions        prompt_logprobs, one object a token of prompt and response
     sglang   /generate              input_token_logprobs, input_top_logprobs, from P-1 on
 
-Nothing a server says is believed: what does not fit raises ValueError, of which msgspec's errors
-are a kind. Whether the numbers can be log-probabilities is checked with every replica's samples.
+Nothing a server says is believed: what does not fit what it was asked raises ValueError, of which
+msgspec's errors are a kind. Every request says how long its answer can be (``most_bytes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 
 from async_opd.core.samples import (
     FinishReason,
+    Float32,
     Int32,
     Prompt,
     Rollout,
@@ -27,15 +28,23 @@ from async_opd.core.samples import (
     TopK,
 )
 from async_opd.core.stages import SamplingSpec
-from teachers.checks import repeated
+from teachers.checks import SLACK, repeated
+
+FRAME_BYTES = 1 << 20
+"""Of an answer, beside its entries."""
+ENTRY_BYTES = 256
+"""Of one token: its id, log-probability, rank and text, with the names of all these."""
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
 class Request:
-    """A path below the server's URL, and the JSON body."""
+    """A path below the server's URL, the JSON body, and the most that an answer can have."""
 
     path: str
     body: dict[str, Any]
+    most_bytes: int
 
 
 class Api(Protocol):
@@ -56,8 +65,8 @@ class _Logprob(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     finish_reason: str | None = None
-    token_ids: list[int] | None = None
-    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
+    token_ids: list[TokenId] | None = None
+    prompt_logprobs: list[dict[TokenId, _Logprob] | None] | None = None
 
 
 class _Completion(msgspec.Struct):
@@ -75,7 +84,9 @@ class VllmApi:
     def score(self, rollout: Rollout, top_k: int) -> Request:
         """Log-probabilities of all tokens of prompt and response; one token is generated."""
         tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
-        return self._request(prompt=tokens, prompt_logprobs=top_k, max_tokens=1, temperature=0.0)
+        entries = len(tokens) * (top_k + 1)
+        body = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
+        return self._request(entries, prompt=tokens, **body)
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """The sampled token comes first, and once only if it is one of the best."""
@@ -98,6 +109,7 @@ class VllmApi:
     def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
         """One answer, as token ids."""
         return self._request(
+            sampling.max_tokens + len(prompt.token_ids),
             prompt=prompt.token_ids.tolist(),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -113,8 +125,8 @@ class VllmApi:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
         return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
 
-    def _request(self, **body: Any) -> Request:
-        return Request("/v1/completions", {"model": self._model, **body})
+    def _request(self, entries: int, **body: Any) -> Request:
+        return Request("/v1/completions", {"model": self._model, **body}, _bound(entries))
 
     def _choice(self, answer: bytes) -> _Choice:
         choices = self._decoder.decode(answer).choices
@@ -123,7 +135,7 @@ class VllmApi:
         return choices[0]
 
 
-_Entry = tuple[float | None, int, str | None]
+_Entry = tuple[float | None, TokenId, str | None]
 
 
 class _Finish(msgspec.Struct):
@@ -138,7 +150,7 @@ class _Meta(msgspec.Struct):
 
 class _Generated(msgspec.Struct):
     meta_info: _Meta
-    output_ids: list[int] | None = None
+    output_ids: list[TokenId] | None = None
 
 
 class SglangApi:
@@ -156,7 +168,7 @@ class SglangApi:
             "logprob_start_len": len(rollout.prompt.token_ids) - 1,
             "top_logprobs_num": top_k,
         }
-        return Request("/generate", body)
+        return Request("/generate", body, _bound(len(tokens) * (top_k + 1)))
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """Entries are [log-probability, token, text]; there is one more than response tokens."""
@@ -166,8 +178,13 @@ class SglangApi:
         if (len(meta.input_token_logprobs), len(tops)) != (response + 1, response + 1):
             found = f"{len(meta.input_token_logprobs)} and {len(tops)}"
             raise ValueError(f"log-probabilities of {found} tokens instead of {response + 1}")
+        if [
+            token for _, token, _ in meta.input_token_logprobs[1:]
+        ] != rollout.response_ids.tolist():
+            raise ValueError("log-probabilities of other tokens than those it was asked for")
         sampled = [_number(entry) for entry in meta.input_token_logprobs[1:]]
-        best = [entry for row in tops[1:] for entry in (row or [])[:top_k]]
+        rows = [(row or [])[:top_k] for row in tops[1:]]
+        best = [entry for row in rows for entry in row]
         if len(best) != response * top_k:
             raise ValueError(f"{len(best)} best tokens instead of {response} times {top_k}")
         return scores_of(sampled, [e[1] for e in best], [_number(e) for e in best], top_k)
@@ -181,7 +198,7 @@ class SglangApi:
             "stop_token_ids": list(eos),
         }
         body = {"input_ids": prompt.token_ids.tolist(), "sampling_params": params}
-        return Request("/generate", body)
+        return Request("/generate", body, _bound(sampling.max_tokens + len(prompt.token_ids)))
 
     def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
         """The answer's tokens."""
@@ -192,6 +209,10 @@ class SglangApi:
         return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
 
 
+def _bound(entries: int) -> int:
+    return FRAME_BYTES + ENTRY_BYTES * entries
+
+
 def _number(entry: _Entry) -> float:
     if entry[0] is None:
         raise ValueError(f"no log-probability for token {entry[1]}")
@@ -200,17 +221,24 @@ def _number(entry: _Entry) -> float:
 
 def scores_of(sampled: list[float], ids: list[int], logprobs: list[float], top_k: int) -> Scores:
     """SampledLogprobs, or TopK with ``top_k``; no server tells the mass of the rest."""
-    own = np.asarray(sampled, np.float32)
+    own = _logprobs(sampled)
     if not top_k:
         return SampledLogprobs(own)
     shape = (len(sampled), top_k)
-    found = np.asarray(ids, np.int64).reshape(shape)
-    if found.size and (found.min() < 0 or found.max() > np.iinfo(np.int32).max):
-        raise ValueError(f"token ids from {found.min()} to {found.max()}")
-    again = repeated(found.astype(np.int32))
+    found = np.asarray(ids, np.int32).reshape(shape)  # within it: decoding looks
+    again = repeated(found)
     if again is not None:
         raise ValueError(f"token {again[1]} twice among the best of position {again[0]}")
-    return TopK(found.astype(np.int32), np.asarray(logprobs, np.float32).reshape(shape), own)
+    return TopK(found, _logprobs(logprobs).reshape(shape), own)
+
+
+def _logprobs(values: list[float]) -> Float32:
+    """ValueError for one above 0."""
+    highest = max(values, default=0.0)
+    if highest > SLACK:
+        raise ValueError(f"a log-probability of {highest:g}, which is above 0")
+    with np.errstate(over="ignore"):  # -inf is refused with the sample
+        return np.asarray(values, np.float32)
 
 
 def highest_id(scores: Scores) -> int:

@@ -15,7 +15,8 @@ from async_opd.core.config import EndpointTeacher, RunConfig
 from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.text import Text
-from teachers.endpoint import EndpointReplica
+from teachers.endpoint import SHOWN, EndpointReplica
+from teachers.endpoint_api import TokenId
 from teachers.endpoint_spec import endpoint_spec
 
 REMEDY = "is it busy? its first answer may take long: raise teachers.*.health.timeout_s"
@@ -67,7 +68,7 @@ async def _fault(
     await replica.ready()
     served = await _served(replica)
     if teacher.served_model not in served:
-        found = ", ".join(served) or "nothing"
+        found = ", ".join(served)[:SHOWN] or "nothing"
         return f"serves {found}, not {teacher.served_model}", "set teachers.*.served_model"
     longest, wanted = served[teacher.served_model], config.rollout.max_tokens + 2
     if longest is not None and longest < wanted:
@@ -91,7 +92,7 @@ class _Models(msgspec.Struct):
 
 
 class _Tokens(msgspec.Struct):
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 async def _served(replica: EndpointReplica) -> dict[str, int | None]:
