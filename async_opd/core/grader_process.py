@@ -7,23 +7,52 @@ See ``async_opd.core.grading``, which starts it and reads its answers.
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import socket
 import sys
+from contextlib import suppress
 from io import BufferedRWPair
-from typing import Any
+from typing import Any, TextIO, cast
 
 from async_opd.core.graders import GradeError, Grader, load_grader
 from async_opd.core.orphans import end_with_starter
+from async_opd.core.outlet import outlet_on
+from async_opd.core.printable import on_one_line
 
 MOST_LETTERS = 2000
 """Of a cause: some errors quote everything they were given."""
 
 
+class Quoted(io.TextIOBase):
+    """What a grader prints, line by line: escaped, each with where it comes from.
+
+    It may quote a response. Nobody waits for its reader, and it fails with nobody.
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._open = ""  # the line that has no end yet
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Prints the lines that have an end now."""
+        *lines, last = (self._open + text).split("\n")
+        self._open = last[-MOST_LETTERS:]
+        for line in lines:
+            with suppress(OSError):
+                self._file.write(f"  grader: {on_one_line(line)}\n")
+        return len(text)
+
+
 def main() -> None:
     """Tells that the grader is loaded, or why not; then grades."""
     end_with_starter()
+    sys.stdout = sys.stderr = cast(TextIO, Quoted(outlet_on(sys.stderr)))
     connection = socket.socket(fileno=int(sys.argv[1]))
     with connection, connection.makefile("rwb") as stream:
         try:

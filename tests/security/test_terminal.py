@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import pytest
 from hypothesis import given
@@ -15,6 +16,8 @@ from async_opd import cli
 from async_opd.core.board import Board
 from async_opd.core.console import LiveConsole, PlainConsole, terminal_on
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.grader_process import Quoted
+from async_opd.core.outlet import outlet_on
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.runlog import RunLog
 from async_opd.core.samples import Header, Lost
@@ -129,3 +132,20 @@ def test_the_command_line_escapes_what_an_error_quotes(
     told = capsys.readouterr().err
     assert commands(told) == []
     assert all(line.startswith("  ") for line in told.splitlines()[1:])
+
+
+def test_what_a_grader_prints_is_escaped_and_says_where_it_comes_from() -> None:
+    out = io.StringIO()
+    print(HOSTILE, "and", HOSTILE, file=cast(TextIO, Quoted(out)))
+    assert commands(out.getvalue()) == []
+    assert all(line.startswith("  grader: ") for line in out.getvalue().splitlines())
+
+
+def test_a_grader_whose_output_nobody_reads_goes_on() -> None:
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as file:
+        quoted = Quoted(outlet_on(file))
+        for _ in range(3):
+            quoted.write("x" * (1 << 20) + "\n")
+        os.close(ours)
+        quoted.write("gone\n")
