@@ -23,10 +23,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from async_opd.core.accounts import Accounts
 from async_opd.core.batch import Batch, unpack_lost
@@ -35,6 +35,7 @@ from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout, first_cause
 from async_opd.core.evaluation import Evaluation, Measured
+from async_opd.core.evaluations import Evaluations
 from async_opd.core.ledger import Record
 from async_opd.core.metering import Metering
 from async_opd.core.samples import Group, Lost
@@ -42,13 +43,11 @@ from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     STALE,
-    Interval,
+    Log,
     Queue,
-    Rollouter,
+    Stages,
     StepReport,
     TeacherScorer,
-    Trainer,
-    WeightSync,
 )
 from async_opd.core.supply import Prompts
 
@@ -56,41 +55,6 @@ Result = TypeVar("Result")
 
 LAST_NEWS_S = 5.0
 """The wait for a scoring stage that may not answer any more, when the run fails anyway."""
-
-
-class Log(Protocol):
-    """Where metrics go."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
-    def summarize(self, metrics: Mapping[str, float]) -> None: ...
-    def waits(self, waits: Mapping[str, str]) -> None: ...
-    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None: ...
-    def message(self, text: str) -> None: ...
-    def dead_letter(self, lost: Lost) -> None: ...
-
-
-class Stages(Protocol):
-    """The boxes of the diagram."""
-
-    @property
-    def queue(self) -> Queue: ...
-    @property
-    def rollouter(self) -> Rollouter: ...
-    @property
-    def scorer(self) -> TeacherScorer: ...
-    @property
-    def trainer(self) -> Trainer: ...
-    @property
-    def sync(self) -> WeightSync: ...
-
-    async def keep(
-        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
-    ) -> None:
-        """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
-
-        Works until cancelled; raises the error of one that was restarted too often. ``step()`` is
-        the last one trained.
-        """
 
 
 @dataclass
@@ -108,11 +72,14 @@ class Pipeline:
     """Where the run goes on from; ``prompts`` stands at its cursor."""
     again: bool = False
     """The run has begun before, on the same engines: they may have weights of any version."""
+    evaluated: int = -1
+    """The last step whose evaluation is logged."""
 
     def __post_init__(self) -> None:
         """The control plane: accounts and meters."""
         cut = None if self.start is None else self.start.cut
         self.accounts = Accounts(self.config, self.prompts, self.log, self.record, cut)
+        self.evaluations = Evaluations(self.config, self.log, self.evaluated)
         self.metering = Metering()
         self._step = self.accounts.step
         self._heard: Counter[int] = Counter()  # by who told it
@@ -134,7 +101,7 @@ class Pipeline:
                 ]
                 if self.start is None:
                     await self._first_weights()
-                    await self._evaluate("eval_initial")
+                    await self._evaluate("eval_initial", 0)
                     await self._evaluate_teachers()
                 else:
                     await self._resume(self.start)
@@ -142,7 +109,8 @@ class Pipeline:
                 endless.append(arrows.create_task(self._rerun()))
                 endless.append(arrows.create_task(self._replace()))
                 await self._train()
-                await self._evaluate("eval")
+                if self.evaluations.is_last_missing:
+                    await self._evaluate("eval", self.config.train.steps)
                 if self.checkpointer is not None:
                     await self._bounded("the last checkpoint", self.checkpointer.settled())
                 for task in endless:
@@ -175,6 +143,8 @@ class Pipeline:
         self._issued = True
         groups = [*self.accounts.ledger.again(finished), *self.accounts.supply.complete()]
         self._arrows.create_task(self._issue(groups))  # for room in the queue they need training
+        if self.evaluations.is_missing(start.cut):
+            self._pushing = self._arrows.create_task(self._evaluate("eval", start.cut.step))
 
     async def _first_weights(self) -> None:
         """Trainer ──► replicas, which have them unless the run has begun before."""
@@ -272,9 +242,8 @@ class Pipeline:
         report = await self.stages.sync.push()
         self.accounts.admission.advance(report.version)
         self.metering.synced(report)
-        every = self.config.eval.every
-        if every and report.version % every == 0 and report.version < self.config.versions:
-            await self._evaluate("eval")
+        if self.evaluations.is_due(report.version):
+            await self._evaluate("eval", self.evaluations.step_of(report.version))
 
     async def _pushed(self) -> None:
         """Waits until the push before is done: versions go out one by one."""
@@ -282,28 +251,23 @@ class Pipeline:
             await self._bounded("the weight sync before", self._pushing)
             self._pushing = None
 
-    async def _evaluate(self, prefix: str) -> None:
-        """The student's accuracy under exactly one weight version: no sync meanwhile."""
+    async def _evaluate(self, prefix: str, step: int) -> None:
+        """The student's accuracy under exactly one weight version: no sync meanwhile.
+
+        ``step`` is the one that made these weights.
+        """
         if self.evaluation is not None:
             work = self.evaluation.run(self.stages.rollouter.generate, prefix)
-            self._publish(await self._bounded("the evaluation", work))
+            self._publish(await self._bounded("the evaluation", work), step)
 
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
-            self._publish(await self._bounded("the evaluation of the teachers", work))
+            self._publish(await self._bounded("the evaluation of the teachers", work), 0)
 
-    def _publish(self, measured: Measured) -> None:
-        metrics = measured.metrics
+    def _publish(self, measured: Measured, step: int) -> None:
         self.accounts.supply.ungraded(measured.lost)
-        self.log.summarize(metrics)
-        self.log.log(self._step, metrics)
-        found = ", ".join(
-            f"{key.removesuffix('/accuracy')} {value:.1%}"
-            for key, value in metrics.items()
-            if key.endswith("/accuracy")
-        )
-        self.log.message(f"step {self._step}, version {self.accounts.admission.version}: {found}")
+        self.evaluations.log(measured.metrics, step, self.accounts.admission.version)
 
     async def _tell(self, who: Queue | TeacherScorer) -> None:
         """What becomes of teachers' replicas and of leases, at once: no step may end meanwhile."""

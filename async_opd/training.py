@@ -19,7 +19,7 @@ from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.journal import LEDGER
 from async_opd.core.preflight import Inputs
 from async_opd.core.prompts import PromptStream, to_prompt
-from async_opd.core.resume import cut_files, identity
+from async_opd.core.resume import cut_files, identity, last_evaluation
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.core.text import Text
@@ -74,6 +74,7 @@ class Training:
             self._checkpointer,
             job.start,
             again,
+            last_evaluation(job.run_dir) if job.start else -1,
         )
 
     async def _rewind(self, error: ProcessDied) -> None:

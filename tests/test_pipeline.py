@@ -245,6 +245,7 @@ class FakeSync:
 @dataclass
 class FakeLog:
     steps: list[int] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     dead: list[str] = field(default_factory=list)
@@ -252,6 +253,8 @@ class FakeLog:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.steps.append(step)
+        if any(key.startswith("eval") for key in metrics):
+            self.evaluated.append(step)
         self.last = dict(metrics)
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
@@ -581,6 +584,22 @@ async def test_accuracy_is_measured_before_during_and_after() -> None:
     run = world(steps=4, k=1, evaluation=evaluation)
     await run.pipeline.run()
     assert len(graded) == 4 * (1 + 3 + 1)
+
+
+async def test_an_evaluation_belongs_to_the_step_of_the_version_that_it_measured() -> None:
+    """Training goes on while it is graded."""
+    ahead: list[int] = []
+
+    async def grade(rollout: Rollout) -> float:
+        await turns(300)
+        ahead.append(run.trainer.steps)
+        return 1.0
+
+    evaluation = Evaluation(tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), grade)
+    run = world(steps=8, k=2, s=2.0, evaluation=evaluation)
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert run.log.evaluated == [0, 2, 4, 6, 8]
+    assert ahead[4] > 2  # while version 1 was measured
 
 
 async def test_the_summary_has_accuracy_before_and_after() -> None:

@@ -7,6 +7,7 @@ the real ones.
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import tempfile
 from collections import Counter
@@ -25,11 +26,15 @@ from async_opd.core.audit import audit
 from async_opd.core.checkpoint import Checkpoints
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.errors import StageError
+from async_opd.core.evaluation import Evaluation
 from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.resume import refuse_impossible
+from async_opd.core.resume import cut_files, last_evaluation, refuse_impossible
+from async_opd.core.runlog import METRICS, RunLog
+from async_opd.core.samples import Rollout
+from async_opd.core.stages import SamplingSpec
 from async_opd.pipeline import Pipeline
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
-from tests.test_pipeline import Straggling, World, shapes, world
+from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
 B = 4
 
@@ -110,6 +115,8 @@ class Life:
         seed: int,
         shape: dict[str, Any],
         faults: Faults = NO_FAULTS,
+        evaluation: Evaluation | None = None,
+        log: RunLog | None = None,
     ) -> None:
         made = world(**shape | {"seed": seed}, pace=Straggling(seed))
         config = made.pipeline.config.model_copy(
@@ -136,11 +143,12 @@ class Life:
             config,
             made.pipeline.stages,
             faults.stream(self.start.cut.cursor if self.start else 0),
-            None,
-            made.log,
+            evaluation,
+            made.log if log is None else log,
             journal,
             self.checkpointer,
             self.start,
+            evaluated=last_evaluation(folder) if self.start else -1,
         )
 
     async def live(self, ticks: int | None, end: str = "kill") -> bool:
@@ -299,6 +307,83 @@ def test_with_a_threshold_that_changes_at_each_resume_each_sample_is_trained_onc
 
 
 SHAPE = {"steps": 6, "n": 2, "k": 2, "s": 0.5}
+
+
+def evaluation(seed: int) -> Evaluation:
+    """Takes a while, so that training goes on meanwhile."""
+    pace = Straggling(seed)
+
+    async def grade(rollout: Rollout) -> float:
+        await pace.wait()
+        return 1.0
+
+    return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
+
+
+def live_and_evaluate(
+    folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, end: str = "kill"
+) -> bool:
+    """One life of a run whose metrics are kept: they are cut to its checkpoint before."""
+    newest = Checkpoints(folder / "checkpoints", 2).newest(lambda text: None)
+    cut = newest.cut if newest else None
+    before = cut_files(folder, cut)
+    size = cut.files[LEDGER] if cut else 0
+
+    async def run() -> bool:
+        config = world(**shape).pipeline.config
+        with (
+            RunLog(config, folder, sinks=[], before=before) as log,
+            Journal(folder / LEDGER, size) as journal,
+        ):
+            life = Life(folder, journal, seed, shape, NO_FAULTS, evaluation(seed), log)
+            with files_fail_after(None):
+                return await life.live(ticks, end)
+
+    return asyncio.run(run())
+
+
+def evaluated(folder: Path) -> Counter[int]:
+    """How often each step has an evaluation."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return Counter(line["step"] for line in lines if "eval/a/accuracy" in line)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+@settings(deadline=None, max_examples=40)
+@given(
+    seed=st.integers(0, 10**6),
+    kills=st.lists(st.integers(0, 1500), max_size=3),
+    shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "seed"}),
+)
+def test_after_any_kills_every_version_has_its_evaluation_once_at_its_step(
+    seed: int, kills: list[int], shape: dict[str, Any]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if not any(
+            live_and_evaluate(folder, seed + number, shape, ticks)
+            for number, ticks in enumerate(kills)
+        ):
+            assert live_and_evaluate(folder, seed + 99, shape, None)
+        found = evaluated(folder)
+    steps, k = shape["steps"], shape["k"]
+    assert found == Counter([*range(k, steps, k), steps])
+
+
+@pytest.mark.parametrize("ticks", [100, 140, 340, 420])
+def test_an_evaluation_that_a_signal_broke_off_is_made_with_the_checkpoints_weights(
+    tmp_path: Path, ticks: int
+) -> None:
+    shape = SHAPE | {"s": 2.5, "steps": 12}
+    live_and_evaluate(tmp_path, 1, shape, ticks, end="signal")
+    newest = Checkpoints(tmp_path / "checkpoints", 2).newest(print)
+    assert newest is not None
+    step = newest.cut.step
+    assert live_and_evaluate(tmp_path, 2, shape, None)
+    found = evaluated(tmp_path)
+    assert set(found.values()) == {1}
+    assert sum(step - step % 2 <= at < step - step % 2 + 2 for at in found) == 1
+    assert {at for at in found if at > step} == {*range(step - step % 2 + 2, 12, 2), 12}
 
 
 def test_weight_versions_go_on_after_a_resume(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -133,6 +134,19 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
             file.truncate(whole_lines(run_dir / DEAD_LETTERS, size))
         last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
     return last
+
+
+def last_evaluation(run_dir: Path) -> int:
+    """The last step at which ``metrics.jsonl`` has an evaluation of the student; -1: none."""
+    found = -1
+    for line in _lines(run_dir / METRICS):
+        if '"eval/' not in line:
+            continue
+        with suppress(ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            step, metrics = _logged(line)
+            if any(key.startswith("eval/") for key in metrics):
+                found = max(found, step)
+    return found
 
 
 def _logged(line: str) -> tuple[int, dict[str, float]]:

@@ -10,13 +10,13 @@ do the Ray proxies in ``async_opd.cluster``. Every message is frozen and small, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.loans import Ack, Lease
-from async_opd.core.samples import Header, Prompt, Rollout
+from async_opd.core.samples import Header, Lost, Prompt, Rollout
 from async_opd.core.topic import TopicStats
 
 TRAINER = "trainer"
@@ -271,3 +271,38 @@ class WeightSync(Protocol):
     async def push(self) -> SyncReport:
         """All replicas generate with the snapshot when this returns. Raises WeightSyncError."""
         ...
+
+
+class Stages(Protocol):
+    """The boxes of the diagram."""
+
+    @property
+    def queue(self) -> Queue: ...
+    @property
+    def rollouter(self) -> Rollouter: ...
+    @property
+    def scorer(self) -> TeacherScorer: ...
+    @property
+    def trainer(self) -> Trainer: ...
+    @property
+    def sync(self) -> WeightSync: ...
+
+    async def keep(
+        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
+        """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
+
+        Works until cancelled; raises the error of one that was restarted too often. ``step()`` is
+        the last one trained.
+        """
+
+
+class Log(Protocol):
+    """Where metrics go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def summarize(self, metrics: Mapping[str, float]) -> None: ...
+    def waits(self, waits: Mapping[str, str]) -> None: ...
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None: ...
+    def message(self, text: str) -> None: ...
+    def dead_letter(self, lost: Lost) -> None: ...
