@@ -12,6 +12,9 @@ from async_opd.core.prompts import filled
 from async_opd.core.sources import Row, SourceError, read_source
 from async_opd.core.text import PromptText, Text
 
+MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+"""Fields of rows that are more than text."""
+
 
 @dataclass(frozen=True)
 class _Tokens:
@@ -137,6 +140,18 @@ class DataChecks:
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
+    def media(self, part: str, rows: Sequence[Row]) -> None:
+        """Rows are text: nothing would look at an image, and who answers would have to."""
+        seen = [(row, name) for row in rows if (name := _medium(row)) is not None]
+        if seen:
+            row, name = seen[0]
+            self.found.add(
+                f"data.{part}",
+                f"{len(seen)} rows have {name!r}, the first is {row.uid}: only text is supported "
+                "yet, and the student would answer without it",
+                "remove it from the data, or take other data",
+            )
+
     def answers(self, part: str, rows: Sequence[Row], grader: str) -> None:
         """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
         without = [r for r in rows if r.answer is None and r.task is None]
@@ -191,6 +206,20 @@ class DataChecks:
         teacher = self.config.teacher_of(row.data_source)
         template = self.config.prompt_templates.get(teacher or "")
         return [row.prompt] if template is None else [row.prompt, filled(template, row)]
+
+
+def _medium(row: Row) -> str | None:
+    """The field, or the part of a chat message, that is an image, a sound or a film."""
+    for name in sorted(MEDIA & row.fields.keys()):
+        if row.fields[name] not in (None, "", [], {}):
+            return name
+    for message in row.prompt if isinstance(row.prompt, list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind != "text":
+                return str(kind)
+    return None
 
 
 def _name(source: FileSource | ReasoningGymSource) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os.path
+from collections.abc import Callable
 
 from async_opd.core.config import RunConfig, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
@@ -11,6 +12,8 @@ from async_opd.core.model_files import HUB_ID
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 CODE = ["*.py"]
 """Downloaded only with models whose code is trusted."""
+LEAST = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""Without these, nothing of a model can be compared."""
 
 
 def localize(config: RunConfig, where: str) -> RunConfig:
@@ -21,8 +24,6 @@ def localize(config: RunConfig, where: str) -> RunConfig:
     problems: list[Problem] = []
 
     def local(key: str, model: str, trusted: bool) -> str:
-        if os.path.isdir(model) or not HUB_ID.match(model):
-            return model
         from huggingface_hub import snapshot_download
 
         try:
@@ -33,16 +34,62 @@ def localize(config: RunConfig, where: str) -> RunConfig:
             problems.append(Problem(where, key, message, "check the path or the id"))
             return model
 
+    found = _replaced(config, local)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str]]:
+    """The config with hub ids replaced by what of them was downloaded before, and their keys.
+
+    Downloads nothing; what is not there is a note.
+    """
+    keys: set[str] = set()
+
+    def local(key: str, model: str, trusted: bool) -> str:
+        directory = _cached(model)
+        if directory is None:
+            notes.append(
+                f"{key}: {model} is a hub id, and not in the local cache: whether it fits the "
+                "other models and the prompts is only found when the run has downloaded it"
+            )
+            return model
+        keys.add(key)
+        return directory
+
+    return _replaced(config, local), keys
+
+
+def _cached(model: str) -> str | None:
+    """The directory of an id's files, if at least its configuration and tokenizer are there."""
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        found = [try_to_load_from_cache(model, name) for name in LEAST]
+    except HFValidationError:
+        return None
+    if all(isinstance(file, str) and os.path.isfile(file) for file in found):
+        return os.path.dirname(str(found[0]))
+    return None
+
+
+def _replaced(config: RunConfig, local: Callable[[str, str, bool], str]) -> RunConfig:
+    """``local`` turns a hub id, of which it gets the key and whether its code is trusted."""
+
+    def replaced(key: str, model: str, trusted: bool) -> str:
+        here = os.path.isdir(model) or not HUB_ID.match(model)
+        return model if here else local(key, model, trusted)
+
     own = config.student
-    model = local("student.model", own.model, own.trust_remote_code)
+    model = replaced("student.model", own.model, own.trust_remote_code)
     student = own.model_copy(update={"model": model})
     teachers = {}
     for name, teacher in config.teachers.items():
         if isinstance(teacher, SelfTeacher) or teacher.model is None:
             continue
         trusted = isinstance(teacher, VllmTeacher) and teacher.trust_remote_code
-        model = local(f"teachers.{name}.model", teacher.model, trusted)
+        model = replaced(f"teachers.{name}.model", teacher.model, trusted)
         teachers[name] = teacher.model_copy(update={"model": model})
-    if problems:
-        raise ConfigError(problems)
     return config.model_copy(update={"student": student, "teachers": config.teachers | teachers})

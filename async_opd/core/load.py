@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.schema import default_of, key_of, keys_below, keys_called
+from async_opd.core.schema import default_of, key_of, keys_below, keys_called, kinds_with
 from async_opd.core.secrets import HIDDEN, Redactor, names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
@@ -229,7 +229,7 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
     """Message and remedy."""
     kind, found = entry["type"], _without_names(key, entry["input"])
     if kind == "extra_forbidden":
-        return f"unknown key (value {_shown(found)})", _nearest_key(key)
+        return _unknown(entry["loc"], key, found)
     if kind == "missing":
         return "is missing", f"add {key}"
     if kind == "union_tag_invalid":
@@ -247,6 +247,19 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
         remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
     shown = "a value that is not shown" if found == HIDDEN else _shown(found)
     return f"found {shown}, expected {expected}", remedy
+
+
+def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
+    """Of a key that the section does not have; perhaps another kind of it does."""
+    section, _, name = key.rpartition(".")
+    others = kinds_with(section, name)
+    if not others:
+        return f"unknown key (value {_shown(found)})", _nearest_key(key)
+    return (
+        f"unknown key of kind {loc[-2]} (value {_shown(found)}): {', '.join(others)} have it",
+        f"remove it; an override of {section}.kind keeps the file's other keys, one of {section} "
+        "as a whole replaces them",
+    )
 
 
 def _without_names(key: str, found: Any) -> Any:

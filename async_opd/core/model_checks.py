@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -15,7 +15,7 @@ from async_opd.core.config import (
     SelfTeacher,
 )
 from async_opd.core.findings import Findings
-from async_opd.core.head_files import HeadFiles
+from async_opd.core.head_files import HeadFiles, LogitShape
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.positions import Positions, max_model_len
@@ -39,17 +39,21 @@ def _shown(variable: str) -> str:
 
 @dataclass
 class ModelChecks:
-    """Reads every model's files once; ``files`` has them by config key."""
+    """Reads every model's files once; ``files`` has them by config key.
+
+    ``partial``: keys of models whose files may not all be there.
+    """
 
     config: RunConfig
     found: Findings
+    partial: Set[str] = frozenset()
     files: dict[str, ModelFiles] = field(default_factory=dict)
 
     def models(self) -> None:
         """Models are there, and share one tokenizer."""
         for key, model in self._model_keys().items():
             try:
-                files = ModelFiles.read(model)
+                files = ModelFiles.read(model, weights=key not in self.partial)
             except ModelError as error:
                 self.found.add(key, error.message, error.remedy)
                 continue
@@ -184,13 +188,21 @@ class ModelChecks:
     def _heads(self) -> None:
         for key, files in self.files.items():
             try:
-                if key != "student.model":
+                if key != "student.model" and key not in self.partial:
                     HeadFiles.read(files.path)
             except ModelError as error:
                 self.found.add(key, error.message, error.remedy)
 
     def _student(self, files: ModelFiles) -> None:
-        if not files.eos:
+        fault = files.no_student
+        if fault:
+            remedy = "a causal language model of text"
+            self.found.add("student.model", f"{files.path} {fault}", remedy)
+        try:
+            LogitShape.of(files.config, str(files.path))
+        except ModelError as error:
+            self.found.add("student.model", error.message, "another student")
+        if not files.eos and "student.model" not in self.partial:
             self.found.add(
                 "student.model",
                 f"{files.path} names no eos_token_id: every response would run to "

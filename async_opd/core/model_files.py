@@ -12,6 +12,9 @@ from async_opd.core.text import Text, eos_ids, read_json
 
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
+MEDIA = ("vision_config", "audio_config", "thinker_config")
+"""Keys of configurations of models for more than text."""
+
 
 class ModelError(Exception):
     """A model directory that cannot be used; ``remedy`` says what to do."""
@@ -32,8 +35,11 @@ class ModelFiles:
     eos: tuple[int, ...]
 
     @classmethod
-    def read(cls, model: str) -> ModelFiles | None:
-        """The files of a local model; None for a hub id. Raises ModelError."""
+    def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
+        """The files of a local model; None for a hub id. Raises ModelError.
+
+        ``weights``: whether they must be there too.
+        """
         if not os.path.isdir(model):
             if HUB_ID.match(model):
                 return None
@@ -42,10 +48,10 @@ class ModelFiles:
         missing = [n for n in ("config.json", "tokenizer.json") if not (path / n).is_file()]
         if missing:
             raise ModelError(f"{path} has no {', '.join(missing)}", "save both there")
-        if not list(path.glob("*.safetensors")):
+        if weights and not list(path.glob("*.safetensors")):
             raise ModelError(f"{path} has no *.safetensors", "save the weights as safetensors")
         lacking = missing_shards(path)
-        if lacking:
+        if weights and lacking:
             message = f"{path} lacks weights that its index names: {', '.join(lacking)}"
             raise ModelError(message, "copy the missing files")
         try:
@@ -76,6 +82,21 @@ class ModelFiles:
         """Size of an attention head."""
         hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
         return self._number("head_dim") or (hidden // heads if hidden and heads else None)
+
+    @property
+    def no_student(self) -> str:
+        """Why the trainer cannot train it, as the end of a sentence; empty if it perhaps can."""
+        media = [key for key in MEDIA if self.config.get(key) is not None]
+        layers = self.config.get("layer_types")
+        if media:
+            return f"has a {media[0]}: models that see or hear cannot be trained yet"
+        if self.config.get("is_encoder_decoder"):
+            return "has an encoder: it cannot be trained"
+        if self.config.get("model_type") == "llama4_text" or (
+            isinstance(layers, list) and "chunked_attention" in layers
+        ):
+            return "attends in chunks, which packed sequences would share: it cannot be trained"
+        return ""
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
         """Whether token ids mean the same to both."""

@@ -13,6 +13,7 @@ from async_opd.core.data_checks import DataChecks, Room
 from async_opd.core.devices import gpu_count, resolve_device
 from async_opd.core.errors import Problem
 from async_opd.core.findings import Findings
+from async_opd.core.hub import with_cached
 from async_opd.core.model_checks import ModelChecks
 from async_opd.core.payload import payloads, refused, traffic
 from async_opd.core.pools import misplaced, pools
@@ -35,7 +36,8 @@ class Inputs:
 def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     """Reads the data and collects all problems. ``gpus`` overrides what the machine has."""
     found = Findings(where)
-    models, data = ModelChecks(config, found), DataChecks(config, found)
+    config, partial = with_cached(config, found.notes)
+    models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()
     models.positions()
@@ -48,6 +50,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     to_evaluate = [row for rows in evaluation for row in rows]
     if not data.unreadable:
         data.routes(to_train, to_evaluate)
+    data.media("train", to_train)
+    data.media("eval", to_evaluate)
     data.answers("eval", to_evaluate, config.eval.grader)
     if config.reward is not None:
         data.answers("train", to_train, config.reward.grader)

@@ -39,6 +39,16 @@ def keys_below(key: str) -> list[str]:
     return list(dict.fromkeys(name for name, _ in _fields(places)))
 
 
+def kinds_with(key: str, name: str) -> list[str]:
+    """The kinds of a section that have a field of this name; none if it has no kinds."""
+    places: list[Any] = [ROOT]
+    for part in key.split(".") if key else []:
+        places = _below(places, part)
+    found = (section for place in places for section in sections(place))
+    with_name = (one for one in found if any(name == own for own, _ in _fields([one])))
+    return [kind for one in with_name for kind in _kinds(one)]
+
+
 def default_of(key: str) -> Any:
     """A plain field's default, or None."""
     parent, _, name = key.rpartition(".")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,33 @@ def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: P
     problems = found(*overrides)
     assert {problem.key for problem in problems} == {"data.train", "data.eval"}
     assert all("with token 500" in problem.message for problem in problems)
+
+
+IMAGE = {"type": "image", "image": "cat.png"}
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"image": {"bytes": None, "path": "cat.png"}}, "image"),
+        ({"images": ["cat.png"]}, "images"),
+        ({"audio": "cat.wav"}, "audio"),
+        ({"prompt": [{"role": "user", "content": [IMAGE]}]}, "image"),
+    ],
+)
+def test_rows_with_more_than_text_are_refused(
+    tmp_path: Path, more: dict[str, Any], name: str
+) -> None:
+    problems = found(rows(tmp_path, *GOOD, {"prompt": "sort 2=", "data_source": "sort"} | more))
+    assert ("data.train", True) in {(p.key, f"1 rows have {name!r}" in p.message) for p in problems}
+
+
+def test_an_empty_column_of_images_is_text(tmp_path: Path) -> None:
+    text = {"content": [{"type": "text", "text": "sort 2="}], "role": "user"}
+    row = {"prompt": "sort 2=", "data_source": "sort", "image": None, "images": []}
+    assert found(rows(tmp_path, *GOOD, row)) == []
+    problems = found(rows(tmp_path, *GOOD, row | {"prompt": [text]}))
+    assert not any("rows have" in problem.message for problem in problems)
 
 
 def test_a_data_source_without_a_teacher_is_refused(tmp_path: Path) -> None:

@@ -70,6 +70,15 @@ def test_a_misspelt_key_is_named_with_the_nearest_one(tmp_path: Path) -> None:
     assert (problem.key, problem.remedy) == ("async.sync_stepz", "did you mean async.sync_steps?")
 
 
+def test_a_key_of_another_kind_is_not_suggested_in_its_own_place(tmp_path: Path) -> None:
+    extra = "loss: {kind: k2, gradient: supervised}"
+    (problem,) = problems(tmp_path, extra, "loss.kind=forward_kl")
+    assert problem.key == "loss.gradient"
+    assert problem.message.startswith("unknown key of kind forward_kl (value 'supervised')")
+    assert problem.message.endswith("k1, k2, k3, abs have it")
+    assert problem.remedy.startswith("remove it; an override of loss.kind keeps")
+
+
 def test_a_problem_names_the_file(tmp_path: Path) -> None:
     assert problems(tmp_path, "trian: 1")[0].where == str(tmp_path / "c.yaml")
 

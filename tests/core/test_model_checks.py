@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_opd.core.errors import Problem
 from async_opd.core.preflight import preflight
-from tests.core.inputs import broken_student, change, config, found, model, one
+from tests.core.inputs import MODELS, broken_student, change, config, found, model, one
 
 
 def test_a_missing_model_is_named() -> None:
@@ -203,3 +205,73 @@ def test_engines_beyond_the_positions_of_a_dynamic_scaling_are_refused(tmp_path:
     problem = one(f"student.model={path}", "rollout.engine.max_model_len=256")
     assert problem.key == "rollout.engine.max_model_len"
     assert "dynamic NTK" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"vision_config": {"hidden_size": 8}}, "vision_config"),
+        ({"audio_config": {"hidden_size": 8}}, "audio_config"),
+        ({"is_encoder_decoder": True}, "an encoder"),
+        ({"model_type": "llama4_text"}, "in chunks"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "in chunks"),
+        ({"dim_model_base": 64}, "dim_model_base"),
+    ],
+)
+def test_a_student_that_the_trainer_cannot_train_is_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    problem = one(f"student.model={model(tmp_path, 'student', **settings)}")
+    assert problem.key == "student.model"
+    assert words in problem.message
+
+
+def test_a_teacher_may_see(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort", vision_config={"hidden_size": 8})
+    assert found(f"teachers.sort.model={path}") == []
+
+
+# ── hub ids ────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, source: Path) -> None:
+    """The files of a model, without its weights, as the hub's client keeps them."""
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    home = cache / f"models--{name.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc")
+    shutil.copytree(
+        source, home / "snapshots" / "abc", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+
+
+def test_what_the_cache_has_of_a_hub_id_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_cache(monkeypatch, tmp_path / "hub", "org/teacher", other_tokenizer(tmp_path))
+    problem = one("teachers.sort.model=org/teacher")
+    assert problem.key == "teachers.sort.model"
+    assert "different tokenizers" in problem.message
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "full_vocab"])
+def test_a_hub_id_of_which_only_the_weights_are_missing_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, support: str
+) -> None:
+    for name in ("student", "teacher-sort"):
+        in_cache(monkeypatch, tmp_path / "hub", f"org/{name}", MODELS / name)
+    overrides = ("student.model=org/student", "teachers.sort.model=org/teacher-sort")
+    assert problems(support, *overrides) == []
+    assert preflight(config(*overrides), "c.yaml", 0).notes == []
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_cache(monkeypatch, tmp_path / "hub", "org/other", MODELS / "student")
+    inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
+    (note,) = inputs.notes
+    assert note.startswith("teachers.sort.model: org/teacher is a hub id, and not in the local")
+    assert inputs.problems == []
