@@ -5,7 +5,7 @@ first piece ──replica with the fewest──► home ◄── further pieces
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Collection
 from typing import Generic, TypeVar
 
@@ -14,17 +14,19 @@ from async_opd.core.samples import Piece
 Replica = TypeVar("Replica")
 
 REMEMBERED = 1 << 16
-"""Rollouts under way, and rollouts that are finished; beyond it the oldest are forgotten."""
+"""Rollouts under way, and rollouts that are finished, at least; beyond it the oldest are forgotten,
+and those under way scored whole."""
 
 
 class Homes(Generic[Replica]):
-    """By the rollout's uid."""
+    """By the rollout's uid. ``remembered``: as many as may be in flight."""
 
-    def __init__(self) -> None:
+    def __init__(self, remembered: int = REMEMBERED) -> None:
         self.used = False  # there ever was a piece
-        self._of: dict[str, Replica] = {}
+        self._remembered = max(remembered, 1)
+        self._of = OrderedDict[str, Replica]()
         self._count: Counter[Replica] = Counter()
-        self._finished: dict[str, None] = {}
+        self._finished = OrderedDict[str, None]()
 
     def place(self, piece: Piece, serving: Collection[Replica]) -> Replica | None:
         """Where a piece has to go.
@@ -40,15 +42,15 @@ class Homes(Generic[Replica]):
             return None
         self._of[piece.uid] = home
         self._count[home] += 1
-        if len(self._of) > REMEMBERED:
+        if len(self._of) > self._remembered:
             self._leave(next(iter(self._of)))
         return home
 
     def finish(self, uid: str) -> Replica | None:
         """The rollout's home, which it has no longer."""
         self._finished[uid] = None
-        if len(self._finished) > REMEMBERED:
-            del self._finished[next(iter(self._finished))]
+        if len(self._finished) > self._remembered:
+            self._finished.popitem(last=False)
         return self._leave(uid)
 
     def _leave(self, uid: str) -> Replica | None:

@@ -26,7 +26,7 @@ from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Lost, Piece, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.homes import Homes
+from teachers.homes import REMEMBERED, Homes
 from teachers.replicas import Ahead, Rebuild, Replica, Weights
 from teachers.seats import Health, Seat, Seats, in_words, scored, tokens_of
 
@@ -58,10 +58,11 @@ class TeacherPool:
         asleep: bool = False,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        remembered: int = REMEMBERED,
     ) -> None:
         """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
 
-        ``tell`` hears what becomes of replicas.
+        ``tell`` hears what becomes of replicas. ``remembered``: see Homes.
         """
         self._name = f"teacher {name}"
         self._health = health
@@ -72,7 +73,7 @@ class TeacherPool:
         self.balancer = self._seats.balancer
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
-        self._homes: Homes[Replica] = Homes()
+        self._homes: Homes[Replica] = Homes(remembered)
         self._early: Counter[str] = Counter()
 
     @property

@@ -38,6 +38,7 @@ from async_opd.core.stages import (
     early_topic,
     rollouts_topic,
 )
+from teachers.homes import REMEMBERED
 from teachers.pool import Scored, TeacherPool
 from teachers.replicas import Client, Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
@@ -61,6 +62,7 @@ class ScorerStage:
         wave: int = 1,
         early: Sequence[str] = (),
         call_tokens: Mapping[str, int] | None = None,
+        remembered: int = REMEMBERED,
         timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
@@ -68,7 +70,8 @@ class ScorerStage:
         ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
         colocated teacher takes turns with, ``wave`` is how many rollouts are enough for a turn.
         ``early`` are the teachers that score rollouts while they grow. ``call_tokens[teacher]``
-        bounds a call to a replica of it, so that its answer is one message.
+        bounds a call to a replica of it, so that its answer is one message. ``remembered``: see
+        Homes.
         """
         health = health or {}
         self._hosts = dict(hosts or {})
@@ -81,6 +84,7 @@ class ScorerStage:
                 rebuild,
                 tell=self._bulletin.tell,
                 asleep=name in self._hosts,
+                remembered=remembered,
             )
             for name, replicas in teachers.items()
         }

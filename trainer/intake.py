@@ -12,7 +12,7 @@ next batch are fetched and decoded while the step before is computed. A sample t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -49,15 +49,18 @@ class _Fetched:
 
 
 REMEMBERED = 1 << 16
-"""Trained uids whose copies are recognized. One that comes after so many others stops the run: the
-ledger does not expect it."""
+"""Trained uids whose copies are recognized, at least. One that comes after so many others stops the
+run: the ledger does not expect it."""
+BUDGETS = 4
+"""How often everything that may be in flight can be trained before a copy comes."""
 
 
 class Intake:
     """Takes exactly ``batch_size`` samples for each step, of whole groups of ``group_size``.
 
     With ``max_version_lag`` a sample whose staleness exceeds it is not trained: its header goes to
-    topic ``stale``. ``group_size`` 1 takes samples in the order they come.
+    topic ``stale``. ``group_size`` 1 takes samples in the order they come. ``remembered`` trained
+    uids are known again.
     """
 
     def __init__(
@@ -67,9 +70,11 @@ class Intake:
         batch_size: int,
         max_version_lag: int | None = None,
         group_size: int = 1,
+        remembered: int = REMEMBERED,
         timer: Timer | None = None,
     ) -> None:
         self.duplicates = 0
+        self.remembered = remembered
         self._queue = queue
         self._leases = Holder(queue, TRAINER, timer)
         self._batch_size = batch_size
@@ -78,7 +83,7 @@ class Intake:
         self._held: dict[str, _Held] = {}
         self._taken: list[_Held] = []
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
-        self._settled: dict[str, None] = {}  # uids that are trained, the oldest first
+        self._settled = OrderedDict[str, None]()  # uids that are trained, the oldest first
         self._dropped: set[str] = set()  # uids that will never be
         self._next: asyncio.Task[_Fetched] | None = None
 
@@ -101,9 +106,9 @@ class Intake:
 
     async def done(self) -> None:
         """The batch taken last is trained."""
-        self._settled |= dict.fromkeys(held.header.uid for held in self._taken)
-        for uid in list(self._settled)[: len(self._settled) - REMEMBERED]:
-            del self._settled[uid]
+        self._settled.update((held.header.uid, None) for held in self._taken)
+        while len(self._settled) > self.remembered:
+            self._settled.popitem(last=False)
         trained, self._taken = self._taken, []
         await self._settle(trained)
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from async_opd.cluster.host import Remote
 from async_opd.cluster.keeper import Keeper
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
+from async_opd.core.admission import most_in_flight
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
@@ -26,6 +27,7 @@ from async_opd.core.seat import Seat
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
 from teachers.endpoint import EndpointReplica
+from teachers.homes import REMEMBERED
 from teachers.replicas import Rebuild, Weights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
@@ -139,7 +141,9 @@ class ScorerBox:
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
         turns = (hosts, config.train.batch_size, tuple(config.early_tokens))
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
-        args = (self.teachers, self.queue, sizes, health, self.rebuild, consumer, *turns, tokens)
+        memory = max(REMEMBERED, most_in_flight(config))
+        bounds = (sizes, health, self.rebuild, consumer, *turns, tokens, memory)
+        args = (self.teachers, self.queue, *bounds)
         path = "teachers.scorer:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for life in range(self.released, self.life):

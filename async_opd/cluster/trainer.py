@@ -9,12 +9,13 @@ import ray
 
 from async_opd.cluster.crew import RemoteCrew
 from async_opd.cluster.host import Remote
+from async_opd.core.admission import most_in_flight
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
 from async_opd.core.seat import Seat
 from async_opd.core.stages import Queue
 from trainer.crew import ALONE
-from trainer.intake import Intake
+from trainer.intake import BUDGETS, REMEMBERED, Intake
 from trainer.publish import GlooTransport, Publisher, Transport
 from trainer.stage import TrainerStage
 
@@ -65,6 +66,7 @@ def build_intake(config: RunConfig, queue: Queue) -> Intake:
         batch_size=config.train.batch_size,
         max_version_lag=config.async_.max_version_lag if requeue else None,
         group_size=config.rollout.n if config.reward is not None else 1,
+        remembered=max(REMEMBERED, BUDGETS * most_in_flight(config)),
     )
 
 

@@ -15,6 +15,17 @@ import asyncio
 import math
 from fractions import Fraction
 
+from async_opd.core.config import RunConfig
+
+
+def most_in_flight(config: RunConfig) -> int:
+    """Samples that may be admitted and not trained at one time: ⌊(1 + s) · K · B⌋.
+
+    By the budget, since v · K · B of them are trained when the engines have version v.
+    """
+    share = 1 + Fraction(str(config.async_.staleness_threshold))
+    return math.floor(share * config.async_.sync_steps * config.train.batch_size)
+
 
 class Admission:
     """Counts samples against the budget and wakes who waits for it. One event loop, no locks."""

@@ -168,6 +168,20 @@ def test_a_rollout_leaves_its_home_once() -> None:
     assert (homes.finish("p/0"), homes.finish("p/0")) == ("a", None)
 
 
+def test_no_home_is_forgotten_among_as_many_rollouts_as_it_says() -> None:
+    homes: Homes[str] = Homes(remembered=3)
+    for name in "pqrs":
+        homes.place(piece(f"{name}/0"), ["a"])
+    assert [homes.place(piece(f"{name}/0", 1), ["a"]) for name in "srqp"] == ["a", "a", "a", None]
+
+
+def test_as_many_finished_rollouts_are_remembered_as_it_says() -> None:
+    homes: Homes[str] = Homes(remembered=3)
+    for name in "pqrs":
+        homes.finish(f"{name}/0")
+    assert [homes.place(piece(f"{name}/0"), ["a"]) for name in "srqp"] == [None, None, None, "a"]
+
+
 def test_pieces_that_come_after_their_rollout_have_no_place() -> None:
     homes: Homes[str] = Homes()
     homes.place(piece("p/0"), ["a", "b"])

@@ -9,7 +9,10 @@ from functools import partial
 
 import pytest
 
+from async_opd.cluster.trainer import build_intake
+from async_opd.core.admission import most_in_flight
 from async_opd.core.batch import Batch, cut, unpack_samples
+from async_opd.core.config import RunConfig
 from async_opd.core.queue import MessageQueue
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
@@ -122,6 +125,32 @@ async def test_a_sample_that_comes_again_is_dropped_and_counted(scored: MessageQ
     await put(scored, make_sample("a/0"), make_sample("b/0"))
     assert await taken(intake) == ["b/0"]
     assert intake.duplicates == 1
+
+
+async def test_as_many_trained_samples_are_remembered_as_it_says(scored: MessageQueue) -> None:
+    intake = Intake(scored, batch_size=1, remembered=4)
+    uids = [f"{name}/0" for name in "abcdef"]
+    for uid in uids:
+        await put(scored, make_sample(uid))
+        await taken(intake)
+    remembered = [uid for uid in uids if not await intake.drop(uid)]
+    assert remembered == ["c/0", "d/0", "e/0", "f/0"]
+
+
+async def test_the_memory_of_trained_samples_follows_from_the_budget(scored: MessageQueue) -> None:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "s"},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "prompts.jsonl"},
+            "train": {"batch_size": 4096},
+            "queue": {"max_samples": 4096},
+            "async": {"staleness_threshold": 2.5, "sync_steps": 8},
+        }
+    )
+    budget = most_in_flight(config)
+    assert budget == 3.5 * 8 * 4096
+    assert build_intake(config, scored).remembered >= 2 * budget
 
 
 async def test_a_lease_that_expired_during_the_step_trains_nothing_twice() -> None:
