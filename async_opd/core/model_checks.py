@@ -29,6 +29,9 @@ WORDS: dict[ScoreKind, str] = {
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
 
+OVERRIDES = {"head_dtype", "architectures"}
+"""Of a model's configuration, what may be another for its engines: not what it computes."""
+
 
 def _shown(variable: str) -> str:
     """Its name, unless it may be a key that was given in its place."""
@@ -268,8 +271,16 @@ class ModelChecks:
                 yield key, teacher.engine, self.files.get(f"{key}.model")
 
     def positions(self) -> None:
-        """No engine holds more than its model has positions for."""
+        """No engine holds more than its model has positions for; students are the same to all."""
         for section, engine, files in self._engines():
             fault = files and Positions.of(files.config, max_model_len(engine)).fault
             if fault:
                 self.found.add(f"{section}.engine.max_model_len", fault, "lower it")
+        changed = self.config.rollout.engine.extra.get("hf_overrides")
+        others = sorted(changed.keys() - OVERRIDES) if isinstance(changed, dict) else []
+        if others:
+            self.found.add(
+                "rollout.engine.extra",
+                f"hf_overrides changes {', '.join(others)} of the student, but in its engines only",
+                "change the student's config.json: the trainer then reads the same",
+            )

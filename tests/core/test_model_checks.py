@@ -207,6 +207,13 @@ def test_engines_beyond_the_positions_of_a_dynamic_scaling_are_refused(tmp_path:
     assert "dynamic NTK" in problem.message
 
 
+def test_a_student_that_is_another_one_to_its_engines_is_refused() -> None:
+    extra = "rollout.engine.extra={hf_overrides: {head_dtype: float32, rope_theta: 5}}"
+    problem = one(extra)
+    assert problem.key == "rollout.engine.extra"
+    assert "hf_overrides changes rope_theta of the student" in problem.message
+
+
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
