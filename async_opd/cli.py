@@ -113,14 +113,16 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from async_opd.core.console import terminal_on
     from async_opd.core.devices import resolve_device
+    from async_opd.core.hub import naming_faults
     from async_opd.core.load import dump_config
     from async_opd.core.pools import pools
     from async_opd.core.preflight import preflight
     from teachers.endpoint_check import check_endpoints
 
     config = _load(arguments)
+    named = naming_faults(config, arguments.config)
     inputs = preflight(config, arguments.config)
-    _refuse(inputs.problems or check_endpoints(config, arguments.config))
+    _refuse(named + inputs.problems or check_endpoints(config, arguments.config))
     print(escaped(arguments.redacted(dump_config(config))))
     device = resolve_device(config)
     table = Table("pool", "replicas", "device each", "model", title="pools")

@@ -55,7 +55,11 @@ class StudentConfig(Section):
     """The model that is trained."""
 
     model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id."""
+    """Directory of a Hugging Face model, or a hub id. What begins with a folder beside the config
+    is a directory."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
+    required, and a commit."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
 

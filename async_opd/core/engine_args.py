@@ -26,7 +26,10 @@ def engine_kwargs(
     trust_remote_code: bool,
     sleeps: bool = False,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.AsyncEngineArgs`` for one replica. ``engine.extra`` has the last word.
+    """Arguments of ``vllm.AsyncEngineArgs`` for one replica.
+
+    ``engine.extra`` has the last word, but for how weights are read and whether the model's code
+    runs.
 
     No engine loads a tokenizer: token ids come and go. ``sleeps``: it shares its GPU with others.
     """
@@ -58,7 +61,8 @@ def engine_kwargs(
         kwargs["enable_sleep_mode"] = sleeps
         if engine.dtype == "auto":
             kwargs["dtype"] = "bfloat16"
-    return kwargs | engine.extra
+    said = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
+    return kwargs | engine.extra | said
 
 
 def sleep_level(kwargs: dict[str, Any]) -> int:

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.nesting import DEEPEST
 from async_opd.core.schema import default_of, key_of, keys_below, keys_called, kinds_with
 from async_opd.core.secrets import HIDDEN, Redactor, names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
@@ -23,6 +24,7 @@ from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
 
 COMMAND_LINE = "command line"
 MOST_SUGGESTED = 12
+LONGEST_SHOWN = 200
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 80
@@ -90,12 +92,17 @@ class _Source:
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
             remedy = "write key=value, as in train.lr=1e-4"
-            self.problems.append(Problem(COMMAND_LINE, text, "is no override", remedy))
+            short = text if len(text) < LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+            self.problems.append(Problem(COMMAND_LINE, short, "is no override", remedy))
+            return
+        if len(parts) > DEEPEST:
+            said = f"{key[:40]}…"
+            self.problems.append(Problem(COMMAND_LINE, said, f"has {len(parts)} parts", "fewer"))
             return
         try:
             value = load_yaml(raw)
         except YamlError as error:
-            said = f"{raw!r} is no valid YAML: {error}"
+            said = f"{_shown(raw)} is no valid YAML: {error}"
             message = "is no valid YAML" if names_secret(parts[-1]) else said
             remedy = "quote it: key='\"value\"'"
             self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
@@ -179,13 +186,18 @@ def _required() -> list[str]:
 
 
 def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
-    """Makes paths absolute that are relative to the config file."""
+    """Makes paths absolute that are relative to the config file.
+
+    A model whose first folder is there is a path, even if the rest of it is not: it may be
+    mistyped, and would be asked for on the hub.
+    """
     teachers = tree.get("teachers")
     models = [tree.get("student"), *(teachers.values() if isinstance(teachers, dict) else ())]
     for section in models:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             model = section["model"]
-            if model.startswith(("./", "../")) or (model and _exists(folder / model)):
+            first = model.partition("/")[0]
+            if model.startswith(("./", "../")) or (first and _exists(folder / first)):
                 section["model"] = str(folder / model)
     data = tree.get("data")
     if isinstance(data, dict):

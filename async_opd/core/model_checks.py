@@ -16,6 +16,7 @@ from async_opd.core.config import (
 )
 from async_opd.core.findings import Findings
 from async_opd.core.head_files import HeadFiles, LogitShape
+from async_opd.core.hub import named_models
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.positions import Positions, max_model_len
@@ -63,6 +64,7 @@ class ModelChecks:
             if files is not None:
                 self.files[key] = files
                 self._vocabulary(key, files)
+                self._foreign_code(key, files)
         student = self.files.get("student.model")
         if student is None:
             return
@@ -123,6 +125,19 @@ class ModelChecks:
                 f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
                 f"{files.tokens} tokens",
                 "resize its embeddings, or give it the tokenizer it was trained with",
+            )
+
+    def _foreign_code(self, key: str, files: ModelFiles) -> None:
+        """Code of another repository than the one that was read and pinned."""
+        section = key.removesuffix(".model")
+        trusted = {named.key for named in named_models(self.config) if named.trusted}
+        foreign = sorted(name for name in files.code if "--" in name)
+        if section in trusted and foreign:
+            self.found.add(
+                f"{section}.trust_remote_code",
+                f"{files.path}/config.json takes {foreign[0][:80]!r}: code of another repository, "
+                "of no revision",
+                "copy the code beside the model and name it there without the repository",
             )
 
     def support(self) -> None:

@@ -43,7 +43,8 @@ class ModelFiles:
         if not os.path.isdir(model):
             if HUB_ID.match(model):
                 return None
-            raise ModelError(f"no such directory: {model[:200]}", "check the path")
+            remedy = "check the path; a hub id whose first part is a folder here is a path, too"
+            raise ModelError(f"no such directory: {model[:200]}", remedy)
         path = Path(model)
         missing = [n for n in ("config.json", "tokenizer.json") if not (path / n).is_file()]
         if missing:
@@ -97,6 +98,12 @@ class ModelFiles:
         ):
             return "attends in chunks, which packed sequences would share: it cannot be trained"
         return ""
+
+    @property
+    def code(self) -> list[str]:
+        """Classes of its own code that it names."""
+        named = self.config.get("auto_map")
+        return [str(one) for one in named.values()] if isinstance(named, dict) else []
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
         """Whether token ids mean the same to both."""

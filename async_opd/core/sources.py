@@ -11,12 +11,11 @@ from typing import Any
 
 from async_opd.core.config import DataConfig, FileSource, ReasoningGymSource
 from async_opd.core.errors import AsyncOPDError
+from async_opd.core.nesting import DEEPEST
 from async_opd.core.text import PromptText
 
 LARGEST_ROW = 16 << 20
 """Letters and bytes of a row, images of it included."""
-DEEPEST = 64
-"""Values inside of values."""
 MOST_NAMED = 12
 
 

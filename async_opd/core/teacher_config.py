@@ -142,7 +142,11 @@ class VllmTeacher(EngineTeacher):
 
     kind: Literal["vllm"] = "vllm"
     model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id."""
+    """Directory of a Hugging Face model, or a hub id. What begins with a folder beside the config
+    is a directory."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
+    required, and a commit."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
 
@@ -177,6 +181,8 @@ class EndpointTeacher(Teacher):
     model: str | None = Field(default=None, min_length=1)
     """Directory or hub id of the same model, if it is to be had: its tokenizer, vocabulary and
     length are compared with the student's. By default only the servers are asked."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest."""
     api_key_env: str | None = None
     """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
     file and no log. Every process that asks the servers reads it from its own environment: in a

@@ -17,6 +17,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from async_opd.core.nesting import DEEPEST, too_deep
 from async_opd.core.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -162,10 +163,15 @@ class Text:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file."""
+    """A JSON object, or an empty one if there is no such file. ValueError, OSError."""
     if not file.is_file():
         return {}
-    value = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply") from None
+    if too_deep(value):
+        raise ValueError(f"{file} is nested too deeply: more than {DEEPEST} values")
     return value if isinstance(value, dict) else {}
 
 

@@ -1,4 +1,8 @@
-"""YAML as configs need it: ``1e-5`` is a number, a key is there once, errors know their line."""
+"""YAML as configs need it: ``1e-5`` is a number, a key is there once, errors know their line.
+
+Of what YAML 1.1 makes of plain words, ``12:30:00`` is no number of base 60 here, ``2026-01-01`` no
+date and ``010`` no eight: they are strings, like any other word.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from typing import Any
 
 import yaml
 
+from async_opd.core.nesting import DEEPEST
+
 FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 MERGE = "tag:yaml.org,2002:merge"
 MOST_VALUES = 100_000
 """Values of a document with every alias written out: a few lines of aliases of aliases are
 billions of them."""
-DEEPEST = 64
-"""Values inside of values."""
+SHOWN = 80
+"""Letters of a value in an error."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
 """What PyYAML's own constructors raise for values that do not fit an explicit tag."""
 
@@ -37,7 +43,7 @@ class _Loader(yaml.SafeLoader):
         except CONSTRUCTOR_ERRORS as error:
             kind = node.tag.rpartition(":")[2]
             raise yaml.constructor.ConstructorError(
-                None, None, f"{node.value!r} is no {kind}", node.start_mark
+                None, None, f"{repr(node.value)[:SHOWN]} is no {kind}", node.start_mark
             ) from error
 
 
@@ -46,6 +52,38 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    """Without base 60, which takes time by the square of its length."""
+    if ":" in node.value or len(node.value) > LONGEST_NUMBER:
+        raise ValueError(node.value)
+    if node.tag.endswith("int"):
+        return loader.construct_yaml_int(node)
+    return loader.construct_yaml_float(node)
+
+
+WORDS = {
+    "int": (
+        "-+0123456789",
+        re.compile(r"^(?:[-+]?(?:0|[1-9][0-9_]{0,99})|0x[0-9a-fA-F]{1,32}|0o[0-7]{1,32})$"),
+    ),
+    "float": (
+        "-+.0123456789",
+        re.compile(r"^[-+]?(?:[0-9][0-9_]{0,99}\.[0-9_]{0,99}|\.[0-9][0-9_]{0,99})$"),
+    ),
+}
+"""Plain words that are numbers, by their first letter; infinities and NaN beside them."""
+LONGEST_NUMBER = 102
+_NUMBERS = re.compile(r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
+_LEFT = (*(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "value")), MERGE)
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag in _LEFT]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _name, (_letters, _pattern) in WORDS.items():
+    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_name}", _pattern, list(_letters))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _NUMBERS, list("-+."))
+for _kind in ("int", "float"):
+    _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", _number)
 for _side in (_Loader, _Dumper):
     _side.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT_WITHOUT_DOT, list("-+0123456789."))
 

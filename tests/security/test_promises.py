@@ -176,11 +176,12 @@ def test_code_of_models_is_downloaded_only_where_it_is_asked_for(
 
     asked: dict[str, list[str]] = {}
 
-    def download(model: str, allow_patterns: list[str]) -> str:
+    def download(model: str, revision: str | None, allow_patterns: list[str]) -> str:
         asked[model] = allow_patterns
         return str(STUDENT)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    overrides = [f"student={{model: a/student, trust_remote_code: {trusted}}}"]
+    commit = "0" * 39 + "a"
+    overrides = [f"student={{model: a/student, trust_remote_code: {trusted}, revision: {commit}}}"]
     localize(load_config(EXAMPLE, overrides), "c.yaml")
     assert ("*.py" in asked["a/student"]) == trusted

@@ -1,0 +1,219 @@
+"""Which model is meant, whose code runs, and files of models that are nested too deeply."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.core.engine_args import engine_kwargs
+from async_opd.core.engine_config import EngineConfig
+from async_opd.core.errors import ConfigError
+from async_opd.core.hub import localize, naming_faults
+from async_opd.core.load import dump_config, load_config
+from async_opd.core.yaml_text import YamlError, load_yaml
+from tests.fuzz.command import STUDENT, Said, command, good, written
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+DEPTHS = [100, 900, 100_000]
+
+
+def checked(folder: Path, *overrides: str) -> Said:
+    """``check`` of a good config; whatever it raises is a traceback of the user's."""
+    return command("check", str(written(folder, good(folder))), *overrides)
+
+
+def test_a_mistyped_directory_is_not_asked_for_on_the_hub(tmp_path: Path) -> None:
+    (tmp_path / "models" / "student").mkdir(parents=True)
+    said = checked(tmp_path, "student.model=models/studnet")
+    assert said.code == 2
+    assert f"no such directory: {tmp_path}/models/studnet" in said.err
+
+
+def test_a_hub_id_is_one_and_check_says_so(tmp_path: Path) -> None:
+    said = checked(tmp_path, "teachers.sort.model=somebody/sorter")
+    assert said.code == 0
+    assert "teachers.sort.model: somebody/sorter is no directory and is taken for a hub" in said.out
+    assert "taken for" not in checked(tmp_path).out
+
+
+def downloads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
+    """What the hub is asked for; it gives the quickstart's student."""
+    import huggingface_hub
+
+    asked: list[tuple[str, str | None]] = []
+
+    def download(model: str, revision: str | None, allow_patterns: list[str]) -> str:
+        asked.append((model, revision))
+        return str(STUDENT)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return asked
+
+
+def test_the_revision_is_what_the_hub_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = downloads(monkeypatch)
+    student = f"student={{model: a/student, revision: {COMMIT}}}"
+    file = written(tmp_path, good(tmp_path))
+    config = load_config(file, [student, "teachers.sort={model: a/sorter, revision: v1}"])
+    local = localize(config, "c.yaml")
+    assert asked == [("a/student", COMMIT), ("a/sorter", "v1")]
+    assert (local.student.model, local.student.revision) == (str(STUDENT), None)
+    assert naming_faults(local, "c.yaml") == []
+    (tmp_path / "again.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize("revision", ["", ", revision: main", f", revision: {COMMIT[:12]}"])
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+def test_code_of_a_model_of_the_hub_runs_at_a_commit_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, section: str, revision: str
+) -> None:
+    asked = downloads(monkeypatch)
+    override = f"{section}={{model: a/b, trust_remote_code: true{revision}}}"
+    said = checked(tmp_path, override)
+    assert said.code == 2
+    assert f"{section}.revision" in said.err
+    config = load_config(written(tmp_path, good(tmp_path)), [override])
+    with pytest.raises(ConfigError, match="expected the commit of a/b"):
+        localize(config, "c.yaml")
+    assert asked == []
+
+
+def test_a_directory_has_no_revision(tmp_path: Path) -> None:
+    said = checked(tmp_path, "student.revision=main")
+    assert said.code == 2
+    assert "is a directory, which has none" in said.err
+
+
+def copied(folder: Path, **files: Any) -> Path:
+    """The quickstart's student with other JSON files."""
+    shutil.copytree(STUDENT, folder / "model")
+    for name, content in files.items():
+        file = folder / "model" / f"{name}.json"
+        text = content if isinstance(content, str) else json.dumps(content)
+        file.write_text(text)
+    return folder / "model"
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_code_of_another_repository_is_refused_where_code_runs(
+    tmp_path: Path, trusted: bool
+) -> None:
+    config = json.loads((STUDENT / "config.json").read_text())
+    foreign = {"auto_map": {"AutoModelForCausalLM": "somebody/else--modeling.M"}}
+    model = copied(tmp_path, config=config | foreign)
+    said = checked(tmp_path, f"student={{model: {model}, trust_remote_code: {trusted}}}")
+    assert ("code of another repository" in said.err) == trusted
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"trust_remote_code": True},
+        {"hf_overrides": {"trust_remote_code": True}},
+        {"hf_overrides": {"a": [{"b": {"trust-remote-code": True}}]}},
+        {"speculative_config": {"draft_load_config": {"load_format": "pt"}}},
+        {"model_loader_extra_config": {"load_format": "auto"}},
+        {"model_loader_extra_config": '{"Load_Format": "auto"}'},
+        {"load-format": "pt"},
+        {"model": "somebody/else"},
+        {"hf_config_path": "somebody/else"},
+        {"revision": "main"},
+    ],
+)
+def test_what_decides_whose_code_runs_is_refused_at_any_depth(
+    tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    for engine in ("rollout.engine", "teachers.sort.engine"):
+        said = checked(tmp_path, f"{engine}.extra={json.dumps(extra)}")
+        assert said.code == 2
+        assert " here: " in said.err
+
+
+def test_an_engine_reads_safetensors_whatever_stands_in_extra() -> None:
+    extra = {"load_format": "pt", "trust_remote_code": True, "max_logprobs": 5}
+    engine = EngineConfig.model_construct(**{**EngineConfig().model_dump(), "extra": extra})
+    bare: dict[str, Any] = {"device": "cpu", "tensor_parallel": 1, "seed": 0}
+    found = engine_kwargs(engine, model="m", trust_remote_code=False, **bare)
+    assert (found["load_format"], found["trust_remote_code"]) == ("safetensors", False)
+    assert found["max_logprobs"] == 5
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize(
+    "name",
+    ["config", "generation_config", "tokenizer_config", "model.safetensors.index", "tokenizer"],
+)
+def test_a_file_of_a_model_that_is_nested_too_deeply_is_named(
+    tmp_path: Path, name: str, depth: int
+) -> None:
+    deep = '{"a": ' * depth + "1" + "}" * depth
+    model = copied(tmp_path, **{name: deep})
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    for support in ("teacher_topk", "full_vocab"):
+        said = checked(tmp_path, f"student.model={model}", f"loss.support={support}")
+        assert said.code == 2
+        assert str(model) in said.err
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("form", ["{}=1", "train.lr={}", "data.train={}", "{}"])
+def test_an_override_that_is_nested_too_deeply_is_refused(
+    tmp_path: Path, form: str, depth: int
+) -> None:
+    deep = ".".join("a" * depth) if form == "{}=1" else "[" * depth + "]" * depth
+    said = checked(tmp_path, form.format(deep))
+    assert said.code == 2
+    assert len(said.err) < 3000 + depth
+
+
+@pytest.mark.parametrize("form", ["{}", "!!int {}", "!!int '{}'", "!!float {}", "[{}.5]"])
+def test_numbers_of_base_60_take_no_time(form: str) -> None:
+    text = form.format(":".join(["1"] * 300_000))
+    started = time.process_time()
+    with contextlib.suppress(YamlError):
+        assert isinstance(load_yaml(text), str | list)
+    assert time.process_time() - started < 10
+
+
+@pytest.mark.parametrize("word", ["12:30:00", "2026-01-01", "010", "1:1", "2026-01-01 10:00:00"])
+def test_words_that_only_resemble_numbers_and_dates_are_strings(word: str) -> None:
+    assert load_yaml(word) == word
+
+
+NUMBERS = {
+    "1_000": 1000,
+    "0x1f": 31,
+    "0o17": 15,
+    "-3": -3,
+    "1.5": 1.5,
+    "~": None,
+    "off": False,
+    "true": True,
+    "+.inf": float("inf"),
+    "0": 0,
+    ".5": 0.5,
+}
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    list(NUMBERS.items()),
+)
+def test_words_that_are_numbers_stay_such(word: str, value: Any) -> None:
+    assert load_yaml(word) == value
+
+
+@pytest.mark.parametrize("digits", ["9" * 5000, "0x" + "f" * 5000, "!!int 0x" + "f" * 5000])
+def test_a_number_that_cannot_be_shown_is_refused(tmp_path: Path, digits: str) -> None:
+    said = checked(tmp_path, f"train.steps={digits}")
+    assert said.code == 2
+    assert len(said.err) < 1000
