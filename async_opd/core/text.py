@@ -98,13 +98,13 @@ class Text:
 
         None where prompts have no template, or it has no such token, or refuses these messages.
         """
-        if self.template is None or self._mode == "never":
-            return None
         said = "forty-two"
         turns = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": said}]
         try:
+            if self.template is None or self._mode == "never":
+                return None
             _, found, after = self._render(turns, answer=False).rpartition(said)
-        except Exception:  # a chat template can raise anything; prompts will tell
+        except Exception:  # its file may be broken, a template raise anything: prompts will tell
             return None
         known = self._tokenizer.get_added_tokens_decoder() if found else {}
         return next((one for one in self.plain(after) if one in known), None)
