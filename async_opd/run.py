@@ -11,6 +11,7 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import uvloop
 
 from async_opd.cluster.launch import Stages, launch
 from async_opd.core.atomic_file import write_atomically
-from async_opd.core.checkpoint import Checkpoint, Checkpoints
+from async_opd.core.checkpoint import CONFIG, Checkpoint, Checkpoints
 from async_opd.core.claim import claimed
 from async_opd.core.config import RunConfig
 from async_opd.core.devices import resolve_device
@@ -56,6 +57,7 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
     if resume and _is_completed(run_dir):
+        _refuse_another(config, inputs, run_dir)
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), claimed(run_dir):
@@ -105,6 +107,15 @@ def _start(
     refuse_impossible(start.cut, config)
     tell(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
+
+
+def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:
+    """ConfigError if a completed run was one of another config, as its last checkpoint has it."""
+    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    for step in store.steps()[-1:]:
+        with suppress(OSError):
+            before = read_text(store.folder / f"step_{step}" / CONFIG)
+            refuse_changes(before, identity(config, inputs.train))
 
 
 def _is_completed(run_dir: Path) -> bool:

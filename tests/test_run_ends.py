@@ -114,6 +114,16 @@ def test_without_a_checkpoint_it_starts_from_the_beginning_and_says_so(tmp_path:
     assert "the run starts from the beginning" in told[0]
 
 
+def test_a_completed_run_of_another_config_is_refused_with_its_keys(tmp_path: Path) -> None:
+    kept(tmp_path, identity(config(), ROWS))
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    (tmp_path / "model").mkdir()
+    longer = config(run_dir=str(tmp_path), train={"steps": 4321})
+    with pytest.raises(ConfigError) as caught:
+        run(longer, Inputs(ROWS), resume=True)
+    assert [problem.key for problem in caught.value.problems] == ["train.steps"]
+
+
 def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     (tmp_path / "model").mkdir()

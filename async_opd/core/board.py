@@ -52,7 +52,8 @@ class Board:
     def post(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes new values."""
         now = self._clock()
-        if self._origin is None or step <= self._origin[0]:
+        late = any(key.startswith("eval/") for key in metrics)  # training goes on meanwhile
+        if self._origin is None or (step <= self._origin[0] and not late):
             self._origin = (step, now)
         if step > self.step:
             self._last = now

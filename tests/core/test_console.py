@@ -206,6 +206,16 @@ def test_time_left_of_a_resumed_run_ignores_the_steps_before(board: Board, clock
     assert board.left_s == 90
 
 
+def test_time_left_does_not_follow_an_evaluation_of_an_earlier_step(
+    board: Board, clock: Clock
+) -> None:
+    board.post(90, {})
+    clock.now += 10
+    board.post(91, {})
+    board.post(90, {"eval/sort/accuracy": 0.5})
+    assert board.left_s == 90
+
+
 def test_time_left_is_unknown_before_the_first_step(board: Board) -> None:
     board.post(0, {})
     assert board.left_s is None
