@@ -191,4 +191,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        sys.path.pop(0)  # the working directory, which python -m puts there
     sys.exit(main())

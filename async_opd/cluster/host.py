@@ -29,6 +29,7 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
+from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.run_files import PRIVATE_UMASK
 
 START, REQUEST, LIFE = "timeouts.engine_start_s", "timeouts.request_s", "supervision.timeout_s"
@@ -137,10 +138,11 @@ class Remote:
         It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
         no GPU either, and sees those of the process that is there.
 
-        It knows its name, and so do its children: ``ASYNC_OPD_BOX``.
+        It knows its name, and so do its children: ``ASYNC_OPD_BOX``. None of them imports from the
+        working directory by itself.
         """
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
-        env = {**(env or {}), "ASYNC_OPD_BOX": name}
+        env = {**(env or {}), "ASYNC_OPD_BOX": name, SAFE_PATH: "1"}
         if place is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, nullcontext, suppress
 from functools import partial
 from threading import Event, Thread
 
 import ray
+from ray.job_config import JobConfig
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.family import Family, family
+from async_opd.core.orphans import SAFE_PATH
 
 
 @asynccontextmanager
@@ -24,8 +27,11 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
     What a local one starts is a family, whose head and agents are noted by who knows when all are
     there.
 
+    Processes that Ray starts import nothing from the working directory by themselves.
+
     Ray's token authentication stays as it is (on by default).
     """
+    os.environ[SAFE_PATH] = "1"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.cluster.address or "local"
     with family() if address == "local" else nullcontext() as ours:
@@ -41,6 +47,27 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
                     await asyncio.to_thread(ours.end)
 
 
+class _JobConfig(JobConfig):
+    """One of which Ray believes that it says where workers import from.
+
+    Otherwise it adds the working directory to their paths, where a module of a downloaded folder
+    would be taken for one of ours, or of a library's.
+    """
+
+    def _runtime_env_has_working_dir(self) -> bool:
+        return True
+
+
+def job_config() -> JobConfig:
+    """Workers import from where the driver itself does: its script's folder, and what it was told.
+
+    ``PYTHONPATH`` and what is installed they know by themselves.
+    """
+    script, here = os.path.dirname(os.path.realpath(sys.argv[0])), os.getcwd()
+    told = [path for path in dict.fromkeys((script, here)) if path in sys.path]
+    return _JobConfig(_py_driver_sys_path=told)
+
+
 async def _start(config: RunConfig, address: str) -> None:
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
@@ -48,6 +75,7 @@ async def _start(config: RunConfig, address: str) -> None:
                 partial(
                     ray.init,
                     address=address,
+                    job_config=job_config(),
                     include_dashboard=False if address == "local" else None,
                     log_to_driver=False,
                     logging_level=logging.ERROR,

@@ -1,18 +1,21 @@
 """The process of a grader: asked over a socket, one response at a time, until nobody asks.
 
-    python -m async_opd.core.grader_process FILE_DESCRIPTOR GRADER
+    python -P -m async_opd.core.grader_process FILE_DESCRIPTOR GRADER
 
-See ``async_opd.core.grading``, which starts it and reads its answers.
+See ``async_opd.core.grading``, which starts it and reads its answers. What a grader starts, or
+forks off, does not have the socket: it could grade itself.
 """
 
 from __future__ import annotations
 
 import io
 import json
+import os
 import pickle
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from io import BufferedRWPair
 from typing import Any, TextIO, cast
 
@@ -21,6 +24,8 @@ from async_opd.core.orphans import end_with_starter
 from async_opd.core.outlet import outlet_on
 from async_opd.core.printable import on_one_line
 
+LOADED = "loaded"
+"""The request that the first answer is to."""
 MOST_LETTERS = 2000
 """Of a cause: some errors quote everything they were given."""
 
@@ -54,32 +59,45 @@ def main() -> None:
     end_with_starter()
     sys.stdout = sys.stderr = cast(TextIO, Quoted(outlet_on(sys.stderr)))
     connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)
+    os.register_at_fork(after_in_child=partial(_let_go, connection))
     with connection, connection.makefile("rwb") as stream:
         try:
             grader = load_grader(sys.argv[2])
         except (Exception, SystemExit) as error:
-            _tell(stream, cause=f"{type(error).__name__}: {error}")
+            _tell(stream, LOADED, cause=f"{type(error).__name__}: {error}")
             return
-        _tell(stream)
+        _tell(stream, LOADED)
         _serve(grader, stream)
+
+
+def _let_go(connection: socket.socket) -> None:
+    """Its file is closed in this process, whoever still refers to it."""
+    handle = connection.detach()
+    if handle >= 0:  # not yet in a process of which this one is a fork
+        os.close(handle)
 
 
 def _serve(grader: Grader, stream: BufferedRWPair[Any, Any]) -> None:
     while True:
         try:
-            response, row = pickle.load(stream)  # from the process that started this one
+            request, response, row = pickle.load(stream)  # from who started this process
         except EOFError:
             return
         try:
-            _tell(stream, grade=grader(response, row))
+            _tell(stream, request, grade=grader(response, row))
         except GradeError as error:
-            _tell(stream, cause=error.cause, remedy=error.remedy)
+            _tell(stream, request, cause=error.cause, remedy=error.remedy)
 
 
 def _tell(
-    stream: BufferedRWPair[Any, Any], grade: float = 0.0, cause: str = "", remedy: str = ""
+    stream: BufferedRWPair[Any, Any],
+    request: str,
+    grade: float = 0.0,
+    cause: str = "",
+    remedy: str = "",
 ) -> None:
-    answer = {"grade": grade, "cause": cause[:MOST_LETTERS], "remedy": remedy}
+    answer = {"to": request, "grade": grade, "cause": cause[:MOST_LETTERS], "remedy": remedy}
     stream.write(json.dumps(answer).encode() + b"\n")
     stream.flush()
 

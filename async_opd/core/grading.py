@@ -1,10 +1,12 @@
 """Graders in processes of their own: one that hangs or dies costs one response, and no run.
 
-    response, row ──pickle──► async_opd.core.grader_process ──JSON line──► a number, or why not
+    request, response, row ──pickle──► async_opd.core.grader_process
+        a number, or why not ◄──JSON line that names the request──┘
                     who is late, or dies: kill -9, and another process for the next one
 
 A thread could not be ended, and code that holds the interpreter's lock would stop its whole
-replica. Processes serve many responses, and end with the one that started them.
+replica. Processes serve many responses, and end with the one that started them. They import from
+where their starter does, and from the working directory only if that was told to.
 """
 
 from __future__ import annotations
@@ -13,21 +15,24 @@ import asyncio
 import json
 import os
 import pickle
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError, exact, has_verifier
+from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.secrets import named_variables, without_secret_variables
 from async_opd.core.sources import Row
 
 PROGRAM = "async_opd.core.grader_process"
+LOADED = "loaded"
 LINE_BYTES = 1 << 20
 
 
@@ -98,6 +103,28 @@ class Graders:
             self._idle.pop().end()
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """A grade, or why there is none."""
+
+    grade: float
+    cause: str
+    remedy: str
+
+    @classmethod
+    def read(cls, line: bytes, request: str) -> Self:
+        """ValueError for what is no answer to the request: others may have written it."""
+        try:
+            told = json.loads(line)
+            answer = cls(float(told["grade"]), str(told["cause"]), str(told["remedy"]))
+            fits = told["to"] == request and (answer.cause or 0 <= answer.grade <= 1)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if not fits:
+            raise ValueError("it is no answer to what was asked")
+        return answer
+
+
 @dataclass
 class _Process:
     """One process. It is ended when its answer does not come, or is not waited for any more."""
@@ -126,22 +153,25 @@ class _Process:
         """What stands against it."""
         try:
             async with asyncio.timeout(start_s):
-                return str((await self._answer())["cause"])
+                return (await self._answer(LOADED)).cause
         except TimeoutError:
             return f"it took longer than {start_s:g} s (timeouts.engine_start_s)"
         except ConnectionError:
             return f"its process ended ({self.end()})"
+        except ValueError as error:
+            return f"its process answered with what is no grade: {error}"
         except BaseException:
             self.end()
             raise
 
     async def grade(self, response: str, row: Row, timeout_s: float) -> float:
-        """GradeError; if there was no answer in time, the process is gone."""
+        """GradeError; if there was no answer in time, or a wrong one, the process is gone."""
+        request = secrets.token_hex(8)
         try:
             async with asyncio.timeout(timeout_s):
-                self.writer.write(pickle.dumps((response, row)))
+                self.writer.write(pickle.dumps((request, response, row)))
                 await self.writer.drain()
-                told = await self._answer()
+                told = await self._answer(request)
         except TimeoutError as error:
             self.end()
             cause = f"{self.name} took longer than {timeout_s:g} s on row {row.uid}, and was ended"
@@ -150,18 +180,25 @@ class _Process:
         except ConnectionError as error:
             cause = f"{self.name} ended its process ({self.end()}) on row {row.uid}"
             raise GradeError("grader", cause) from error
+        except ValueError as error:
+            self.end()
+            cause = f"{self.name} answered with what is no grade on row {row.uid}: {error}"
+            raise GradeError(
+                "grader", cause, "something else than it wrote to its socket"
+            ) from error
         except BaseException:
             self.end()
             raise
-        if told["cause"]:
-            raise GradeError("grader", told["cause"], told["remedy"])
-        return float(told["grade"])
+        if told.cause:
+            raise GradeError("grader", told.cause, told.remedy)
+        return told.grade
 
-    async def _answer(self) -> dict[str, Any]:
+    async def _answer(self, request: str) -> _Answer:
+        """ConnectionResetError if the process is gone, ValueError for what is no answer to this."""
         line = await self.reader.readline()
         if not line.endswith(b"\n"):
             raise ConnectionResetError("the process is gone")
-        return dict(json.loads(line))
+        return _Answer.read(line, request)
 
     def end(self) -> str:
         """kill -9, also for what the grader had started. Returns how it has ended."""
@@ -176,11 +213,17 @@ class _Process:
 
 
 def _popen(spec: GraderSpec, connection: int) -> subprocess.Popen[bytes]:
-    """Called by the event loop's own thread: the process ends with the thread that started it."""
+    """Called by the event loop's own thread: the process ends with the thread that started it.
+
+    The working directory is not on its path (``-P``). A script that a grader starts may import what
+    is beside it: ``PYTHONSAFEPATH`` is for the run's own processes.
+    """
+    env = spec.environ()
+    env.pop(SAFE_PATH, None)
     return subprocess.Popen(
-        [sys.executable, "-m", PROGRAM, str(connection), spec.name],
+        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name],
         pass_fds=[connection],
-        env=spec.environ(),
+        env=env,
         stdin=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the run
     )

@@ -8,6 +8,8 @@ import signal
 import sys
 
 PR_SET_PDEATHSIG = 1
+SAFE_PATH = "PYTHONSAFEPATH"
+"""Of the environment: Python leaves the working directory out of where it imports from."""
 
 
 def end_with_starter() -> None:
