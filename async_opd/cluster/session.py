@@ -6,8 +6,8 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
 from functools import partial
 from threading import Event, Thread
 
@@ -31,10 +31,9 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
 
     Ray's token authentication stays as it is (on by default).
     """
-    os.environ[SAFE_PATH] = "1"
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     address = config.cluster.address or "local"
-    with family() if address == "local" else nullcontext() as ours:
+    with family() if address == "local" else nullcontext() as ours, _safe_path():
         await _start(config, address)
         try:
             yield ours
@@ -45,6 +44,19 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
             except TimeoutError:  # a joined cluster sees to what was ours in it
                 if ours is not None:
                     await asyncio.to_thread(ours.end)
+
+
+@contextmanager
+def _safe_path() -> Iterator[None]:
+    """Processes that are started meanwhile do not import from the working directory."""
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(SAFE_PATH)
+        if before is not None:
+            os.environ[SAFE_PATH] = before
 
 
 class _JobConfig(JobConfig):
