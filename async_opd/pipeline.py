@@ -33,7 +33,7 @@ from async_opd.core.batch import Batch, unpack_lost
 from async_opd.core.checkpoint import Checkpoint
 from async_opd.core.checkpointer import Checkpointer
 from async_opd.core.config import RunConfig
-from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout, first_cause
+from async_opd.core.errors import AsyncOPDError, StageError, first_cause
 from async_opd.core.evaluation import Evaluation, Measured
 from async_opd.core.evaluations import Evaluations
 from async_opd.core.ledger import Record
@@ -49,6 +49,7 @@ from async_opd.core.stages import (
     StepReport,
     TeacherScorer,
 )
+from async_opd.core.stall import Stall, teachers_s
 from async_opd.core.supply import Prompts
 
 Result = TypeVar("Result")
@@ -86,6 +87,8 @@ class Pipeline:
         self._issued = self.start is None
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
+        asked = 0 if self.evaluation is None else len(self.evaluation.prompts)
+        self._stall = Stall(self.config, self.stages, self.metering, asked)
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -263,7 +266,9 @@ class Pipeline:
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
-            self._publish(await self._bounded("the evaluation of the teachers", work), 0)
+            least_s = teachers_s(self.config, self.evaluation)
+            measured = await self._bounded("the evaluation of the teachers", work, least_s)
+            self._publish(measured, 0)
 
     def _publish(self, measured: Measured, step: int) -> None:
         self.accounts.supply.ungraded(measured.lost)
@@ -321,21 +326,9 @@ class Pipeline:
                 "or set guardrail.mode to warn",
             )
 
-    async def _bounded(self, what: str, work: Awaitable[Result]) -> Result:
-        """Awaits with the stall bound, and says what every pool waited for when it is reached."""
-        bound = self.config.timeouts.stall_s
-        try:
-            async with asyncio.timeout(bound):
-                return await work
-        except StageError:
-            raise
-        except TimeoutError as error:
-            waits = "; ".join(f"{pool}: {why}" for pool, why in self.metering.waits.items())
-            raise StageTimeout(
-                "pipeline",
-                f"waited {bound:g} s for {what}; what the pools waited for last: {waits or '?'}",
-                "raise timeouts.stall_s if a step can take so long",
-            ) from error
+    async def _bounded(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:
+        """Awaits; ends when nothing moved for too long, and says what every pool waited for."""
+        return await self._stall.within(what, work, least_s)
 
 
 async def _endless(name: str, work: Awaitable[None]) -> None:

@@ -10,8 +10,12 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 from rollouter.slots import EngineLoad
 
 
-def load_watcher(observe: Callable[[EngineLoad], None]) -> type[Any]:
+def load_watcher(
+    observe: Callable[[EngineLoad], None], computed: Callable[[int], None]
+) -> type[Any]:
     """A stat logger class for ``AsyncLLM`` that calls ``observe`` after every engine step.
+
+    ``computed`` gets the tokens of each, of prompts and responses.
 
     It takes the place of vLLM's Prometheus logger, which nobody reads here.
     """
@@ -27,6 +31,8 @@ def load_watcher(observe: Callable[[EngineLoad], None]) -> type[Any]:
             mm_cache_stats: Any = None,
             engine_idx: int = 0,
         ) -> None:
+            if iteration_stats is not None:
+                computed(iteration_stats.num_generation_tokens + iteration_stats.num_prompt_tokens)
             if scheduler_stats is not None:
                 preempted = getattr(iteration_stats, "num_preempted_reqs", 0)
                 observe(

@@ -32,6 +32,7 @@ from async_opd.core.activity import Activity
 from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.gate import Gate
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.vitals import Vitals
@@ -42,7 +43,7 @@ from rollouter.grading import Grading
 from rollouter.growing import Growing
 from rollouter.load import load_watcher
 from rollouter.nccl_transport import nccl_info
-from rollouter.slots import AdaptiveLimit, Slots
+from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
 from rollouter.weights import UNTOUCHED, gloo_info, register
@@ -82,10 +83,14 @@ class StudentReplica:
             self._roll,
             grade=self._grading.grade if self._grading else None,
         )
-        watcher = load_watcher(lambda load: slots.resize(adaptive.observe(load)))
-        self._engine = AsyncLLM.from_engine_args(
-            args, stat_loggers=[] if fixed is not None else [watcher]
-        )
+        self._computed = self._under_way = 0  # tokens since the start; at most still to come
+
+        def observe(load: EngineLoad) -> None:
+            if fixed is None:
+                slots.resize(adaptive.observe(load))
+
+        watcher = load_watcher(observe, self._compute)
+        self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._vitals = Vitals(spec.name, _sentinels(self._engine))
         self._activity = Activity("generate")
         self._version = 0
@@ -172,10 +177,13 @@ class StudentReplica:
             stream_interval=early or None,
         )
         growing = Growing(uid, prompt, top_k)
+        most = len(prompt.token_ids) + sampling.max_tokens
+        self._under_way += most
         try:
             async with self._gate:
                 rollout = await self._answer(growing, params)
         finally:
+            self._under_way -= most
             self._ahead.withdraw(growing)
         return rollout or await self._sample(prompt, uid, sampling, top_k, early)
 
@@ -278,6 +286,13 @@ class StudentReplica:
         """Takes the GPU back; the weights are those it had."""
         await self._engine.wake_up()
         self._gate.open()
+
+    def _compute(self, tokens: int) -> None:
+        self._computed += tokens
+
+    async def progress(self) -> Progress:
+        """See async_opd.core.turns.Host."""
+        return Progress(self._computed, self._under_way)
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 

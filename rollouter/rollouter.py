@@ -22,6 +22,7 @@ from typing import Any, Protocol
 from async_opd.core.alarm import Alarm, Timer
 from async_opd.core.config import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout
+from async_opd.core.patience import Progress, Several
 from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
@@ -52,6 +53,8 @@ class Replica(Protocol):
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]: ...
+
+    async def progress(self) -> Progress: ...
 
     async def report(self) -> StageReport: ...
 
@@ -113,6 +116,7 @@ class RollouterStage:
         self._alarm = Alarm("rollout", timer)
         self._joined = asyncio.Event()
         self._rebuilds = 0
+        self._several = Several({})
         self._refused: Counter[str] = Counter()
 
     async def run(self) -> None:
@@ -159,6 +163,11 @@ class RollouterStage:
             by_uid |= {rollout.uid: rollout for answer in answers for rollout in answer}
             left = [prompt for prompt in left if f"{prompt.uid}/0" not in by_uid]
         return [by_uid[f"{p.uid}/{index}"] for p in prompts for index in range(sampling.n)]
+
+    async def progress(self) -> Progress:
+        """The tokens of all replicas; see ``Several``."""
+        self._several.asks = {seat.name: seat.replica.progress for seat in self._serving()}
+        return await self._several()
 
     async def report(self) -> StageReport:
         """All serving replicas' reports as one.

@@ -81,6 +81,11 @@ class TeacherPool:
         """All of them, also those that do not serve."""
         return self._seats.replicas
 
+    @property
+    def tokens(self) -> int:
+        """Of all calls to replicas that succeeded."""
+        return self._seats.tokens
+
     async def run(self) -> None:
         """Mends replicas as they fail."""
         await self._seats.run()
@@ -137,7 +142,12 @@ class TeacherPool:
     async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
         outcome = await self._tries(
-            self._health.tries, "generate", tokens, None, lambda r: r.generate(prompts, sampling)
+            self._health.tries,
+            "generate",
+            tokens,
+            None,
+            lambda r: r.generate(prompts, sampling),
+            least_s=self._health.response_s(sampling.max_tokens),
         )
         if isinstance(outcome, Exception):
             raise outcome
@@ -190,6 +200,7 @@ class TeacherPool:
         group: str | None,
         work: Callable[[Replica], Coroutine[Any, Any, Result]],
         home: Seat | None = None,
+        least_s: float = 0.0,
     ) -> Result | Exception:
         """What the first replica that can makes of the work, or the last error."""
         failure: Exception | None = None
@@ -197,7 +208,7 @@ class TeacherPool:
             self._totals["retries"] += failure is not None
             place = await self._place(tokens, group, home if failure is None else None)
             try:
-                return await self._on_a_replica(place, what, work)
+                return await self._on_a_replica(place, what, work, least_s)
             except Exception as error:
                 failure = error
         assert failure is not None
@@ -211,10 +222,14 @@ class TeacherPool:
             raise self._seats.all_gone() from error
 
     async def _on_a_replica(
-        self, place: Place[Seat], what: str, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+        self,
+        place: Place[Seat],
+        what: str,
+        work: Callable[[Replica], Coroutine[Any, Any, Result]],
+        least_s: float = 0.0,
     ) -> Result:
         started = self._clock()
-        result = await self._seats.call(place, what, work)
+        result = await self._seats.call(place, what, work, least_s)
         self._seconds.append(self._clock() - started)
         place.replica.rebuilds = 0
         return result

@@ -27,6 +27,7 @@ from async_opd.core.config import HealthConfig
 from async_opd.core.errors import LeaseExpired, StageError, first_cause
 from async_opd.core.holder import Holder
 from async_opd.core.loans import Lease
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,
@@ -268,6 +269,10 @@ class ScorerStage:
     async def news(self, heard: int, wait: bool = True) -> News:
         """What became of replicas, as soon as there is any."""
         return await self._bulletin.after(heard, wait)
+
+    async def progress(self) -> Progress:
+        """The tokens of all calls to replicas that succeeded since the start."""
+        return Progress(sum(pool.tokens for pool in self._pools.values()))
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""

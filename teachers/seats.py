@@ -78,6 +78,7 @@ class Seats:
         self.example: Batch | None = None
         self._tell = tell
         self.failures = self.rebuilds = 0.0
+        self.tokens = 0  # of calls that succeeded
         self.weights: Weights | None = None
         self.asleep = asleep
         self._teacher = teacher
@@ -114,13 +115,19 @@ class Seats:
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def call(
-        self, place: Place[Seat], what: str, work: Callable[[Replica], Coroutine[Any, Any, Result]]
+        self,
+        place: Place[Seat],
+        what: str,
+        work: Callable[[Replica], Coroutine[Any, Any, Result]],
+        least_s: float = 0.0,
     ) -> Result:
-        """Within its bound; gives the place back. What fails is a failure of the replica."""
+        """Within its bound, or ``least_s``; gives the place back. What fails is the replica's."""
         seat, replica = place.replica, place.replica.replica
         try:
-            bound = self._bound(place.outstanding)
-            return await self._alarm.within(bound, f"{what} on /{seat.index}", work(replica))
+            bound = max(least_s, self._bound(place.outstanding))
+            result = await self._alarm.within(bound, f"{what} on /{seat.index}", work(replica))
+            self.tokens += place.tokens
+            return result
         except Exception as error:
             self._failed(seat, replica, error)
             raise
@@ -193,8 +200,9 @@ class Seats:
 
     async def _take(self, replica: Replica, weights: Weights) -> None:
         assert isinstance(replica, Reloadable)
-        work = replica.load(weights.directory)
-        await self._alarm.within(weights.timeout_s, "loading weights", work)
+        work = replica.load(weights.directory)  # after what is in the engine
+        before = max(self.balancer.outstanding_tokens, default=0) / self._health.min_tokens_per_s
+        await self._alarm.within(weights.timeout_s + before, "loading weights", work)
 
     async def _rebuilt(self, seat: Seat, rebuild: Rebuild) -> None:
         """Another replica in its place, with the newest weights."""

@@ -22,6 +22,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.graders import GradeError
+from async_opd.core.patience import Progress
 from async_opd.core.queue import MessageQueue
 from async_opd.core.sample_file import read_samples, write_samples
 from async_opd.core.samples import (
@@ -76,6 +77,7 @@ class FakeStudent:
         self.feed = Feed(name, queue, Slots(4, n), self._sample)
         self.fail_at: int | None = None
         self.started: list[tuple[str, int]] = []
+        self.tokens = 0
 
     async def run(self) -> None:
         await self.feed.run()
@@ -98,6 +100,9 @@ class FakeStudent:
         ids = np.arange(4, dtype=np.int32)
         logprobs = np.zeros(4, dtype=np.float32)
         return Rollout(f"{prompt.uid}/{index}", prompt, ids, logprobs, spans, "stop")
+
+    async def progress(self) -> Progress:
+        return Progress(self.tokens)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         return [self._rollout(prompt, 0, self.version) for prompt in prompts]
@@ -193,6 +198,9 @@ class FakeTrainer:
         return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
+
+    async def progress(self) -> Progress:
+        return Progress(0)
 
     async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
         return await self.intake.drop(lost, others)
@@ -547,6 +555,27 @@ async def test_a_run_that_makes_no_step_ends_by_its_stall_bound() -> None:
     run.trainer.hang = True
     with pytest.raises(StageTimeout, match="a batch of scored samples"):
         await asyncio.wait_for(run.pipeline.run(), 5)
+
+
+async def test_a_run_whose_replicas_generate_is_no_stall() -> None:
+    run = world(stall_s=0.04)
+    step, student = run.trainer.step, run.students[0]
+    progress, long = student.progress, asyncio.Event()
+
+    async def generates() -> Progress:
+        student.tokens += 8
+        if student.tokens == 12 * 8:  # three times as long as the bound
+            long.set()
+        return await progress()
+
+    async def slowly() -> StepReport:
+        await long.wait()
+        return await step()
+
+    student.progress = generates  # type: ignore[method-assign]
+    run.trainer.step = slowly  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 10)
+    assert run.trainer.steps == 6
 
 
 async def test_a_cancelled_run_leaves_no_task_behind() -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.gate import Gate
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, SyncReport
 from async_opd.core.turns import LockedSync, ScorerInTurns, Turns
@@ -50,6 +51,9 @@ class Shared:
 
     async def idle(self) -> None:
         await self.gate.empty()
+
+    async def progress(self) -> Progress:
+        return Progress(0)
 
     async def rest(self) -> None:
         if self.hangs:
@@ -285,7 +289,7 @@ async def test_a_teacher_that_never_works_again_ends_the_run() -> None:
 async def test_a_host_that_does_not_come_to_rest_ends_the_run_in_time() -> None:
     made = colocated(BOTH, rest_timeout_s=0.2)
     made.hosts["rollout"][0].hangs = True
-    with pytest.raises(StageTimeout, match=r"could rest in 0\.2 s"):
+    with pytest.raises(StageTimeout, match=r"could not rest: .* no sign of life for 0\.2 s"):
         await done(made)
 
 

@@ -94,6 +94,11 @@ class Learner:
         """The student; of several ranks its first shard."""
         return self._rank.model
 
+    @property
+    def computed_tokens(self) -> int:
+        """Since the start, by this rank; grows with each micro-batch."""
+        return self._rank.tokens
+
     def free_cache(self) -> None:
         """Gives memory of past steps back to the GPUs, for others on them."""
         self._all("free_cache")

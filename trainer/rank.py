@@ -76,6 +76,7 @@ class Rank:
         half = train.dtype == "bfloat16" or (train.dtype == "auto" and device.type == "cuda")
         self._autocast = half and mesh is None  # FSDP casts what it gathers
         self._ranks = 1 if mesh is None else mesh.size()
+        self.tokens = 0  # computed since the start
         model.eval()  # for good: what is random in training mode no engine has sampled with
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
@@ -88,9 +89,15 @@ class Rank:
     def backward(self, parts: Sequence[Part]) -> Computed:
         """Gradients of the sum of the parts' losses, over all ranks, clipped."""
         self.clear()
-        reports = tuple(self._backward(part) for part in parts)
+        reports = tuple(self._counted(part) for part in parts)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
         return Computed(reports, float(whole(norm)))
+
+    def _counted(self, part: Part) -> Metrics:
+        """What a micro-batch computed; its tokens are a sign of life."""
+        metrics = self._backward(part)
+        self.tokens += sum(sample.rollout.tokens for sample in part.samples)
+        return metrics
 
     def apply(self, rate: float | None) -> None:
         """One step of the optimizer with this learning rate, or none; forgets the gradients."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from async_opd.core.activity import Activity
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.gate import Gate
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import Captured, StageReport, StepReport
 from async_opd.core.weights import Rendezvous, WeightMeta
@@ -65,7 +66,7 @@ class TrainerStage:
         self._skipped = ""
         self._version = 0
         self._captured: TrainerState | None = None
-        self._tokens = 0
+        self._tokens = self._under_way = 0
         self._waits_for = "scored samples"
 
     async def step(self) -> StepReport:
@@ -78,6 +79,7 @@ class TrainerStage:
         self._waits_for = ""
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._weights:
+            self._under_way = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
                 report = await self._compute(self._learner.train_batch, taken.samples)
             self._step += 1
@@ -184,6 +186,10 @@ class TrainerStage:
     async def wake(self) -> None:
         """Trains again."""
         self._gate.open()
+
+    async def progress(self) -> Progress:
+        """The tokens of this rank; ``most`` are those of the step under way, of all ranks."""
+        return Progress(self._learner.computed_tokens, self._under_way)
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 

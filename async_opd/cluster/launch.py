@@ -179,7 +179,6 @@ async def _rollouts(
         on_sync=config.async_.on_sync,
         timeout_s=config.sync.timeout_s,
         rolling=config.sync.rolling,
-        drain_timeout_s=(config.timeouts.request_s if config.async_.on_sync == "finish" else None),
         tries=config.sync.tries,
         lost=lambda index, error: rollouter.lose(names[index], error),
     )

@@ -8,6 +8,7 @@ from typing import cast
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
 from async_opd.core.loans import Ack, Lease
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Header, Prompt, Rollout
 from async_opd.core.stages import Captured, News, SamplingSpec, StageReport, StepReport
 from async_opd.core.topic import TopicStats
@@ -97,9 +98,16 @@ class HostProxy:
         """See async_opd.core.turns.Host."""
         await self._remote.call("wake", timeout_s=ENDLESS)
 
+    async def progress(self) -> Progress:
+        """See async_opd.core.turns.Host; bounded by who asks."""
+        return cast(Progress, await self._remote.call("progress", timeout_s=ENDLESS))
+
 
 class StudentProxy(HostProxy):
-    """A student replica: for the rollout stage and, as a receiver, for the weight sync."""
+    """A student replica: for the rollout stage and, as a receiver, for the weight sync.
+
+    Whoever calls has bounds: supervision's, or those of the sync.
+    """
 
     def __init__(self, remote: Remote, consumer: str) -> None:
         super().__init__(remote)
@@ -117,15 +125,15 @@ class StudentProxy(HostProxy):
 
     async def report(self) -> StageReport:
         """See StudentReplica.report."""
-        return cast(StageReport, await self._remote.call("report"))
+        return cast(StageReport, await self._remote.call("report", timeout_s=ENDLESS))
 
     async def stop(self) -> None:
         """See StudentReplica.stop."""
-        await self._remote.call("stop")
+        await self._remote.call("stop", timeout_s=ENDLESS)
 
     async def alive(self) -> None:
         """See StudentReplica.alive."""
-        await self._remote.call("alive")
+        await self._remote.call("alive", timeout_s=ENDLESS)
 
     def kill(self) -> None:
         """Ends the process and its children."""
@@ -137,23 +145,23 @@ class StudentProxy(HostProxy):
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """See StudentReplica.join."""
-        await self._remote.call("join", rendezvous, rank_offset)
+        await self._remote.call("join", rendezvous, rank_offset, timeout_s=ENDLESS)
 
     async def pause(self, on_sync: str) -> None:
         """See StudentReplica.pause."""
-        await self._remote.call("pause", on_sync)
+        await self._remote.call("pause", on_sync, timeout_s=ENDLESS)
 
     async def receive(self, meta: WeightMeta) -> None:
         """See StudentReplica.receive."""
-        await self._remote.call("receive", meta)
+        await self._remote.call("receive", meta, timeout_s=ENDLESS)
 
     async def finish(self, version: int) -> None:
         """See StudentReplica.finish."""
-        await self._remote.call("finish", version)
+        await self._remote.call("finish", version, timeout_s=ENDLESS)
 
     async def resume(self) -> None:
         """See StudentReplica.resume."""
-        await self._remote.call("resume")
+        await self._remote.call("resume", timeout_s=ENDLESS)
 
 
 class TeacherProxy:
@@ -242,6 +250,10 @@ class ScorerProxy:
         """See ScorerStage.load, which bounds it."""
         await self._remote.call_again("load", teacher, weights, timeout_s=ENDLESS)
 
+    async def progress(self) -> Progress:
+        """See ScorerStage.progress; bounded by who asks."""
+        return cast(Progress, await self._remote.call_again("progress", timeout_s=ENDLESS))
+
     async def news(self, heard: int, wait: bool = True) -> News:
         """See ScorerStage.news."""
         found = await self._remote.call_again("news", heard, wait, timeout_s=ENDLESS)
@@ -253,7 +265,7 @@ class ScorerProxy:
 
 
 class TrainerProxy(HostProxy):
-    """``async_opd.core.stages.Trainer``, and the sender of the weight sync."""
+    """``async_opd.core.stages.Trainer``, and the sender of the weight sync, which has bounds."""
 
     async def step(self) -> StepReport:
         """See TrainerStage.step."""
@@ -285,16 +297,18 @@ class TrainerProxy(HostProxy):
 
     async def open(self, wave: int, world_size: int) -> Rendezvous:
         """See TrainerStage.open."""
-        return cast(Rendezvous, await self._remote.call("open", wave, world_size))
+        return cast(
+            Rendezvous, await self._remote.call("open", wave, world_size, timeout_s=ENDLESS)
+        )
 
     async def connect(self, wave: int) -> None:
         """See TrainerStage.connect."""
-        await self._remote.call("connect", wave)
+        await self._remote.call("connect", wave, timeout_s=ENDLESS)
 
     async def snapshot(self, version: int) -> WeightMeta:
         """See TrainerStage.snapshot."""
-        return cast(WeightMeta, await self._remote.call("snapshot", version))
+        return cast(WeightMeta, await self._remote.call("snapshot", version, timeout_s=ENDLESS))
 
     async def send(self, wave: int) -> None:
         """See TrainerStage.send."""
-        await self._remote.call("send", wave)
+        await self._remote.call("send", wave, timeout_s=ENDLESS)

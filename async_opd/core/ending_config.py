@@ -36,9 +36,13 @@ class TimeoutConfig(Section):
     engine_start_s: float = Field(default=600, gt=0)
     """Until all engines and the trainer are ready."""
     stall_s: float = Field(default=1800, gt=0)
-    """Without any finished step, the run is stopped as stalled."""
+    """Without any token that is generated, scored or trained on, the run is stopped as stalled.
+    Tokens beyond those that a step can need at most (of ``rollout.max_tokens`` each) do not
+    count."""
     request_s: float = Field(default=600, gt=0)
-    """One call to an engine replica."""
+    """One call to a replica or stage. A host of colocated teachers that is to rest finishes its
+    responses first, or its step, however long they are: this is the longest time without a token
+    then."""
     collective_s: float = Field(default=600, gt=0)
     """One collective of the trainer's ranks: how long one may wait for the others."""
     shutdown_s: float = Field(default=30, gt=0)

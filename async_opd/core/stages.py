@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.loans import Ack, Lease
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Header, Lost, Prompt, Rollout
 from async_opd.core.topic import TopicStats
 
@@ -193,6 +194,10 @@ class Rollouter(Protocol):
         """Rollouts for evaluation, returned and not queued, in the order of the prompts."""
         ...
 
+    async def progress(self) -> Progress:
+        """The tokens that its replicas have computed: a sign of life."""
+        ...
+
     async def report(self) -> StageReport:
         """What happened since the last report."""
         ...
@@ -208,6 +213,10 @@ class TeacherScorer(Protocol):
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """What the teacher itself answers: the yardstick of the evaluation."""
+        ...
+
+    async def progress(self) -> Progress:
+        """The tokens of what was scored: a sign of life."""
         ...
 
     async def news(self, heard: int, wait: bool = True) -> News:
@@ -252,6 +261,10 @@ class Trainer(Protocol):
 
         Raises CheckpointError.
         """
+        ...
+
+    async def progress(self) -> Progress:
+        """The tokens that it has trained on: a sign of life."""
         ...
 
     async def report(self) -> StageReport:

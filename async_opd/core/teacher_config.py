@@ -21,12 +21,19 @@ class CallHealth(Section):
     """A call may take so long, plus the time of the tokens outstanding on its replica."""
     min_tokens_per_s: float = Field(default=200, gt=0)
     """The slowest speed at which a replica's outstanding tokens are waited for."""
+    min_response_tokens_per_s: float = Field(default=5, gt=0)
+    """The slowest speed at which one response of the teacher itself grows (``eval.teachers``): it
+    is waited for at least as long as its ``max_tokens`` take then."""
     tries: int = Field(default=4, ge=2)
     """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
     others alone."""
     probe_s: float = Field(default=1, gt=0)
     """A replica that failed has to score a rollout that was scored before. The first such probe
     comes at once, the others after 1, 3, 7 … times this long."""
+
+    def response_s(self, tokens: int) -> float:
+        """Seconds that one response of so many tokens may take: they come one after the other."""
+        return self.timeout_s + tokens / self.min_response_tokens_per_s
 
 
 class HealthConfig(CallHealth):

@@ -77,7 +77,8 @@ class SyncConfig(Section):
     """Updates the rollout replicas one after the other, so that generation never stops altogether;
     takes longer in all, and for a moment replicas have different versions."""
     timeout_s: float = Field(default=120, gt=0)
-    """Bound of the rendezvous and of each part of a sync."""
+    """Bound of the rendezvous and of each part of a sync. The pause of ``on_sync: finish`` lasts as
+    long as the longest response: for it, this is the longest time without a token."""
     tries: PositiveInt = 3
     """Times that a sync is made which fails although no replica is to blame; then the run ends. A
     replica that is to blame is rebuilt, and the others' sync is made again."""

@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout, first_cause
+from async_opd.core.patience import Patience, Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     News,
@@ -28,6 +29,8 @@ from async_opd.core.stages import (
     TeacherScorer,
     WeightSync,
 )
+
+KEY = "timeouts.request_s"
 
 
 class Host(Protocol):
@@ -41,6 +44,10 @@ class Host(Protocol):
 
     async def wake(self) -> None:
         """Works again."""
+
+    async def progress(self) -> Progress:
+        """The tokens that it has computed, and those that it may still have to before it rests."""
+        ...
 
 
 class Guests(Protocol):
@@ -71,7 +78,11 @@ class Turns:
         *,
         rest_timeout_s: float,
     ) -> None:
-        """``hosts`` are those that are alive now; each has ``rest_timeout_s`` to finish."""
+        """``hosts`` are those that are alive now.
+
+        What they do when they are to rest is finished, however long it takes: ``rest_timeout_s`` is
+        the longest time without a token. It also bounds how long waking up may take.
+        """
         self.lock = lock
         self.shifts = 0
         self._resting = False  # a shift has begun, and not all hosts work again
@@ -91,7 +102,7 @@ class Turns:
                 await self._due()
                 await self.lock.acquire()
                 self._resting = True
-                await self._all("rest", lambda host: host.rest())
+                await self._all("rest", self._rests)
                 await self._guests.shift(self._name)
                 await self._rested()
                 self.shifts += 1
@@ -113,7 +124,7 @@ class Turns:
 
     async def _rested(self) -> None:
         """The hosts work again, and take weights."""
-        await self._all("wake up", lambda host: host.wake())
+        await self._all("wake up", self._wakes)
         self._idle = None  # they were idle in the shift: that says nothing of now
         if self._resting:
             self._resting = False
@@ -137,21 +148,28 @@ class Turns:
         idle = (host.idle() for host in self._hosts().values())
         await asyncio.gather(*idle, return_exceptions=True)
 
+    async def _rests(self, host: Host) -> None:
+        patience = Patience(self._name, self._timeout_s, KEY)
+        await patience.within("coming to rest", host.rest(), host.progress)
+
+    async def _wakes(self, host: Host) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await host.wake()
+        except TimeoutError as error:
+            cause = f"waking up took longer than {self._timeout_s:g} s"
+            raise StageTimeout(self._name, cause, f"raise {KEY}; otherwise it hangs") from error
+
     async def _all(self, what: str, work: Callable[[Host], Awaitable[None]]) -> None:
         """Of all hosts. One that dies meanwhile is its own pool's business."""
         hosts = self._hosts()
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                results = await asyncio.gather(
-                    *(work(host) for host in hosts.values()), return_exceptions=True
-                )
-        except TimeoutError:
-            raise StageTimeout(
-                self._name,
-                f"not all of {', '.join(hosts)} could {what} in {self._timeout_s:g} s",
-                "raise timeouts.request_s if a response can take so long",
-            ) from None
-        for result in results:
+        results = await asyncio.gather(
+            *(work(host) for host in hosts.values()), return_exceptions=True
+        )
+        for name, result in zip(hosts, results, strict=True):
+            if isinstance(result, StageTimeout):
+                cause = f"{name} could not {what}: {result.cause}"
+                raise StageTimeout(self._name, cause, result.remedy) from result
             if isinstance(result, BaseException) and not isinstance(result, StageError):
                 raise result
 
@@ -195,6 +213,10 @@ class ScorerInTurns:
     ) -> list[Rollout]:
         """See TeacherScorer.generate."""
         return await self._inner.generate(teacher, prompts, sampling)
+
+    async def progress(self) -> Progress:
+        """See TeacherScorer.progress."""
+        return await self._inner.progress()
 
     async def news(self, heard: int, wait: bool = True) -> News:
         """See TeacherScorer.news."""

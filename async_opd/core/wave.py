@@ -10,6 +10,7 @@ again, is ``async_opd.core.weight_sync``'s affair.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
@@ -21,6 +22,7 @@ from async_opd.core.errors import (
     TransferAborted,
     WeightSyncError,
 )
+from async_opd.core.patience import Patience, Progress
 from async_opd.core.weights import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
@@ -54,7 +56,12 @@ class WeightReceiver(Protocol):
         """Returns if it works, raises or hangs if not."""
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None: ...
-    async def pause(self, on_sync: str) -> None: ...
+    async def pause(self, on_sync: str) -> None:
+        """Stops; ``finish`` waits for what is in flight, however long its responses become."""
+
+    async def progress(self) -> Progress:
+        """The tokens of its engine."""
+        ...
 
     async def receive(self, meta: WeightMeta) -> None:
         """Takes the new weights. TransferAborted if it failed and still has all of the old."""
@@ -78,7 +85,6 @@ class Waves:
         *,
         on_sync: str,
         timeout_s: float,
-        drain_timeout_s: float,
         clock: Callable[[], float],
     ) -> None:
         """See ``BroadcastSync``."""
@@ -90,7 +96,6 @@ class Waves:
         self._met: dict[int, list[int]] = {}
         self._on_sync = on_sync
         self._timeout_s = timeout_s
-        self._drain_timeout_s = drain_timeout_s
         self._clock = clock
 
     def seat(self, index: int, receiver: WeightReceiver, workers: int) -> None:
@@ -124,8 +129,12 @@ class Waves:
             if failures:
                 return failures | await self._silent(wave, failures)
         started = self._clock()
-        pauses = {index: self.receivers[index].pause(self._on_sync) for index in wave}
-        failures = await self._each(f"pausing {who}", pauses, self._drain_timeout_s)
+        if self._on_sync == "finish":
+            drains = {index: self._drained(index) for index in wave}
+            failures = await self._each(f"pausing {who}", drains, math.inf)
+        else:
+            pauses = {index: self.receivers[index].pause(self._on_sync) for index in wave}
+            failures = await self._each(f"pausing {who}", pauses)
         paused = self._clock()
         self.timings["sync/pause_s"] += paused - started
         if failures:
@@ -135,6 +144,12 @@ class Waves:
         failures = await self._each(f"the broadcast to {who}", works)
         self.timings["sync/transfer_s"] += self._clock() - paused
         return failures
+
+    async def _drained(self, index: int) -> None:
+        """It has paused, after the responses in flight: bounded by the time between tokens."""
+        receiver = self.receivers[index]
+        patience = Patience(f"student/{index}", self._timeout_s, "sync.timeout_s")
+        await patience.within("finishing", receiver.pause(self._on_sync), receiver.progress)
 
     async def meet(self, number: int, wave: list[int]) -> Failures:
         """The rendezvous of a wave: nobody's weights are touched."""
@@ -201,10 +216,13 @@ class Waves:
     ) -> Result:
         timeout_s = timeout_s or self._timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
                 return await work
         except (ProcessDied, TransferAborted):
             raise
+        except StageTimeout as error:  # another bound than this one
+            words = f"{what}: {error.stage}: {error.cause}"
+            raise SyncTimeout("weight sync", words, error.remedy) from error
         except TimeoutError as error:
             raise SyncTimeout(
                 "weight sync",

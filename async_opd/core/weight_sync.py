@@ -48,7 +48,6 @@ class BroadcastSync:
         *,
         on_sync: str,
         timeout_s: float,
-        drain_timeout_s: float | None = None,
         rolling: bool = False,
         tries: int = 1,
         lost: Callable[[int, Exception], None] = lambda index, error: None,
@@ -56,9 +55,9 @@ class BroadcastSync:
     ) -> None:
         """``workers[i]`` is the number of ranks that receiver i contributes to its group.
 
-        ``drain_timeout_s`` bounds the pause, which with ``finish`` lasts as long as the longest
-        response; by default ``timeout_s``. ``lost(index, error)`` is told of a receiver that has
-        to be rebuilt.
+        ``timeout_s`` bounds each part; of the pause, which with ``finish`` lasts as long as the
+        longest response, it bounds the time without a token. ``lost(index, error)`` is told of a
+        receiver that has to be rebuilt.
         """
         self._waves = Waves(
             sender,
@@ -66,7 +65,6 @@ class BroadcastSync:
             workers,
             on_sync=on_sync,
             timeout_s=timeout_s,
-            drain_timeout_s=drain_timeout_s or timeout_s,
             clock=clock,
         )
         self._rolling = rolling

@@ -14,6 +14,7 @@ import numpy as np
 
 from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.patience import Progress
 from async_opd.core.samples import (
     Prompt,
     Rollout,
@@ -100,6 +101,10 @@ class SimulatedStudent:
 
     async def alive(self) -> None:
         """It works."""
+
+    async def progress(self) -> Progress:
+        """The tokens that each running request has received."""
+        return Progress(int(self._decoder.tokens), self._lengths.most * self._decoder.running)
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """There is no group."""

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.errors import StageError
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.patience import Progress
 from async_opd.core.stages import SyncReport
 from async_opd.core.turns import LockedSync, ScorerInTurns, Turns
 
@@ -19,11 +20,21 @@ class Engine:
     def __init__(self) -> None:
         self.awake = True
         self.idles = asyncio.Event()
+        self.finished = asyncio.Event()
+        self.finished.set()
+        self.tokens = self.generates = 0
 
     async def idle(self) -> None:
         await self.idles.wait()
 
+    async def progress(self) -> Progress:
+        self.tokens += self.generates
+        if self.tokens >= 1000:
+            self.finished.set()
+        return Progress(self.tokens, 1000)
+
     async def rest(self) -> None:
+        await self.finished.wait()
         self.awake = False
 
     async def wake(self) -> None:
@@ -56,11 +67,11 @@ class Teachers:
 
 
 class World:
-    def __init__(self) -> None:
+    def __init__(self, rest_timeout_s: float = 5) -> None:
         self.engine, self.teachers = Engine(), Teachers()
         hosts = {"student/0": self.engine}
         self.turns = Turns(
-            "rollout", lambda: hosts, self.teachers, asyncio.Lock(), rest_timeout_s=5
+            "rollout", lambda: hosts, self.teachers, asyncio.Lock(), rest_timeout_s=rest_timeout_s
         )
         self.running: asyncio.Task[None] | None = None
 
@@ -150,3 +161,24 @@ async def test_turns_that_end_while_the_run_goes_on_are_an_error(
     scorer: Any = Scorer()
     with pytest.raises(StageError, match="rollout: turns with its teachers ended"):
         await asyncio.wait_for(ScorerInTurns(scorer, [world.turns]).run(), 5)
+
+
+async def test_a_host_has_all_the_time_that_its_responses_take_to_come_to_rest() -> None:
+    world = World(rest_timeout_s=0.04)
+    world.engine.finished.clear()
+    world.engine.generates = 100  # ten looks, of four within the bound
+    await world.starts()
+    await world.a_shift()
+    await world.breaks_off()
+
+
+async def test_a_host_that_generates_nothing_and_does_not_rest_ends_the_run() -> None:
+    world = World(rest_timeout_s=0.04)
+    world.engine.finished.clear()
+    await world.starts()
+    world.teachers.wave.set()
+    assert world.running is not None
+    words = "student/0 could not rest: coming to rest: no sign of life for 0.04 s"
+    with pytest.raises(StageTimeout, match=words) as caught:
+        await asyncio.wait_for(world.running, 5)
+    assert "raise timeouts.request_s" in caught.value.remedy

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import ProcessDied, TransferAborted, WeightSyncError
+from async_opd.core.patience import Progress
 from async_opd.core.weight_sync import BroadcastSync
 from async_opd.core.weights import Rendezvous, WeightMeta, chunk_plan
 
@@ -56,6 +57,9 @@ class Receiver:
         self.version = 0
         self.aborts = 0
         self.paused = False
+        self.tokens = self.generates = 0
+        self.finished = asyncio.Event()
+        self.finished.set()
 
     async def _do(self, what: str) -> None:
         if self.fail == what:
@@ -73,7 +77,14 @@ class Receiver:
             raise RuntimeError("nobody came")
         self.offset = rank_offset
 
+    async def progress(self) -> Progress:
+        self.tokens += self.generates
+        if self.tokens >= 1000:
+            self.finished.set()
+        return Progress(self.tokens, 1000)
+
     async def pause(self, on_sync: str) -> None:
+        await self.finished.wait()
         await self._do(f"pause {on_sync}")
         self.paused = True
 
@@ -145,6 +156,35 @@ async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None
     weights._waves._sender.snapshot = hangs  # type: ignore[method-assign]
     with pytest.raises(ProcessDied, match=r"trainer: it hangs: the snapshot took longer than"):
         await weights.snapshot(1)
+
+
+def finishing(receivers: list[Receiver], lost: Losses) -> BroadcastSync:
+    for receiver in receivers:
+        receiver.finished.clear()
+    return BroadcastSync(
+        Sender([]), receivers, [1] * len(receivers), on_sync="finish", timeout_s=0.04, lost=lost
+    )
+
+
+async def test_finish_waits_for_responses_as_long_as_tokens_come() -> None:
+    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    for receiver in receivers:
+        receiver.generates = 100  # ten looks, of four within the bound
+    weights = finishing(receivers, lost)
+    await weights.snapshot(1)
+    await weights.push()
+    assert ([receiver.version for receiver in receivers], lost) == ([1, 1], {})
+
+
+async def test_finish_loses_a_replica_that_generates_nothing_and_names_the_key() -> None:
+    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    receivers[0].generates = 500
+    weights = finishing(receivers, lost)
+    await weights.snapshot(1)
+    await weights.push()
+    assert list(lost) == [1]
+    assert "student/1: finishing: no sign of life for 0.04 s" in str(lost[1])
+    assert "raise sync.timeout_s if tokens can be so far apart" in str(lost[1])
 
 
 async def test_rolling_updates_one_replica_after_the_other() -> None:

@@ -1,0 +1,137 @@
+"""Waits that last as long as responses: signs of life, on a timer that is moved by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.patience import AGAIN, LOOKS, Patience, Progress, Several
+from tests.timers import ManualTimer
+
+QUIET_S = 40.0
+LOOK_S = QUIET_S / LOOKS
+
+
+class Wait:
+    """A wait for work that ends when it is told; ``tokens`` are the engine's."""
+
+    def __init__(self, most: int = 100_000) -> None:
+        self.timer = ManualTimer()
+        self.tokens, self.most = 0, most
+        self.answers = True
+        self.work: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        patience = Patience("student/0", QUIET_S, "sync.timeout_s", self.timer)
+        self.task = asyncio.create_task(patience.within("finishing", self.work, self.ask))
+
+    async def ask(self) -> Progress:
+        if not self.answers:
+            await asyncio.Event().wait()
+        return Progress(self.tokens, self.most)
+
+    async def passes(self, looks: int = 1, tokens: int = 0) -> None:
+        """Looks are had, with so many new tokens before each."""
+        for _ in range(looks):
+            self.tokens += tokens
+            await settled()
+            self.timer.advance(LOOK_S)
+            await settled()
+
+
+async def settled() -> None:
+    for _ in range(12):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def wait() -> AsyncIterator[Wait]:
+    made = Wait()
+    yield made
+    made.task.cancel()
+
+
+async def test_it_lasts_as_long_as_tokens_come(wait: Wait) -> None:
+    await wait.passes(looks=500, tokens=100)
+    assert not wait.task.done()
+    wait.work.set_result("paused")
+    assert await wait.task == "paused"
+
+
+async def test_it_ends_when_none_came_for_the_bound_and_names_it(wait: Wait) -> None:
+    await wait.passes(looks=10, tokens=100)
+    await wait.passes(looks=LOOKS)
+    with pytest.raises(StageTimeout) as caught:
+        await asyncio.wait_for(wait.task, 5)
+    assert "finishing: no sign of life for 40 s; 900 tokens came before" in caught.value.cause
+    assert "raise sync.timeout_s" in caught.value.remedy
+
+
+async def test_it_does_not_end_before_the_bound(wait: Wait) -> None:
+    await wait.passes(looks=2, tokens=100)
+    await wait.passes(looks=LOOKS - 1)
+    assert not wait.task.done()
+
+
+async def test_one_that_does_not_answer_gives_no_sign_of_life(wait: Wait) -> None:
+    wait.answers = False
+    await wait.passes(looks=2 * LOOKS)
+    with pytest.raises(StageTimeout):
+        await asyncio.wait_for(wait.task, 5)
+
+
+async def test_tokens_beyond_what_can_come_are_no_sign_of_life() -> None:
+    wait = Wait(most=100)
+    await wait.passes(looks=1 + AGAIN + LOOKS, tokens=100)
+    with pytest.raises(StageTimeout, match="of at most 100"):
+        await asyncio.wait_for(wait.task, 5)
+
+
+async def test_an_error_of_the_work_is_raised_as_it_is(wait: Wait) -> None:
+    wait.work.set_exception(StageError("student/0", "its process died"))
+    with pytest.raises(StageError, match="its process died"):
+        await asyncio.wait_for(wait.task, 5)
+
+
+@given(looks=st.lists(st.booleans(), max_size=40))
+def test_it_ends_at_the_first_silence_as_long_as_the_bound_and_at_no_other(
+    looks: list[bool],
+) -> None:
+    async def body() -> None:
+        wait = Wait()
+        await wait.passes(tokens=1)  # whoever is asked first is only compared with
+        silent = 1
+        for alive in looks:
+            await wait.passes(tokens=int(alive))
+            silent = 0 if alive else silent + 1
+            assert wait.task.done() == (silent >= LOOKS)
+            if wait.task.done():
+                assert isinstance(wait.task.exception(), StageTimeout)
+                return
+        wait.task.cancel()
+
+    asyncio.run(body())
+
+
+async def test_of_several_one_that_is_restarted_or_fails_takes_nothing_back() -> None:
+    tokens: dict[str, int | StageError] = {"a": 10, "b": 5}
+
+    def ask_of(name: str) -> Any:
+        async def ask() -> Progress:
+            found = tokens[name]
+            if isinstance(found, StageError):
+                raise found
+            return Progress(found, 1)
+
+        return ask
+
+    several = Several({name: ask_of(name) for name in tokens})
+    assert await several() == Progress(15, 2)
+    tokens |= {"a": 3, "b": StageError("b", "its process died")}
+    assert await several() == Progress(15, 1)
+    tokens |= {"a": 4, "b": 6}
+    assert await several() == Progress(17, 2)
