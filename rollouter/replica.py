@@ -76,13 +76,8 @@ class StudentReplica:
         self._slots = slots
         self._ahead = Ahead(queue)
         self._grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
-        self._feed = Feed(
-            spec.consumer,
-            queue,
-            slots,
-            self._roll,
-            grade=self._grading.grade if self._grading else None,
-        )
+        grade = self._grading.grade if self._grading else None
+        self._feed = Feed(spec.consumer, queue, slots, self._roll, grade=grade)
         self._computed = self._under_way = 0  # tokens since the start; at most still to come
 
         def observe(load: EngineLoad) -> None:
