@@ -283,5 +283,6 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     in_cache(monkeypatch, tmp_path / "hub", "org/other", MODELS / "student")
     inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
     (note,) = inputs.notes
-    assert note.startswith("teachers.sort.model: org/teacher is a hub id, and not in the local")
+    taken = "teachers.sort.model: org/teacher is no directory and is taken for a hub id; it is not"
+    assert note.startswith(f"{taken} in the local cache")
     assert inputs.problems == []
