@@ -162,6 +162,8 @@ class StudentReplica:
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             seed=self._spec.seed_of(uid),
             stop_token_ids=list(self._spec.eos_ids),

@@ -119,6 +119,8 @@ class TeacherReplica:
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
             max_tokens=sampling.max_tokens,
             stop_token_ids=list(self._spec.eos_ids),
             detokenize=False,

@@ -98,7 +98,12 @@ class Boxes:
                 sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
             ),
             sampling=SamplingSpec(
-                rollout.max_tokens, rollout.temperature, rollout.top_p, rollout.n
+                rollout.max_tokens,
+                rollout.temperature,
+                rollout.top_p,
+                rollout.n,
+                rollout.top_k,
+                rollout.min_p,
             ),
             eos_ids=self.eos_ids,
             transfer_backend=transfer_backend(config, self.device),

@@ -79,6 +79,10 @@ class RolloutConfig(Section):
     """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus of the sampled distribution; 1 keeps it all."""
+    top_k: int = Field(default=0, ge=0)
+    """Samples from so many of the most probable tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Samples from tokens at least this fraction as probable as the best one; 0: from all."""
     reproducible: bool = False
     """Draws every rollout by a seed of its own, from ``seed`` and its uid, so that it does not
     depend on what else is sampled. Slower; what else it takes is in docs/reliability.md."""
@@ -240,7 +244,10 @@ class RunConfig(Section):
                     "for example 4",
                 )
             )
-        faults += nucleus_faults(self.loss, self.reward, self.rollout.top_p)
+        rollout = self.rollout
+        faults += nucleus_faults(
+            self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
+        )
         if faults:
             raise SizesError(faults)
         return self

@@ -31,8 +31,8 @@ class Objective(Section):
     """Weights each token by min(q/mu, ``importance_cap``), q the student now and mu the one that
     sampled it. ``auto``: truncated for sampled-token objectives, which are wrong off-policy
     without it; off for divergences, which are exact at each position whoever sampled it. q has
-    the temperature of the rollouts, so that the weight is 1 where nothing is stale; ``top_p`` below
-    1 is refused."""
+    the temperature of the rollouts, so that the weight is 1 where nothing is stale; ``top_p``,
+    ``top_k`` and ``min_p`` of the rollouts are refused."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Truncation of the importance weights."""
     teacher_floor: float | None = Field(default=None, lt=0)
@@ -146,6 +146,10 @@ class RewardConfig(Section):
     """The ratio q/mu counts down to 1 - clip_low …"""
     clip_high: float = Field(default=0.2, gt=0)
     """… and up to 1 + clip_high (PPO, arXiv:1707.06347)."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """Where the advantage is negative, the ratio q/mu counts up to this (arXiv:1912.09729): the
+    loss of a token that the student has come to prefer since it was sampled is bounded. Null takes
+    the bound away. Exactly on-policy the ratio is 1, and nothing reaches it."""
 
 
 ScoreKind = Literal["sampled", "teacher_topk", "student_topk", "hidden"]
@@ -175,20 +179,35 @@ def corrects(loss: Loss) -> bool:
     return loss.importance == "truncated"
 
 
+def cuts(top_p: float, top_k: int, min_p: float) -> list[tuple[str, str, str]]:
+    """What leaves tokens out of the sampled distribution: (key, value, value that does not)."""
+    every = [
+        ("rollout.top_p", f"{top_p:g}", "1", top_p < 1),
+        ("rollout.top_k", f"{top_k}", "0", top_k > 0),
+        ("rollout.min_p", f"{min_p:g}", "0", min_p > 0),
+    ]
+    return [(key, value, whole) for key, value, whole, cut in every if cut]
+
+
 def nucleus_faults(
-    loss: Loss, reward: RewardConfig | None, top_p: float
+    loss: Loss, reward: RewardConfig | None, top_p: float, top_k: int = 0, min_p: float = 0.0
 ) -> list[tuple[str, str, str]]:
     """What needs the ratio q/mu, which is not known of a nucleus: (key, fault, remedy).
 
-    mu is normalized over the nucleus of the weights that sampled; no q of today has the same one.
+    mu is normalized over the tokens that were left by the weights that sampled (``cuts``); no q of
+    today has the same ones.
     """
-    if top_p == 1:
+    found = cuts(top_p, top_k, min_p)
+    if not found:
         return []
+    names = " and ".join(f"{key} {value}" for key, value, _ in found)
+    makes = f"{names} {'makes' if len(found) == 1 else 'make'} incomparable"
+    remedy = " and ".join(f"{key} {whole}" for key, _, whole in found)
     faults = []
     if corrects(loss):
-        message = f"weights tokens by q/mu, which rollout.top_p {top_p} makes incomparable"
-        faults.append(("loss.importance", message, "off, or rollout.top_p 1"))
+        faults.append(
+            ("loss.importance", f"weights tokens by q/mu, which {makes}", f"off, or {remedy}")
+        )
     if reward is not None:
-        message = f"its loss has the ratio q/mu, which rollout.top_p {top_p} makes incomparable"
-        faults.append(("reward", message, "rollout.top_p 1"))
+        faults.append(("reward", f"its loss has the ratio q/mu, which {makes}", remedy))
     return faults

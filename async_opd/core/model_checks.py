@@ -17,7 +17,7 @@ from async_opd.core.config import (
 from async_opd.core.findings import Findings
 from async_opd.core.head_files import HeadFiles, LogitShape
 from async_opd.core.hub import named_models
-from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
+from async_opd.core.loss_config import ScoreKind, cuts, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
 from async_opd.core.positions import Positions, max_model_len
 from async_opd.core.secrets import looks_like_a_variable
@@ -151,13 +151,14 @@ class ModelChecks:
                 f"{top_k} is more than the vocabulary of {smallest} tokens",
                 f"at most {smallest}",
             )
-        if kind == "student_topk" and config.rollout.top_p < 1:
+        rollout = config.rollout
+        found = cuts(rollout.top_p, rollout.top_k, rollout.min_p) if kind == "student_topk" else []
+        for key, value, whole in found:
             self.found.add(
-                "rollout.top_p",
-                f"{config.rollout.top_p:g} leaves the student's tokens outside of the nucleus "
-                "without an order, and loss.support student_topk takes its best "
-                f"{top_k}",
-                "1, or another loss.support",
+                key,
+                f"{value} leaves the student's tokens that it does not sample from without an "
+                f"order, and loss.support student_topk takes its best {top_k}",
+                f"{whole}, or another loss.support",
             )
         self._endpoints(kind)
         self._refreshed(kind)

@@ -106,12 +106,14 @@ class Queue(Protocol):
 
 @dataclass(frozen=True)
 class SamplingSpec:
-    """How to sample a response. ``temperature`` 0 is greedy."""
+    """How to sample a response; ``temperature`` 0 is greedy, ``top_k`` and ``min_p`` 0 are off."""
 
     max_tokens: int
     temperature: float
     top_p: float
     n: int
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,31 @@ def test_importance_weights_are_for_sampled_tokens_unless_asked_for(
 def test_a_ratio_is_refused_where_rollouts_come_from_a_nucleus(
     values: dict[str, Any], reward: RewardConfig | None, keys: list[str]
 ) -> None:
-    assert [fault[0] for fault in nucleus_faults(loss(**values), reward, 0.9)] == keys
+    for cut in ((0.9, 0, 0.0), (1.0, 20, 0.0), (1.0, 0, 0.1)):
+        assert [fault[0] for fault in nucleus_faults(loss(**values), reward, *cut)] == keys
     assert nucleus_faults(loss(**values), reward, 1.0) == []
+
+
+def test_everything_that_cuts_the_sampled_distribution_is_named() -> None:
+    ((key, message, remedy),) = nucleus_faults(loss(), RewardConfig(), 0.9, 20, 0.1)
+    assert key == "reward"
+    assert message.endswith(
+        "which rollout.top_p 0.9 and rollout.top_k 20 and rollout.min_p 0.1 make incomparable"
+    )
+    assert remedy == "rollout.top_p 1 and rollout.top_k 0 and rollout.min_p 0"
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 20}, {"min_p": 0.1}])
+def test_a_run_with_a_reward_over_a_part_of_the_distribution_is_refused(cut: Any) -> None:
+    values = {
+        "student": {"model": "m"},
+        "teachers": {"t": {"model": "m"}},
+        "data": {"train": "d.jsonl"},
+        "rollout": cut,
+        "reward": {},
+    }
+    with pytest.raises(ValidationError, match=rf"rollout\.{next(iter(cut))} .* makes incomparable"):
+        RunConfig.model_validate(values)
 
 
 def test_a_run_with_k1_over_a_nucleus_is_refused_with_the_remedy() -> None:

@@ -172,9 +172,10 @@ def test_a_teacher_whose_engine_has_the_head_may_compute_logits_its_own_way(
     assert problems(support, f"teachers.sort.model={path}") == []
 
 
-def test_the_students_top_k_needs_the_whole_nucleus() -> None:
-    (problem,) = problems("student_topk", "rollout.top_p=0.9")
-    assert problem.key == "rollout.top_p"
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "min_p=0.1"])
+def test_the_students_top_k_needs_the_whole_distribution(cut: str) -> None:
+    (problem,) = problems("student_topk", f"rollout.{cut}")
+    assert problem.key == f"rollout.{cut.partition('=')[0]}"
 
 
 def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:

@@ -37,6 +37,7 @@ class Seen:
 
     before: float = 0.0
     tempered: float = 0.0
+    cut: dict[str, list[TopK]] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     spans: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
     in_flight_errors: dict[str, float] = field(default_factory=dict)
@@ -226,6 +227,11 @@ class World:
         rollouts = await self.replica.generate(prompts(4), self.sampling)
         return max(self.difference(rollout) for rollout in rollouts)
 
+    def beside(self, rollout: Any, temperature: float) -> TopK:
+        """A rollout beside the reference at a temperature."""
+        ids = rollout.prompt.token_ids, rollout.response_ids
+        return TopK(rollout, reference_logprobs(self.model, *ids, temperature))
+
     def difference(self, rollout: Any, start: int = 0, temperature: float = 1.0) -> float:
         """The same for one rollout, from response token ``start`` on."""
         table = reference_logprobs(
@@ -275,6 +281,9 @@ async def scenario(path: Path, early: int) -> Seen:
         tempered = SamplingSpec(12, 0.5, 1.0, 1)
         cold = await w.replica.generate(prompts(4), tempered)
         seen.tempered = max(w.difference(rollout, temperature=0.5) for rollout in cold)
+        for name, cut in {"top_k": {"top_k": 3}, "min_p": {"min_p": 0.2}}.items():
+            hot = await w.replica.generate(prompts(4), SamplingSpec(12, 2.0, 1.0, 1, **cut))  # type: ignore[arg-type]
+            seen.cut[name] = [w.beside(rollout, 2.0) for rollout in hot]
         seen.stopped = [r.finish_reason == "stop" and r.response_ids[-1] in EOS for r in cold]
         many = await w.replica.generate(prompts(16), tempered)
         seen.order = [rollout.uid for rollout in many]
@@ -339,6 +348,18 @@ def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:
 
 def test_rollout_logprobs_are_those_of_the_tempered_distribution(seen: Seen) -> None:
     assert seen.tempered < 1e-4
+
+
+@pytest.mark.parametrize("name", ["top_k", "min_p"])
+def test_rollout_logprobs_are_those_of_what_a_cut_leaves(seen: Seen, name: str) -> None:
+    """Of the 3 best at temperature 2, or of those at least a fifth as probable as the best."""
+    for found in seen.cut[name]:
+        table = found.table
+        least = np.sort(table)[:, -3] if name == "top_k" else table.max(-1) + np.log(0.2)
+        left = np.where(table >= least[:, None] - 1e-6, table, -np.inf)
+        left -= np.log(np.exp(left).sum(-1, keepdims=True))
+        own = left[np.arange(len(left)), found.rollout.response_ids]
+        np.testing.assert_allclose(found.rollout.rollout_logprobs, own, atol=1e-4)
 
 
 def test_the_students_top_k_are_its_k_most_probable_tokens(seen: Seen) -> None:

@@ -553,6 +553,59 @@ def test_a_clipped_token_has_no_gradient_and_is_counted() -> None:
     assert metrics["clipped"].tolist() == (((r > 1.3) & (a > 0)) | ((r < 0.8) & (a < 0))).tolist()
 
 
+@pytest.mark.parametrize("low", [0.1, 0.9])
+@given(st.floats(-80, 80), st.floats(-5, 5), st.floats(1.01, 10), st.floats(0.05, 2))
+def test_the_dual_clip_is_the_formula_of_its_paper(
+    low: float, gap: float, advantage: float, dual: float, high: float
+) -> None:
+    """max(min(rA, clip(r) A), cA) for A < 0; its slope by log r, and none where it is bounded."""
+    log_ratio = torch.tensor([gap], dtype=DOUBLE, requires_grad=True)
+    a = torch.tensor([advantage], dtype=DOUBLE)
+    r = log_ratio.exp()
+    expected = torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+    if advantage < 0:
+        expected = torch.maximum(expected, dual * a)
+    found = ClippedSurrogate(low, high, dual)(log_ratio.detach(), a)
+    assert torch.allclose(found.value, -expected.detach(), rtol=1e-12)
+    distances = [abs(r.item() - edge) for edge in (1 - low, 1 + high, dual)]
+    if min(distances) > 1e-9:
+        (wanted,) = torch.autograd.grad(-expected.sum(), log_ratio)
+        assert torch.allclose(found.slope, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize("gap", [5.0, 60.0, 1e3])
+def test_a_stale_token_of_negative_advantage_has_a_bounded_loss(gap: float) -> None:
+    x = case(n=2)
+    log_q = x.logits.detach().log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    tokens = replace(
+        x.tokens,
+        rollout_logprobs=log_q - gap,
+        advantages=torch.tensor([-2.0, 0.0]).double(),
+        reward_weights=torch.ones(2).double(),
+    )
+    y = Case(x.logits.detach().float().requires_grad_(), x.teacher, tokens)
+    objective = build_objective(ForwardKLConfig(weight=0), RewardConfig())
+    loss, metrics = run(objective, y)
+    assert metrics["surrogate"].tolist() == [6.0, 0.0]
+    assert metrics["dual_clipped"].tolist() == [True, False]
+    assert gradients(loss, by=y.logits)[0].abs().max() == 0
+    free = run(build_objective(ForwardKLConfig(weight=0), RewardConfig(dual_clip=None)), y)[1]
+    assert free["surrogate"][0] > 100
+    assert "dual_clipped" not in free
+
+
+def test_on_policy_nothing_reaches_the_dual_clip() -> None:
+    x = case()
+    log_q = x.logits.detach().log_softmax(-1).gather(-1, x.tokens.targets[:, None])[:, 0]
+    y = replace(x, tokens=replace(x.tokens, rollout_logprobs=log_q))
+    bound, free = (
+        loss_of(build_objective(ForwardKLConfig(weight=0), RewardConfig(dual_clip=c)), y)
+        for c in (3.0, None)
+    )
+    assert bound.item() == free.item()
+    assert torch.equal(*gradients(bound, free, by=x.logits))
+
+
 # ── from the config ────────────────────────────────────────────────────────────────────────────
 
 

@@ -61,9 +61,13 @@ def build_objective(
     return Objective(
         _term(loss),
         importance_cap=loss.importance_cap if corrects(loss) else None,
-        surrogate=ClippedSurrogate(reward.clip_low, reward.clip_high) if reward else None,
+        surrogate=_surrogate(reward) if reward else None,
         temperature=temperature,
     )
+
+
+def _surrogate(reward: RewardConfig) -> ClippedSurrogate:
+    return ClippedSurrogate(reward.clip_low, reward.clip_high, reward.dual_clip)
 
 
 def _term(loss: Loss) -> Term:

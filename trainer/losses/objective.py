@@ -92,11 +92,13 @@ class Objective:
         assert tokens.advantages is not None
         assert tokens.reward_weights is not None
         weights = tokens.reward_weights.to(log_ratio.dtype)
-        slopes = self._surrogate(log_ratio, tokens.advantages.to(log_ratio.dtype))
+        advantages = tokens.advantages.to(log_ratio.dtype)
+        slopes = self._surrogate(log_ratio.clamp_max(LARGEST), advantages)
         metrics["total"] = metrics["total"] + weights * slopes.value
         metrics["surrogate"] = slopes.value
-        if slopes.clamped is not None:
-            metrics["clipped"] = slopes.clamped
+        metrics["clipped"] = slopes.clipped
+        if slopes.dual_clipped is not None:
+            metrics["dual_clipped"] = slopes.dual_clipped
         return weights * slopes.slope
 
     def _add_tempered(

@@ -1,28 +1,50 @@
 """The task reward's loss: PPO's clipped surrogate (arXiv:1707.06347, eq. 7), one advantage a token.
 
     loss_t = -min(r A, clip(r, 1 - low, 1 + high) A),     r = q(y_t) / mu(y_t)
+    A < 0:   at most -dual A                              (arXiv:1912.09729, eq. 5)
 
-mu is the distribution that was sampled, so that r corrects for stale rollouts too. Where the clip
-is the smaller one, the token has no gradient; the share of such tokens is a metric.
+mu is the distribution that was sampled, so that r corrects for stale rollouts too. Without ``dual``
+a token of negative advantage that the student has come to prefer (r large) has a loss without
+bound, and a gradient that outweighs all others. Where a clip is what counts, the token has no
+gradient; the shares of such tokens are metrics.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from trainer.losses.estimators import SampledSlopes
+
+@dataclass(frozen=True)
+class SurrogateSlopes:
+    """A value per token [n], its derivative by log q(y) [n], and which tokens have no gradient.
+
+    ``clipped``: by either bound; ``dual_clipped``: those by the second one, None without it.
+    """
+
+    value: torch.Tensor
+    slope: torch.Tensor
+    clipped: torch.Tensor
+    dual_clipped: torch.Tensor | None
 
 
 class ClippedSurrogate:
-    """The surrogate of each token, by its log-ratio [n] and advantage [n]."""
+    """The surrogate of each token, by its log-ratio [n] and advantage [n]; ``dual`` above 1."""
 
-    def __init__(self, low: float, high: float) -> None:
+    def __init__(self, low: float, high: float, dual: float | None = None) -> None:
         self._low = low
         self._high = high
+        self._dual = dual
 
-    def __call__(self, log_ratio: torch.Tensor, advantage: torch.Tensor) -> SampledSlopes:
-        """``slope`` is by log q(y); ``clamped`` marks tokens without gradient."""
-        free = log_ratio.exp() * advantage
-        bound = log_ratio.exp().clamp(1 - self._low, 1 + self._high) * advantage
-        clipped = bound < free
-        return SampledSlopes(-torch.minimum(free, bound), -free.masked_fill(clipped, 0.0), clipped)
+    def __call__(self, log_ratio: torch.Tensor, advantage: torch.Tensor) -> SurrogateSlopes:
+        """``slope`` is by log q(y). The log-ratio is one whose exponential is finite."""
+        ratio = log_ratio.exp()
+        free = ratio * advantage
+        bound = ratio.clamp(1 - self._low, 1 + self._high) * advantage
+        clipped, value, beyond = bound < free, torch.minimum(free, bound), None
+        if self._dual is not None:
+            least = self._dual * advantage
+            beyond = (advantage < 0) & (value < least)
+            value, clipped = torch.where(beyond, least, value), clipped | beyond
+        return SurrogateSlopes(-value, -free.masked_fill(clipped, 0.0), clipped, beyond)
