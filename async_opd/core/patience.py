@@ -122,7 +122,6 @@ class Several:
                 now = await ask()
         except (AsyncOPDError, OSError):
             return 0
-        before = self._seen.get(name, Progress(0))
-        self._seen[name] = now
-        self._tokens += max(0, now.tokens - before.tokens)
+        before, self._seen[name] = self._seen.get(name, Progress(0)).tokens, now
+        self._tokens += now.tokens - (before if now.tokens >= before else 0)
         return now.most

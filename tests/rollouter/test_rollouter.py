@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from async_opd.core.config import SupervisionConfig
 from async_opd.core.errors import StageError, first_cause
+from async_opd.core.patience import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 from rollouter.rollouter import RollouterStage
@@ -62,6 +63,7 @@ class Replica:
         self.death: asyncio.Future[None] = asyncio.Future()
         self.hangs = False
         self.runs = False
+        self.tokens = 0
         self.counters: dict[str, float] = {}
 
     async def run(self) -> None:
@@ -81,6 +83,9 @@ class Replica:
         if self.death.done():
             await self.death
         return [make_rollout(f"{prompt.uid}/0", version=self.life) for prompt in prompts]
+
+    async def progress(self) -> Progress:
+        return Progress(self.tokens, 1)
 
     async def report(self) -> StageReport:
         if self.death.done():
@@ -246,6 +251,18 @@ async def test_the_report_counts_rebuilds_and_who_serves() -> None:
     await settle()
     gauges = (await world.stage.report()).gauges
     assert (gauges["rebuilds"], gauges["replicas"]) == (1, 2)
+
+
+async def test_progress_counts_the_tokens_of_all_replicas_and_of_those_before_them() -> None:
+    world = World(2)
+    await settle()
+    for replica in world.replicas.values():
+        replica.tokens = 10
+    assert await world.stage.progress() == Progress(20, 2)
+    world.replicas["student/0"].die()
+    await settle()
+    world.replicas["student/0"].tokens = 4
+    assert await world.stage.progress() == Progress(24, 2)
 
 
 async def test_the_report_has_totals_of_refused_pieces_and_no_rates() -> None:

@@ -297,6 +297,28 @@ async def test_a_hanging_replica_times_out_by_the_tokens_it_has_and_the_work_goe
         assert uids(await asyncio.wait_for(work, 5)) == ["p/0"]
 
 
+async def test_one_long_answer_of_a_teacher_has_the_time_that_its_tokens_take_one_by_one() -> None:
+    sampling = SamplingSpec(max_tokens=1000, temperature=0.0, top_p=1.0, n=1)
+    async with pool(Fake(hangs=True), timeout_s=5, min_response_tokens_per_s=2) as (teacher, clock):
+        asked = asyncio.create_task(teacher.generate([make_prompt("p")], sampling))
+        await settle()
+        assert clock.set_for == [5 + 1000 / 2]
+        asked.cancel()
+
+
+async def test_new_weights_wait_for_the_tokens_that_a_replica_has() -> None:
+    busy = Fake()
+    async with pool(busy, min_tokens_per_s=10) as (teacher, clock):
+        busy.hangs = True
+        work = asyncio.create_task(teacher.score(rollouts("p/0", tokens=97)))
+        await settle()
+        loading = asyncio.create_task(teacher.load(NEW))
+        await settle()
+        assert clock.set_for[-1] == NEW.timeout_s + 100 / 10
+        work.cancel()
+        loading.cancel()
+
+
 async def test_a_replica_that_hangs_on_is_rebuilt() -> None:
     rebuild = FakeRebuild()
     async with pool(Fake(hangs=True), rebuild=rebuild, timeout_s=5) as (teacher, clock):
