@@ -53,11 +53,14 @@ def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
 def advantages(
     rewards: Sequence[float], groups: Sequence[Sequence[int]], normalize: Normalize
 ) -> list[float]:
-    """The advantage of each rollout, in the order of ``rewards``; 0 for all of a flat group."""
+    """The advantage of each rollout, in the order of ``rewards``.
+
+    0 for all of a flat group, and for rollouts that are in no group.
+    """
     result = [0.0] * len(rewards)
     for group in groups:
         own = np.array([rewards[index] for index in group])
-        if np.ptp(own) <= ROUNDING * max(1.0, np.abs(own).max()):
+        if not len(own) or np.ptp(own) <= ROUNDING * max(1.0, np.abs(own).max()):
             continue
         scale = own.std() if normalize == "std" else 1.0
         for index, value in zip(group, (own - own.mean()) / scale, strict=True):

@@ -121,7 +121,10 @@ class Learner:
 
     def _train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         started = time.perf_counter()
-        shares, rewards = self._shares(samples)
+        whole = samples
+        shares, rewards = self._shares(whole)
+        counted = [i for i, one in enumerate(shares) if one.weight or one.reward_weight]
+        samples, shares = [whole[i] for i in counted], [shares[i] for i in counted]
         division = self._division(samples)
         parts = [[_part(samples, shares, group) for group in groups] for groups in division]
         computed = self._backward(parts)
@@ -146,7 +149,7 @@ class Learner:
             "train/micro_batches": float(sum(len(groups) for groups in division)),
             "train/compute_s": time.perf_counter() - started,
         }
-        return LearnerReport(metrics | self._shape(samples), fault)
+        return LearnerReport(metrics | self._shape(whole), fault)
 
     def _division(self, samples: Sequence[Sample]) -> list[list[list[int]]]:
         """Indices of each micro-batch of each rank; several share what there is to compute."""

@@ -34,7 +34,9 @@ class Shares:
     """How a batch becomes shares. ``reward_weight`` None: there is no reward.
 
     ``teachers`` are the weights of teachers' samples in the distillation loss, 1 for those that are
-    not there; the reward is no teacher's, and weighs all samples alike.
+    not there; the reward is no teacher's, and weighs all samples alike. ``mask_truncated`` and
+    ``mask_truncated_rewards`` leave responses that were cut off out of the one and of the other:
+    they weigh 0, and count in no denominator and in no group.
     """
 
     weight: float = 1.0
@@ -43,6 +45,8 @@ class Shares:
     reward_weight: float | None = None
     normalize: Normalize = "std"
     teachers: Mapping[str, float] = field(default_factory=dict)
+    mask_truncated: bool = False
+    mask_truncated_rewards: bool = False
 
     @classmethod
     def of(
@@ -53,23 +57,35 @@ class Shares:
         teachers: Mapping[str, float] | None = None,
     ) -> Shares:
         """As configured; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` their weights."""
-        made = cls(loss.weight, loss.reduction, max_tokens, teachers=teachers or {})
+        made = cls(
+            loss.weight,
+            loss.reduction,
+            max_tokens,
+            teachers=teachers or {},
+            mask_truncated=loss.mask_truncated,
+        )
         if reward is None:
             return made
-        return replace(made, reward_weight=reward.weight, normalize=reward.normalize)
+        return replace(
+            made,
+            reward_weight=reward.weight,
+            normalize=reward.normalize,
+            mask_truncated_rewards=reward.mask_truncated,
+        )
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[Share], dict[str, float]]:
         """A share for each sample of a whole batch, and metrics of its rewards.
 
         StageError for a sample without a reward, where there is one. Groups must be whole.
         """
-        lengths = [len(sample.rollout.response_ids) for sample in samples]
         own = [self.teachers.get(sample.rollout.prompt.teacher, 1.0) for sample in samples]
-        distilled = token_weights(lengths, self.reduction, self.max_tokens, own)
+        distilled = self._weights(samples, self.mask_truncated, own)
         if self.reward_weight is None or not samples:
             return [Share(self.weight * weight) for weight in distilled], {}
-        rewarded = token_weights(lengths, self.reduction, self.max_tokens)
+        rewarded = self._weights(samples, self.mask_truncated_rewards)
         rewards, groups = rewards_of(samples), groups_of(samples)
+        if self.mask_truncated_rewards:
+            groups = [[i for i in group if not _cut_off(samples[i])] for group in groups]
         values = advantages(rewards, groups, self.normalize)
         shares = [
             Share(self.weight * mine, self.reward_weight * alike, value)
@@ -83,3 +99,19 @@ class Shares:
             "reward/advantage_abs": float(np.mean(np.abs(values))),
             "reward/advantage_max": float(np.max(values)),
         }
+
+    def _weights(
+        self, samples: Sequence[Sample], masked: bool, own: Sequence[float] | None = None
+    ) -> list[float]:
+        """Of each sample's tokens; ``masked``: as if those cut off had no response."""
+        left_out = [masked and _cut_off(sample) for sample in samples]
+        lengths = [
+            0 if out else len(sample.rollout.response_ids)
+            for sample, out in zip(samples, left_out, strict=True)
+        ]
+        weights = token_weights(lengths, self.reduction, self.max_tokens, own)
+        return [0.0 if out else w for w, out in zip(weights, left_out, strict=True)]
+
+
+def _cut_off(sample: Sample) -> bool:
+    return sample.rollout.finish_reason == "length"

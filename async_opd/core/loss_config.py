@@ -35,6 +35,9 @@ class Objective(Section):
     ``top_k`` and ``min_p`` of the rollouts are refused."""
     importance_cap: float = Field(default=2.0, ge=1)
     """Truncation of the importance weights."""
+    mask_truncated: bool = False
+    """Leaves responses that were cut off (``finish_reason: length``) out of the distillation loss:
+    they have no gradient, and are in no denominator of ``reduction`` either."""
     teacher_floor: float | None = Field(default=None, lt=0)
     """Log-probabilities of the teacher below it (nats, as -10) count as it, those of the rest of a
     support too: what a teacher excludes is then finitely bad. Only where the loss has the
@@ -146,6 +149,9 @@ class RewardConfig(Section):
     """The ratio q/mu counts down to 1 - clip_low …"""
     clip_high: float = Field(default=0.2, gt=0)
     """… and up to 1 + clip_high (PPO, arXiv:1707.06347)."""
+    mask_truncated: bool = False
+    """Leaves responses that were cut off out of the reward's loss, its denominators, and the means
+    and standard deviations of their groups. A group of which one is left has no advantage."""
     dual_clip: float | None = Field(default=3.0, gt=1)
     """Where the advantage is negative, the ratio q/mu counts up to this (arXiv:1912.09729): the
     loss of a token that the student has come to prefer since it was sampled is bounded. Null takes
