@@ -47,6 +47,11 @@ class _Fetched:
     lease: Lease
     samples: list[Sample]
 
+    @property
+    def held(self) -> list[_Held]:
+        headers = [header for batch in self.lease.batches for header in batch.headers]
+        return [_Held(*one, self.lease.id) for one in zip(headers, self.samples, strict=True)]
+
 
 REMEMBERED = 1 << 16
 """Trained uids whose copies are recognized, at least. One that comes after so many others stops the
@@ -85,7 +90,7 @@ class Intake:
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
         self._settled = OrderedDict[str, None]()  # uids that are trained, the oldest first
         self._dropped: set[str] = set()  # uids that will never be
-        self._next: asyncio.Task[_Fetched] | None = None
+        self._next: asyncio.Task[list[_Fetched]] | None = None
 
     async def take(self, version: int) -> Taken:
         """Waits for a batch that may be trained at the trainer's weight ``version``."""
@@ -126,9 +131,8 @@ class Intake:
 
     def hold(self, samples: Sequence[Sample]) -> None:
         """Samples that a checkpoint kept; they are taken before any others."""
-        headers = Batch.pack(samples).headers
-        for header, sample in zip(headers, samples, strict=True):
-            self._held[header.uid] = _Held(header, sample, None)
+        for sample in samples:
+            self._held[sample.rollout.uid] = _Held(sample.header, sample, None)
 
     async def drop(self, lost: str, others: Iterable[str] = ()) -> bool:
         """Whether a lost sample, and others of its group, will never be trained.
@@ -184,16 +188,15 @@ class Intake:
         finally:
             self._next = None
         again, dropped = [], []
-        headers = (header for batch in fetched.lease.batches for header in batch.headers)
-        for header, sample in zip(headers, fetched.samples, strict=True):
-            held = _Held(header, sample, fetched.lease.id)
-            self._open[fetched.lease.id] += 1
-            if header.uid in self._dropped:
+        self._open.update({one.lease.id: len(one.lease) for one in fetched})
+        for held in (held for one in fetched for held in one.held):
+            uid = held.header.uid
+            if uid in self._dropped:
                 dropped.append(held)
-            elif header.uid in self._settled or header.uid in self._held:
+            elif uid in self._settled or uid in self._held:
                 again.append(held)
             else:
-                self._held[header.uid] = held
+                self._held[uid] = held
         self.duplicates += len(again)
         await self._settle(again + dropped)
 
@@ -201,18 +204,20 @@ class Intake:
         if self._next is None:
             self._next = asyncio.create_task(self._fetch(), name="fetching ahead")
 
-    async def _fetch(self) -> _Fetched:
+    async def _fetch(self) -> list[_Fetched]:
         """As many samples as the next batch lacks, or any that may complete its groups.
 
-        Of large ones a message, and the rest in further ones.
+        In one lease, or of large ones in several.
         """
-        missing = self._batch_size - len(self._held)
-        if self._group_size == 1:
-            at_least = at_most = max(missing, 1)
-        else:
-            at_least, at_most = max(missing, 1), self._batch_size
-        lease = await self._leases.get(SCORED, at_most, at_least)
-        return _Fetched(lease, await asyncio.to_thread(unpack_samples, lease.batches))
+        missing = max(self._batch_size - len(self._held), 1)
+        most = missing if self._group_size == 1 else self._batch_size
+        fetched: list[_Fetched] = []
+        while missing > 0:
+            lease = await self._leases.get(SCORED, most, missing)
+            missing, most = missing - len(lease), most - len(lease)
+            samples = await asyncio.to_thread(unpack_samples, lease.batches)
+            fetched.append(_Fetched(lease, samples))
+        return fetched
 
     async def _settle(self, items: Iterable[_Held]) -> None:
         """Acknowledges every lease of which nothing is left, once: others settle meanwhile."""

@@ -218,6 +218,12 @@ class Sample:
     scores: Scores
 
     @property
+    def header(self) -> Header:
+        """What is known of it without looking inside; ``nbytes`` are those of its arrays."""
+        one = self.rollout
+        return Header(one.uid, one.tokens, self.nbytes, one.oldest_version, one.prompt.teacher)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all its arrays."""
         rollout = self.rollout

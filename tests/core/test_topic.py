@@ -218,7 +218,8 @@ async def test_an_empty_batch_is_an_ordinary_case() -> None:
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
     asks=st.lists(
-        st.tuples(st.integers(1, 6), st.sampled_from(["ack", "nack", "expire"])), max_size=40
+        st.tuples(st.integers(1, 6), st.sampled_from(["ack", "nack", "expire", "renew"])),
+        max_size=40,
     ),
     max_samples=st.integers(1, 8),
 )
@@ -237,6 +238,12 @@ def test_every_sample_is_acknowledged_exactly_once_whatever_consumers_do(
             at_most, what = next(plan, (6, "ack"))
             lease = await asyncio.wait_for(queue.get(at_most), 5)
             if what == "ack":
+                assert queue.ack(lease.id)
+                done += uids(lease)
+            elif what == "renew":
+                for _ in range(3):
+                    timer.advance(9)
+                    queue.renew([lease.id])
                 assert queue.ack(lease.id)
                 done += uids(lease)
             elif what == "nack":

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -307,3 +309,29 @@ async def test_what_is_queued_is_decoded_beside_the_event_loop(
     await put(scored, make_sample("a/0"))
     parts = [part async for part in Intake(scored, batch_size=1).queued({"a/0"})]
     assert (len(parts), there) == (1, [False])
+
+
+async def test_all_of_the_next_batch_of_large_samples_is_fetched_during_a_step() -> None:
+    one = Batch.pack([make_sample("a/0")]).nbytes
+    scored = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0, lease_bytes=2 * one)
+    await put(scored, *(make_sample(f"{name}/0") for name in "abcdefghij"))
+    intake = Intake(scored, batch_size=5)
+    await asyncio.wait_for(intake.take(0), 5)
+    assert intake._next is not None
+    await asyncio.wait_for(asyncio.shield(intake._next), 5)  # nobody asks for it yet
+    assert (await scored.stats())[SCORED].leased == 10
+
+
+def test_samples_of_a_checkpoint_are_held_without_encoding_them(
+    scored: MessageQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object, **__: object) -> bytes:
+        raise AssertionError("encoded")
+
+    sample = make_sample("a/0", version=3)
+    (header,) = Batch.pack([sample]).headers
+    monkeypatch.setattr(pickle, "dumps", refused)
+    intake = Intake(scored, batch_size=1)
+    intake.hold([sample])
+    (held,) = intake._held.values()
+    assert replace(held.header, nbytes=0) == replace(header, nbytes=0)
