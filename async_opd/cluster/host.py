@@ -201,15 +201,10 @@ class Remote:
         found = await self._bounded(listen, timeout_s, "listening", START)
         return cast(tuple[str, int, int], found)
 
-    async def call(
-        self, method: str, *args: Any, timeout_s: float | None = None, key: str = ""
-    ) -> Any:
-        """Calls a method with the default or another bound; ``float('inf')`` for none.
-
-        ``key`` is what sets another bound in the config.
-        """
+    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+        """Calls a method with the default or another bound, supervision's; ``inf`` for none."""
         bound = self._timeout_s if timeout_s is None else timeout_s
-        key = REQUEST if timeout_s is None else key
+        key = REQUEST if timeout_s is None else LIFE
         call = partial(self._handle.call.remote, method, args)
         return await self._bounded(call, bound, method, key)
 
