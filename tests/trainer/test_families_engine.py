@@ -1,0 +1,114 @@
+"""What the trainer makes of unusual families is what a real engine samples from."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.core.config import RunConfig
+from tests.engines import QUICKSTART, kwargs
+from tests.trainer import families
+
+pytestmark = pytest.mark.engine
+
+ROPE = {
+    **families.LONGROPE,
+    "short_factor": [1.0] * 16,
+    "long_factor": [4.0 + i for i in range(16)],
+}
+
+
+def sized(name: str, **settings: Any) -> Any:
+    """With heads of a size that vLLM has a kernel for on a CPU."""
+    return families.made(name, hidden_size=64, num_key_value_heads=2, **settings)
+
+
+def phi3() -> Any:
+    return sized(
+        "Phi3",
+        max_position_embeddings=128,
+        original_max_position_embeddings=32,
+        rope_parameters=dict(ROPE),
+    )
+
+
+def gemma2() -> Any:
+    return sized(
+        "Gemma2",
+        head_dim=32,
+        query_pre_attn_scalar=1,
+        final_logit_softcapping=2.0,
+        attn_logit_softcapping=None,  # with 1.0, vLLM 0.32 gave NaN on a CPU
+    )
+
+
+CASES = {
+    "LongRoPE by default": (phi3, None, 31),
+    "LongRoPE, a short sequence of a long engine": (phi3, 128, 20),
+    "LongRoPE, a long sequence": (phi3, 128, 60),
+    "a soft cap": (gemma2, 128, 20),
+    "divided logits": (lambda: sized("Granite", logits_scaling=4.0), 128, 20),
+}
+
+
+def saved(model: Any, path: Path) -> Path:
+    model.save_pretrained(path)
+    shutil.copy(QUICKSTART / "models" / "student" / "tokenizer.json", path)
+    return path
+
+
+def engines(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
+    """log q of each token but the first, of a real engine."""
+    from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    async def scored() -> Any:
+        arguments = kwargs(path) | ({} if length is None else {"max_model_len": length})
+        engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+        try:
+            wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+            async for out in engine.generate(TokensPrompt(prompt_token_ids=ids), wanted, "r"):
+                found = out.prompt_logprobs
+        finally:
+            engine.shutdown()
+        return [row[token].logprob for row, token in zip(found[1:], ids[1:], strict=True)]
+
+    return np.array(asyncio.run(asyncio.wait_for(scored(), 300)))
+
+
+def trainers(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
+    """log q of each token but the first, of the student as the trainer loads it."""
+    import torch
+
+    from trainer.losses.logits import shape_logits
+    from trainer.student import load_student
+    from trainer.student_loss import Anatomy
+
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": str(path)},
+            "teachers": {"t": {"model": str(path)}},
+            "data": {"train": "none.jsonl"},
+            "rollout": {"engine": {"max_model_len": length}},
+        }
+    )
+    anatomy = Anatomy.of(load_student(config, torch.device("cpu")))
+    row = torch.tensor([ids])
+    with torch.no_grad():
+        states = anatomy.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
+        logits = shape_logits(anatomy.linear(states), anatomy.shape).log_softmax(-1)
+    return logits[:-1].gather(-1, row[0, 1:, None])[:, 0].numpy()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_trainer_has_the_engines_logits(case: str, tmp_path: Path) -> None:
+    made, length, count = CASES[case]
+    path = saved(made(), tmp_path / "model")
+    ids = [(7 * index) % 29 + 3 for index in range(count)]
+    difference = np.abs(engines(path, length, ids) - trainers(path, length, ids))
+    assert difference.max() < 1e-3
