@@ -38,6 +38,7 @@ def run(example: Path, out: Path, overrides: list[str]) -> Result:
             *(sys.executable, "-m", "async_opd.cli", "run", str(example)),
             *("--run-dir", str(directory), "eval.teachers=false", "eval.every=0"),
             *("log.console=off", "log.wandb=off", *overrides),
+            *(["--resume"] if directory.exists() else []),  # it was interrupted
         ]
         code = subprocess.run(command, check=False).returncode
         if code or not _completed(directory):

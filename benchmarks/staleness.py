@@ -65,6 +65,7 @@ def run(cell: Cell, out: Path, overrides: list[str]) -> Result:
             *("--sync-steps", str(cell.sync_steps), "--run-dir", str(directory)),
             *(f"loss.kind={cell.loss}", "eval.every=0", "eval.teachers=false"),
             *("log.console=off", "log.wandb=off", *overrides),
+            *(["--resume"] if directory.exists() else []),  # it was interrupted
         ]
         code = subprocess.run(command, check=False).returncode
         if code or not _completed(directory):

@@ -20,9 +20,7 @@ from math import floor
 from async_opd.core.batch import MESSAGE_BYTES, cut
 from async_opd.core.config import EngineTeacher, RunConfig
 from async_opd.core.engine_args import Device
-from async_opd.core.head_files import HeadFiles
 from async_opd.core.loss_config import ScoreKind, score_kind, scored_top_k
-from async_opd.core.model_files import ModelError
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 
@@ -84,6 +82,9 @@ def payloads(config: RunConfig, device: Device) -> list[Payload]:
 
 
 def _width(model: str) -> int | None:
+    from async_opd.core.head_files import HeadFiles  # reads tokenizers: the scoring stage does not
+    from async_opd.core.model_files import ModelError
+
     try:
         return HeadFiles.read(model).hidden
     except ModelError:
