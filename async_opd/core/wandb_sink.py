@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+from async_opd.core.background import Background
 from async_opd.core.config import RunConfig
 from async_opd.core.run_files import make_folder
 from async_opd.core.secrets import without_secrets
@@ -22,10 +23,16 @@ if TYPE_CHECKING:
 Mode = Literal["online", "offline", "disabled"]
 
 INIT_TIMEOUT_S = 30.0
+MOST_ROWS = 1000
+"""Rows that wandb's own process may be behind with."""
+
+Row = tuple[int, dict[str, float]]
 
 
 class WandbSink:
-    """One wandb run. ``start`` and ``close`` are bounded; logging only hands data over.
+    """One wandb run. ``start`` and ``close`` are bounded; logging hands rows to a thread.
+
+    It is the thread that waits when wandb's own process does not take them.
 
     ``resumed``: it is that of the run directory, and goes on.
     """
@@ -38,6 +45,9 @@ class WandbSink:
         self._run: wandb.Run | None = None
         self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
         self._known = self._at
+        self._left_out = 0
+        self._failure: Exception | None = None
+        self._writer: Background[Row] = Background("wandb", self._give, MOST_ROWS)
 
     def start(self) -> str | None:
         """Opens the wandb run, offline if its server cannot be reached; then says so.
@@ -87,15 +97,32 @@ class WandbSink:
         """One row; ``step`` is a column, because a step may come several times.
 
         wandb's own step counts rows. Steps that it was given before the run went back to a
-        checkpoint are left out.
+        checkpoint are left out. Raises what wandb made of a row before.
         """
         evaluation = any(key.startswith("eval") for key in metrics)
         known = self._known.evaluated if evaluation else self._known.step
         if self._run is None or step <= known:
             return
+        if self._writer.waiting >= MOST_ROWS:
+            self._left_out += 1
+            return
         row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
         self._at.write(self._run_dir)
-        self._run.log({"step": step, **metrics}, step=row)
+        self._writer.put((row, {"step": step, **metrics}))
+        self._raise()
+
+    def _give(self, rows: list[Row]) -> None:
+        for row, metrics in rows:
+            try:
+                if self._run is not None:
+                    self._run.log(metrics, step=row)
+            except Exception as error:
+                self._failure = error
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def rewind(self) -> None:
         """What wandb has stays there."""
@@ -110,12 +137,20 @@ class WandbSink:
     def message(self, text: str) -> None:
         """Nothing: wandb takes numbers."""
 
-    def close(self, summary: Summary) -> None:
-        """Sets wandb's summary and ends the wandb run, as failed unless the run completed."""
+    def close(self, summary: Summary) -> str | None:
+        """Sets wandb's summary and ends the wandb run, as failed unless the run completed.
+
+        In ``timeouts.shutdown_s``, twice at most. Raises what wandb made of the last rows.
+        """
+        bound_s = self._config.timeouts.shutdown_s
+        if not self._writer.close(bound_s):
+            return f"wandb did not take {self._writer.waiting} rows within {bound_s:g} s"
         run, self._run = self._run, None
         if run is not None:
             run.summary.update({**summary.metrics, "status": summary.status})
             run.finish(exit_code=0 if summary.status == "completed" else 1)
+        self._raise()
+        return f"wandb has {self._left_out} rows less, it was behind" if self._left_out else None
 
 
 _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}

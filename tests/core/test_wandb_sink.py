@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from hypothesis import strategies as st
 
 from async_opd.core.config import RunConfig
 from async_opd.core.runlog import RunLog
+from async_opd.core.sink import Summary
 from async_opd.core.wandb_run import NAME, WandbRun
-from async_opd.core.wandb_sink import WandbSink
+from async_opd.core.wandb_sink import MOST_ROWS, WandbSink
+
+SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
 
 class FakeRun:
@@ -61,6 +65,7 @@ def logged(run_dir: Path, *steps: int, resumed: bool = False) -> None:
     sink.start()
     for step in steps:
         sink.log(step, {"loss": float(step)})
+    assert sink._writer.close(10)
 
 
 def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, opened: list[FakeRun]) -> None:
@@ -107,9 +112,11 @@ def test_an_evaluation_that_was_cut_off_comes_after_the_resume(
     sink.start()
     for _ in range(2):
         sink.log(2, {"eval/sort/accuracy": 0.5})
+    assert sink._writer.close(10)
     again = WandbSink(config(), tmp_path, resumed=True)
     again.start()
     again.log(2, {"eval/sort/accuracy": 0.5})
+    assert again._writer.close(10)
     assert [len(run.rows) for run in opened] == [2, 2, 0]
 
 
@@ -131,6 +138,7 @@ def test_wandbs_own_step_only_grows_whatever_comes_again(
         sink._run = FakeRun()  # type: ignore[assignment]
         for step in steps:
             sink.log(step, {})
+        assert sink._writer.close(10)
         rows += [row for row, _ in sink._run.rows]  # type: ignore[union-attr]
     assert rows == list(range(len(rows)))
 
@@ -152,3 +160,39 @@ def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -
         assert log.failures == 0
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert {file.stem for file in files} == {f"run-{WandbRun.of(tmp_path).id}"}
+
+
+def test_a_wandb_that_takes_nothing_holds_up_nobody(
+    tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = threading.Event()
+
+    def log(self: FakeRun, *_: Any, **__: Any) -> None:
+        taken.wait(60)
+
+    monkeypatch.setattr(FakeRun, "log", log)
+    hasty = config()
+    bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
+    sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), tmp_path)
+    sink.start()
+    for step in range(MOST_ROWS + 10):
+        sink.log(step, {})
+    assert sink.close(SUMMARY) == f"wandb did not take {MOST_ROWS} rows within 1 s"
+    taken.set()
+
+
+def test_what_wandb_makes_of_a_row_is_raised_once(
+    tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log(self: FakeRun, *_: Any, **__: Any) -> None:
+        raise ConnectionError("gone")
+
+    sink = WandbSink(config(), tmp_path)
+    sink.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRun, "log", log)
+        sink._give([(0, {})])
+    with pytest.raises(ConnectionError, match="gone"):
+        sink.log(1, {})
+    sink.log(2, {})
+    assert sink.close(SUMMARY) is None
