@@ -29,6 +29,7 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
+from async_opd.core.loop_lag import LoopLag
 from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.run_files import PRIVATE_UMASK
 
@@ -69,6 +70,7 @@ class Host:
         os.umask(PRIVATE_UMASK)  # a cluster that was joined has its own
         self._object: Any = None
         self._built = asyncio.Event()
+        self._lag: LoopLag | None = None
 
     async def pid(self) -> int:
         """The actor's process id."""
@@ -77,6 +79,11 @@ class Host:
     async def is_built(self) -> bool:
         """Whether it has an object."""
         return self._built.is_set()
+
+    async def lag(self) -> float:
+        """Seconds that its event loop was held up at most since the last call; 0 at the first."""
+        self._lag = self._lag or LoopLag()
+        return self._lag.drain()
 
     async def forever(self) -> None:
         """Does not return: whoever waits for it is told when the process ends."""
@@ -236,6 +243,10 @@ class Remote:
         """The id of its process now."""
         pid = self._handle.pid.remote
         return int(await self._bounded(pid, timeout_s, "a sign of life", LIFE))
+
+    async def lag(self, timeout_s: float) -> float:
+        """See Host.lag."""
+        return float(await self._bounded(self._handle.lag.remote, timeout_s, "its lag", LIFE))
 
     async def is_built(self, timeout_s: float) -> bool:
         """Whether its process has an object: one that was restarted has none."""

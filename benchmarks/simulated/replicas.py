@@ -73,11 +73,15 @@ class SimulatedStudent:
         await self._feed.stop()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
-        length = self._lengths.sample(self._random)
+        length = self._length(prompt)
         with self._activity.busy():
             rollout = await self._grow(Growing(uid, prompt, 0), length)
         self._tokens += length
         return rollout
+
+    def _length(self, prompt: Prompt) -> int:
+        """Tokens of a response."""
+        return self._lengths.sample(self._random)
 
     async def _grow(self, growing: Growing, length: int) -> Rollout:
         every = self._early.get(growing.prompt.teacher, length)
