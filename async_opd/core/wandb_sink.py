@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import netrc
 import os
+import signal
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
 from async_opd.core.background import Background
 from async_opd.core.config import RunConfig
+from async_opd.core.interruption import descendants
 from async_opd.core.run_files import make_folder
 from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
@@ -23,6 +26,8 @@ if TYPE_CHECKING:
 Mode = Literal["online", "offline", "disabled"]
 
 INIT_TIMEOUT_S = 30.0
+SERVICE = "wandb-core"
+"""wandb's own process, as the system names it."""
 MOST_ROWS = 1000
 """Rows that wandb's own process may be behind with."""
 
@@ -140,10 +145,12 @@ class WandbSink:
     def close(self, summary: Summary) -> str | None:
         """Sets wandb's summary and ends the wandb run, as failed unless the run completed.
 
-        In ``timeouts.shutdown_s``, twice at most. Raises what wandb made of the last rows.
+        In ``timeouts.shutdown_s``, twice at most. Raises what wandb made of the last rows. wandb's
+        own process, if it hangs, is ended: this one would wait for it when it exits.
         """
         bound_s = self._config.timeouts.shutdown_s
         if not self._writer.close(bound_s):
+            _end_service()
             return f"wandb did not take {self._writer.waiting} rows within {bound_s:g} s"
         run, self._run = self._run, None
         if run is not None:
@@ -151,6 +158,13 @@ class WandbSink:
             run.finish(exit_code=0 if summary.status == "completed" else 1)
         self._raise()
         return f"wandb has {self._left_out} rows less, it was behind" if self._left_out else None
+
+
+def _end_service() -> None:
+    for pid in descendants(os.getpid()):
+        with suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE:
+                os.kill(pid, signal.SIGKILL)
 
 
 _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}

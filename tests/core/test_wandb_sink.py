@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.core import wandb_sink
 from async_opd.core.config import RunConfig
 from async_opd.core.runlog import RunLog
 from async_opd.core.sink import Summary
@@ -170,7 +173,9 @@ def test_a_wandb_that_takes_nothing_holds_up_nobody(
     def log(self: FakeRun, *_: Any, **__: Any) -> None:
         taken.wait(60)
 
+    ended: list[bool] = []
     monkeypatch.setattr(FakeRun, "log", log)
+    monkeypatch.setattr(wandb_sink, "_end_service", lambda: ended.append(True))
     hasty = config()
     bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
     sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), tmp_path)
@@ -178,6 +183,7 @@ def test_a_wandb_that_takes_nothing_holds_up_nobody(
     for step in range(MOST_ROWS + 10):
         sink.log(step, {})
     assert sink.close(SUMMARY) == f"wandb did not take {MOST_ROWS} rows within 1 s"
+    assert ended
     taken.set()
 
 
@@ -196,3 +202,30 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
         sink.log(1, {})
     sink.log(2, {})
     assert sink.close(SUMMARY) is None
+
+
+HANGS = """
+import os, signal, sys
+from pathlib import Path
+from async_opd.core.interruption import descendants
+from async_opd.core.wandb_sink import WandbSink
+from tests.core.test_wandb_sink import SUMMARY, config
+hasty = config()
+bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
+sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), Path(sys.argv[1]))
+sink.start()
+for pid in descendants(os.getpid()):
+    os.kill(pid, signal.SIGSTOP)
+for step in range(1, 2000):
+    sink.log(step, {f"a{number}": 1.0 for number in range(300)})
+assert "did not take" in (sink.close(SUMMARY) or "")
+Path(sys.argv[1], "closed").touch()
+"""
+
+
+def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    quiet = subprocess.DEVNULL  # a pipe would be held open by what was stopped
+    done = subprocess.run(command, stdout=quiet, stderr=quiet, timeout=60, check=False)
+    assert done.returncode == 0
+    assert (tmp_path / "closed").exists()
