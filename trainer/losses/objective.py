@@ -65,6 +65,7 @@ class Objective:
             "distillation": opened.value,
             "k1": opened.log_sampled - opened.teacher_sampled,
             "rollout_gap": log_ratio.abs(),
+            "entropy": opened.entropy,
             "importance": ratio,
             **opened.metrics,
         }

@@ -1,7 +1,8 @@
 """From values of tokens to the metrics of a step: one transfer from the device for all of them.
 
 ``total`` is summed (each token brings its share); everything else is a mean over response tokens,
-under ``loss/``. The importance ratio r = q/mu becomes
+under ``loss/``. ``entropy`` is the student's, in nats, over its whole vocabulary. The importance
+ratio r = q/mu becomes
 
     importance/mean, importance/max    of r as it is
     importance/truncated               share of tokens above the cap, where there is one

@@ -31,7 +31,14 @@ class SupportRows:
         self.log_rest = rest - total
         self.log_sampled = sampled - total
         self._logits, self._ids, self._targets = logits, ids, targets
-        self._scale, self._mass = (peak - total).exp(), mass
+        self._log_scale, self._mass = peak - total, mass
+        self._scale = self._log_scale.exp()
+
+    def entropy(self) -> torch.Tensor:
+        """-Σ q log q over the whole vocabulary, [n], nats; before ``close``."""
+        outside: torch.Tensor = torch.special.entr(self._logits).sum(-1, keepdim=True)
+        rest = self._scale * outside - self.log_rest.exp() * self._log_scale
+        return (rest + _entropy(self.log_q))[:, 0]
 
     def close(
         self, slope: torch.Tensor, rest: torch.Tensor | None, sampled: torch.Tensor | None
@@ -78,6 +85,12 @@ class FullRows:
         self.teacher_sampled = self.log_p.gather(-1, targets)
         self._logits, self._targets = logits, targets
 
+    def entropy(self) -> torch.Tensor:
+        """-Σ q log q over all of the student's rows, [n], nats; before ``close``."""
+        share = self._log_share.exp()
+        common = share * (_entropy(self._common) - self._log_share)
+        return (common + _entropy(self._padding))[:, 0]
+
     def close(self, slope: torch.Tensor, sampled: torch.Tensor | None) -> None:
         """Overwrites the logits by the gradient of slopes [n, columns] and [n, 1]."""
         pull = slope.sum(-1, keepdim=True)
@@ -93,3 +106,9 @@ class FullRows:
 
 def _lse(rows: torch.Tensor) -> torch.Tensor:
     return rows.logsumexp(-1, keepdim=True)
+
+
+def _entropy(log_q: torch.Tensor) -> torch.Tensor:
+    """-Σ q log q of each row, [n, 1]; what has no probability adds nothing."""
+    entropy: torch.Tensor = torch.special.entr(log_q.exp()).sum(-1, keepdim=True)
+    return entropy

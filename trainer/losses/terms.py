@@ -19,9 +19,13 @@ Metrics = dict[str, torch.Tensor]
 
 
 class Opened(ABC):
-    """Rows whose losses are known: ``value`` [n], log q and log p of the sampled tokens [n]."""
+    """Rows whose losses are known: ``value`` [n], log q and log p of the sampled tokens [n].
+
+    ``entropy`` [n] is the student's, over its whole vocabulary, in nats.
+    """
 
     value: torch.Tensor
+    entropy: torch.Tensor
     log_sampled: torch.Tensor
     teacher_sampled: torch.Tensor
     metrics: Metrics
@@ -70,7 +74,7 @@ class _OpenedSampled(Opened):
         assert tokens.teacher_logprobs is not None
         targets = tokens.targets[:, None]
         self._rows = SupportRows(logits, targets, targets)
-        self.log_sampled = self._rows.log_sampled[:, 0]
+        self.entropy, self.log_sampled = self._rows.entropy(), self._rows.log_sampled[:, 0]
         self.teacher_sampled = tokens.teacher_logprobs.to(logits.dtype).clamp_min(floor)
         slopes = loss(self.teacher_sampled, self.log_sampled)
         self.value, self._slope = slopes.value, slopes.slope
@@ -118,7 +122,7 @@ class _OpenedTopK(Opened):
         log_rest = tokens.teacher_rest_logprobs.to(logits.dtype)[:, None]
         rest = None if whole else (log_rest, rows.log_rest)
         self._slopes = on_support(divergence, tail, log_p, rows.log_q, rest)
-        self.log_sampled = rows.log_sampled[:, 0]
+        self.entropy, self.log_sampled = rows.entropy(), rows.log_sampled[:, 0]
         self.teacher_sampled = tokens.teacher_logprobs.to(logits.dtype)
         self._scale, self.metrics = clamp_scale(self._slopes.value, clamp)
         self.value = self._slopes.value * self._scale
@@ -159,7 +163,7 @@ class _OpenedVocabulary(Opened):
     ) -> None:
         self._rows = rows = FullRows(logits, teacher, tokens.targets[:, None])
         value, self._slope = divergence(rows.log_p, rows.log_q)
-        self.log_sampled = rows.log_sampled[:, 0]
+        self.entropy, self.log_sampled = rows.entropy(), rows.log_sampled[:, 0]
         self.teacher_sampled = rows.teacher_sampled[:, 0]
         self._scale, self.metrics = clamp_scale(value, clamp)
         self.value = value * self._scale
