@@ -144,6 +144,7 @@ def _tokens(samples: Sequence[Sample], shares: Sequence[Share]) -> Tokens:
         reward_weights=(
             _repeated([s.reward_weight for s in shares], lengths) if rewarded else None
         ),
+        response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
     )
 
 

@@ -27,9 +27,11 @@ class Objective(Section):
     ``seq_mean_token_mean`` (mean over samples of each one's token mean), ``seq_mean_token_sum``
     (mean over samples of each one's sum), ``seq_mean_token_sum_norm`` (that, divided by
     ``rollout.max_tokens``)."""
-    importance: Literal["auto", "off", "truncated"] = "auto"
-    """Weights each token by min(q/mu, ``importance_cap``), q the student now and mu the one that
-    sampled it. ``auto``: truncated for sampled-token objectives, which are wrong off-policy
+    importance: Literal["auto", "off", "truncated", "sequence"] = "auto"
+    """``truncated`` weights each token by min(q/mu, ``importance_cap``), q the student now and mu
+    the one that sampled it; ``sequence`` all tokens of a response alike, by the product of q/mu
+    over the response, capped in the same way: prefixes are then corrected too, with far more
+    variance. ``auto``: truncated for sampled-token objectives, which are wrong off-policy
     without it; off for divergences, which are exact at each position whoever sampled it. q has
     the temperature of the rollouts, so that the weight is 1 where nothing is stale; ``top_p``,
     ``top_k`` and ``min_p`` of the rollouts are refused."""
@@ -182,7 +184,7 @@ def corrects(loss: Loss) -> bool:
     """Whether tokens get importance weights."""
     if loss.importance == "auto":
         return not isinstance(loss, Divergence) and loss.weight > 0
-    return loss.importance == "truncated"
+    return loss.importance != "off"
 
 
 def cuts(top_p: float, top_k: int, min_p: float) -> list[tuple[str, str, str]]:

@@ -34,6 +34,7 @@ def test_the_objective_says_what_a_teacher_returns(values: dict[str, Any], kind:
     [
         ({}, False),
         ({"importance": "truncated"}, True),
+        ({"importance": "sequence"}, True),
         ({"kind": "k2"}, True),
         ({"kind": "k2", "importance": "off"}, False),
         ({"kind": "k1", "weight": 0}, False),
@@ -53,6 +54,7 @@ def test_importance_weights_are_for_sampled_tokens_unless_asked_for(
         ({"kind": "k1", "importance": "off"}, None, []),
         ({}, RewardConfig(), ["reward"]),
         ({"importance": "truncated"}, RewardConfig(), ["loss.importance", "reward"]),
+        ({"importance": "sequence"}, None, ["loss.importance"]),
     ],
 )
 def test_a_ratio_is_refused_where_rollouts_come_from_a_nucleus(

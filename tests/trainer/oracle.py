@@ -59,6 +59,7 @@ def case(
         teacher_rest_logprobs=teacher.scatter(-1, ids, -torch.inf).logsumexp(-1),
         advantages=torch.randn(n, dtype=DOUBLE),
         reward_weights=torch.rand(n, dtype=DOUBLE),
+        response_starts=torch.arange(n) // 4 * 4,
     )
     return Case(logits.requires_grad_(), teacher, tokens)
 

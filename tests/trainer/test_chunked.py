@@ -32,6 +32,7 @@ OBJECTIVES = {
     "full": Objective(term(ReverseKL(), None)),
     "mixed": Objective(term(jsd(0.5), None), surrogate=ClippedSurrogate(0.2, 0.3), temperature=0.7),
     "k1": Objective(Sampled(K1(None)), importance_cap=1.2),
+    "sequence": Objective(Sampled(K1(None)), importance_cap=1.2, weighs_responses=True),
 }
 
 
@@ -242,6 +243,7 @@ def test_an_objective_is_traced_whole_and_the_trace_agrees(name: str) -> None:
     *_, x = problem(name)
     eager, traced = x.logits.detach().clone(), x.logits.detach().clone()
     objective, tokens = OBJECTIVES[name], x.tokens.part(slice(0, 6))
+    tokens = replace(tokens, response_log_ratios=torch.randn(6, dtype=DOUBLE))
     teachers = [x.teacher.clone() if objective.needs_heads else None for _ in range(2)]
     compiled = torch.compile(objective.__call__, dynamic=True, fullgraph=True, backend="aot_eager")
     first = objective(eager, tokens, teachers[0])

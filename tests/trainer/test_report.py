@@ -36,6 +36,15 @@ def test_the_truncated_share_is_there_only_where_weights_are() -> None:
     assert step_metrics(weighed)["importance/truncated"] == 0.5
 
 
+def test_the_mean_weight_is_told_beside_the_ratio_it_was_made_of() -> None:
+    weighed = values([1.0, 3.0]) | {"importance_weight": torch.tensor([1.0, 2.0])}
+    metrics = step_metrics(weighed)
+    assert metrics["importance/weight"] == 1.5
+    assert metrics["importance/mean"] == 2
+    assert not any("importance" in key for key in metrics if key.startswith("loss/"))
+    assert "importance/weight" not in step_metrics(values([1.0]))
+
+
 def test_agreement_is_a_mean_over_the_tokens_of_each_teacher() -> None:
     gaps = values([1.0] * 4) | {"agreement": torch.tensor([-1.0, -2.0, -6.0, -3.0])}
     metrics = step_metrics(gaps, [("a", 2), ("b", 1), ("none", 0), ("a", 1)])

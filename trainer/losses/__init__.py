@@ -61,6 +61,7 @@ def build_objective(
     return Objective(
         _term(loss),
         importance_cap=loss.importance_cap if corrects(loss) else None,
+        weighs_responses=loss.importance == "sequence",
         surrogate=_surrogate(reward) if reward else None,
         temperature=temperature,
     )

@@ -42,10 +42,12 @@ class Tokens:
 
     ``targets`` int64 [N] the sampled tokens and ``rollout_logprobs`` [N] log mu of them;
     ``weights`` [N] each one's share of the distillation loss (``reduction.py``), ``reward_weights``
-    [N] of the reward's; ``advantages`` [N] where there is a reward. Of the teacher:
-    ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
-    ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
-    outside of it; or ``teacher_states``, which cover all rows in order.
+    [N] of the reward's; ``advantages`` [N] where there is a reward. Each response is whole:
+    ``response_starts`` int64 [N] is the row of the first token of each one's response (counted in
+    the micro-batch), ``response_log_ratios`` float64 [N] log q/mu of all of it (``responses.py``).
+    Of the teacher: ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support
+    ``teacher_ids`` int64 and ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N],
+    the logarithm of the mass outside of it; or ``teacher_states``, which cover all rows in order.
     """
 
     targets: torch.Tensor
@@ -58,6 +60,8 @@ class Tokens:
     teacher_states: tuple[TeacherStates, ...] = ()
     advantages: torch.Tensor | None = None
     reward_weights: torch.Tensor | None = None
+    response_starts: torch.Tensor | None = None
+    response_log_ratios: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.targets)

@@ -6,7 +6,8 @@
 
 Everything happens in the forward pass: the backward pass only scales. Logits, their softmax and
 their gradient share one buffer of ``CHUNK_BYTES``; the objective works on tiles of it that fit a
-processor's cache. On a GPU, tiles are whole chunks and the objective is compiled.
+processor's cache. On a GPU, tiles are whole chunks and the objective is compiled. One that weighs
+whole responses has a pass over the chunks before, in the same buffer (``responses.py``).
 
 The log-sum-exp and everything after it is float32 (or float64), whatever the matrix products are.
 """
@@ -14,6 +15,7 @@ The log-sum-exp and everything after it is float32 (or float64), whatever the ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -24,6 +26,7 @@ from async_opd.core.head_files import LogitShape
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
+from trainer.losses.responses import log_sampled, response_sums
 from trainer.losses.terms import Metrics
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
@@ -129,6 +132,9 @@ class _Walk:
         row = (own + self._widest) * precise.itemsize
         self._count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
         logits = hidden.new_empty((self._count, weight.shape[0]), dtype=precise)
+        if self._objective.weighs_responses:
+            ratios = self._response_log_ratios(hidden, matrix, bias, logits)
+            self._tokens = replace(self._tokens, response_log_ratios=ratios)
         reports = []
         for rows, states in chunks(self._tokens, self._count):
             part = hidden[rows].to(self._compute)
@@ -142,6 +148,27 @@ class _Walk:
             None if s is None or t is None else s.to(t.dtype)
             for s, t in zip(sums, inputs, strict=True)
         ]
+
+    def _response_log_ratios(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        logits: torch.Tensor,
+    ) -> torch.Tensor:
+        """log q/mu of each token's whole response, [N] float64; ``logits`` are overwritten.
+
+        ValueError for tokens that do not say whose response they are part of.
+        """
+        tokens, temperature = self._tokens, self._objective.temperature
+        if tokens.response_starts is None:
+            raise ValueError("weights of whole responses need Tokens.response_starts")
+        log_ratios = -tokens.rollout_logprobs.double()
+        for rows, _ in chunks(tokens, self._count):
+            out = project(hidden[rows].to(self._compute), weight, bias, logits)
+            shaped = shape_logits(out, self._shape)
+            log_ratios[rows] += log_sampled(shaped, tokens.targets[rows], temperature)
+        return response_sums(log_ratios, tokens.response_starts)
 
     def _losses(self, logits: torch.Tensor, rows: slice, states: TeacherStates | None) -> Metrics:
         """Turns a chunk's logits into their gradient, tile by tile."""

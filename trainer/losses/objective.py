@@ -6,7 +6,8 @@ D_t the distillation term, w_t its weight and reduction, i_t the importance weig
 scale; S_t the reward's surrogate (``surrogate.py``), v_t its weight and reduction. i and c are held
 constant.
 
-    i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143)
+    i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143), or
+    i_t = min(Π_s q(y_s) / mu(y_s), cap)   over all s of the response: sequence-level truncation
 
 mu is the distribution that was sampled. At a temperature other than 1, the q of both ratios has the
 same temperature: ratios measure staleness alone, and are 1 where there is none. The q of D_t is
@@ -33,14 +34,20 @@ class Objective:
         term: Term,
         *,
         importance_cap: float | None = None,
+        weighs_responses: bool = False,
         surrogate: ClippedSurrogate | None = None,
         temperature: float = 1.0,
     ) -> None:
-        """``importance_cap`` None: no importance weights. ``surrogate`` None: no reward."""
+        """``importance_cap`` None: no importance weights. ``surrogate`` None: no reward.
+
+        ``weighs_responses``: one importance weight for all tokens of a response, for which tokens
+        need ``response_log_ratios``.
+        """
         self._term = term
         self._cap = importance_cap
         self._surrogate = surrogate
-        self._temperature = temperature
+        self.temperature = temperature
+        self.weighs_responses = weighs_responses and importance_cap is not None
 
     @property
     def needs_heads(self) -> bool:
@@ -70,8 +77,10 @@ class Objective:
             **opened.metrics,
         }
         if self._cap is not None:
-            factor = factor * ratio.clamp_max(self._cap)
-            metrics["truncated"] = ratio > self._cap
+            weight = self._response_ratio(tokens).to(ratio) if self.weighs_responses else ratio
+            metrics["truncated"] = weight > self._cap
+            metrics["importance_weight"] = weight = weight.clamp_max(self._cap)
+            factor = factor * weight
         metrics["total"] = factor * opened.value
         slope = self._reward(log_ratio, tokens, metrics)
         opened.close(factor, slope if tempered is None else None)
@@ -79,10 +88,16 @@ class Objective:
             self._add_tempered(logits, tempered, tokens.targets, slope)
         return metrics
 
+    @staticmethod
+    def _response_ratio(tokens: Tokens) -> torch.Tensor:
+        """q/mu of each token's whole response, [n]."""
+        assert tokens.response_log_ratios is not None
+        return tokens.response_log_ratios.clamp_max(LARGEST).exp()
+
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor | None:
-        if self._temperature == 1:
+        if self.temperature == 1:
             return None
-        return (logits / self._temperature).log_softmax(-1)
+        return (logits / self.temperature).log_softmax(-1)
 
     def _reward(
         self, log_ratio: torch.Tensor, tokens: Tokens, metrics: Metrics
@@ -110,6 +125,6 @@ class Objective:
         slope: torch.Tensor,
     ) -> None:
         """Of a slope g by log q(y) at temperature T: g (1[j = y] - q_j) / T for each logit j."""
-        slope = (slope / self._temperature)[:, None]
+        slope = (slope / self.temperature)[:, None]
         gradient.sub_(tempered.exp_().mul_(slope))
         gradient.scatter_add_(-1, targets[:, None], slope)

@@ -2,11 +2,16 @@
 
 ``total`` is summed (each token brings its share); everything else is a mean over response tokens,
 under ``loss/``. ``entropy`` is the student's, in nats, over its whole vocabulary. The importance
-ratio r = q/mu becomes
+ratio r = q/mu of each token, whatever is weighed by it, becomes
 
     importance/mean, importance/max    of r as it is
-    importance/truncated               share of tokens above the cap, where there is one
     importance/ess                     (Σ r)² / (N Σ r²): 1 where all ratios are the same
+
+of the weights, where there are any (r of each token, or with ``importance: sequence`` the product
+of r over its response),
+
+    importance/truncated               share of tokens whose weight is above the cap
+    importance/weight                  mean over tokens of the weights, truncated at the cap
 
 and log p - log mu of the sampled tokens, where the trainer alone has the teacher's distribution,
 
@@ -42,13 +47,15 @@ def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[
         return {"loss/total": 0.0}
     found = {name: value.double() for name, value in values.items()}
     ratio, truncated = found.pop("importance"), found.pop("truncated", None)
-    gap = found.pop("agreement", None)
+    weight, gap = found.pop("importance_weight", None), found.pop("agreement", None)
     scalars = {f"loss/{name}": value.mean() for name, value in found.items()}
     scalars["loss/total"] = found["total"].sum()
     scalars["importance/mean"] = ratio.mean()
     scalars["importance/max"] = ratio.max()
     if truncated is not None:
         scalars["importance/truncated"] = truncated.mean()
+    if weight is not None:
+        scalars["importance/weight"] = weight.mean()
     scalars["importance/ess"] = ratio.sum().square() / (len(ratio) * ratio.square().sum())
     if gap is not None:
         scalars |= _agreement(gap, runs)
