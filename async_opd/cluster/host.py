@@ -149,6 +149,7 @@ class Remote:
         working directory by itself.
         """
         options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
+        options["enable_task_events"] = False  # Ray's server keeps one of every call, for ever
         env = {**(env or {}), "ASYNC_OPD_BOX": name, SAFE_PATH: "1"}
         if place is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
