@@ -7,7 +7,9 @@ Real Ray actors, queue, admission, stages, ledger, run log and trace; the engine
 spread evenly among them, 1,000 of 32,018 tokens (16 MiB), through a queue of 512 MiB.
 
     rss_growth      resident memory at the end over that at a third, the largest of all processes;
-                    of each the median of a tenth of the run
+                    of each the median of a tenth of the run. It has the pages of Ray's object store
+                    that the process has touched so far: the store is bounded, and shared by all
+    private_growth  the same of the memory that a process has for itself: what a leak would be
     lost, duplicated  samples, by the audit of the ledger
     max_loop_lag_s  the longest time for which the loop of driver, queue or scorer was held up
     peak_memory_gib proportional set size of all processes together: shared pages count once
@@ -139,13 +141,17 @@ class Progress:
         """Nothing."""
 
 
+Sizes = tuple[int, int]  # resident bytes, and those of them that are shared
+Samples = defaultdict[int, list[Sizes]]  # by process id
+
+
 @dataclass
 class Memory:
     """Asks every process of this one's family for its memory, in a thread."""
 
     progress: Progress
-    third: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
-    end: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    third: Samples = field(default_factory=lambda: defaultdict(list))
+    end: Samples = field(default_factory=lambda: defaultdict(list))
     names: dict[int, str] = field(default_factory=dict)
     peak: int = 0
 
@@ -159,14 +165,18 @@ class Memory:
         self._stop.set()
         self._thread.join()
 
-    def growth(self) -> dict[str, tuple[float, float]]:
-        """MiB at a third and at the end, of each process that was there both times."""
+    def growth(self, shared: bool) -> dict[str, tuple[float, float]]:
+        """MiB at a third and at the end, of each process that was there both times.
+
+        ``shared``: with the pages that others have, too.
+        """
+
+        def mib(samples: list[Sizes]) -> float:
+            return statistics.median(rss - (0 if shared else s) for rss, s in samples) / (1 << 20)
+
         return {
-            f"{self.names[pid]} {pid}": (
-                statistics.median(self.third[pid]) / (1 << 20),
-                statistics.median(self.end[pid]) / (1 << 20),
-            )
-            for pid in self.third.keys() & self.end.keys()
+            f"{self.names[pid]} {pid}": (mib(self.third[pid]), mib(self.end[pid]))
+            for pid in sorted(self.third.keys() & self.end.keys())
         }
 
     def _watch(self) -> None:
@@ -187,7 +197,8 @@ class Memory:
         self.names.setdefault(process.pid, process.name())
         of = self.third if 0.3 <= share < 0.4 else self.end if share >= 0.9 else None
         if of is not None:
-            of[process.pid].append(process.memory_info().rss)
+            memory = process.memory_info()
+            of[process.pid].append((memory.rss, memory.shared))
 
 
 class Lags:
@@ -241,9 +252,10 @@ async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
             lags.stop()
         log.finish("completed")
     found = await asyncio.to_thread(audit, run_dir)
-    grown = memory.growth()
+    resident, private = memory.growth(shared=True), memory.growth(shared=False)
     return {
-        "rss_growth": round(max((end / third for third, end in grown.values()), default=0.0), 3),
+        "rss_growth": _largest(resident),
+        "private_growth": _largest(private),
         "lost": len(found.lost),
         "duplicated": len(found.duplicated),
         "max_loop_lag_s": round(max(lag.values()), 3),
@@ -251,8 +263,17 @@ async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
         "wall_s": round(wall_s, 1),
         "rollouts": len(found.trained),
         "loop_lag_s": {name: round(value, 3) for name, value in lag.items()},
-        "rss_mib": {name: [round(mib, 1) for mib in pair] for name, pair in grown.items()},
+        "rss_mib": _rounded(resident),
+        "private_mib": _rounded(private),
     }
+
+
+def _largest(grown: Mapping[str, tuple[float, float]]) -> float:
+    return round(max((end / third for third, end in grown.values()), default=0.0), 3)
+
+
+def _rounded(grown: Mapping[str, tuple[float, float]]) -> dict[str, list[float]]:
+    return {name: [round(mib, 1) for mib in pair] for name, pair in grown.items()}
 
 
 def main() -> None:
