@@ -206,6 +206,7 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
 
 HANGS = """
 import os, signal, sys
+from contextlib import suppress
 from pathlib import Path
 from async_opd.core.interruption import descendants
 from async_opd.core.wandb_sink import WandbSink
@@ -215,7 +216,8 @@ bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
 sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), Path(sys.argv[1]))
 sink.start()
 for pid in descendants(os.getpid()):
-    os.kill(pid, signal.SIGSTOP)
+    with suppress(ProcessLookupError):  # one that was there for a moment only
+        os.kill(pid, signal.SIGSTOP)
 for step in range(1, 2000):
     sink.log(step, {f"a{number}": 1.0 for number in range(300)})
 assert "did not take" in (sink.close(SUMMARY) or "")
@@ -225,7 +227,8 @@ Path(sys.argv[1], "closed").touch()
 
 def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HANGS, str(tmp_path)]
-    quiet = subprocess.DEVNULL  # a pipe would be held open by what was stopped
-    done = subprocess.run(command, stdout=quiet, stderr=quiet, timeout=60, check=False)
-    assert done.returncode == 0
+    said = tmp_path / "said"  # a pipe would be held open by what was stopped
+    with said.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, timeout=60, check=False)
+    assert done.returncode == 0, said.read_text()
     assert (tmp_path / "closed").exists()
