@@ -67,7 +67,9 @@ async def serving(server: Hostile) -> AsyncIterator[str]:
 
 def bomb() -> bytes:
     """Few bytes, which are ``ZEROS`` when they are decompressed."""
-    return gzip.compress(b"[" + b"0," * (ZEROS // 2) + b"0]", 9, mtime=0)  # the same in every process
+    return gzip.compress(
+        b"[" + b"0," * (ZEROS // 2) + b"0]", 9, mtime=0
+    )  # the same in every process
 
 
 def deep(levels: int = 200_000) -> bytes:
