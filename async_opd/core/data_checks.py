@@ -11,6 +11,7 @@ from async_opd.core.graders import load_grader
 from async_opd.core.prompts import filled
 from async_opd.core.sources import Row, SourceError, read_source
 from async_opd.core.text import PromptText, Text
+from async_opd.core.verifiers import REMEDY, evaluates
 
 MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 """Fields of rows that are more than text."""
@@ -161,6 +162,17 @@ class DataChecks:
                 f"{len(without)} rows have no {self.config.data.answer!r}, the first is "
                 f"{without[0].uid}: {grader} would grade every response 0",
                 "add the answers, or name their field in data.answer",
+            )
+
+    def verifiers(self, part: str, rows: Sequence[Row]) -> None:
+        """Rows to grade have no verifier that runs a response as code, unless that is allowed."""
+        found = {row.task.name for row in rows if row.task is not None and evaluates(row.task.name)}
+        if found and not self.config.grading.allow_eval:
+            self.found.add(
+                f"data.{part}",
+                f"reasoning-gym's verifiers of {', '.join(sorted(found))} evaluate what the model "
+                "wrote: a response can run code as you",
+                REMEDY,
             )
 
     def prompts(self, part: str, sources: Sequence[Sequence[Row]], room: Room) -> None:

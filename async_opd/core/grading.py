@@ -30,6 +30,7 @@ from async_opd.core.graders import GradeError, exact, has_verifier
 from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.secrets import named_variables, without_secret_variables
 from async_opd.core.sources import Row
+from async_opd.core.verifiers import REMEDY, evaluates
 
 PROGRAM = "async_opd.core.grader_process"
 LOADED = "loaded"
@@ -41,6 +42,7 @@ class GraderSpec:
     """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while.
 
     ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: those it gets.
+    ``allow_eval``: verifiers that run a response as code may be asked.
     """
 
     name: str
@@ -49,6 +51,7 @@ class GraderSpec:
     start_s: float
     hidden_env: tuple[str, ...] = ()
     pass_env: tuple[str, ...] = ()
+    allow_eval: bool = False
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> Self:
@@ -57,7 +60,8 @@ class GraderSpec:
         hidden = tuple(named_variables(config.model_dump(mode="json", by_alias=True)))
         given = tuple(limits.pass_env)
         start_s = config.timeouts.engine_start_s
-        return cls(name, limits.timeout_s, limits.processes, start_s, hidden, given)
+        bounds = (limits.timeout_s, limits.processes, start_s)
+        return cls(name, *bounds, hidden, given, limits.allow_eval)
 
     def environ(self) -> dict[str, str]:
         """What a grader's process gets of the environment: its code is not trusted with secrets."""
@@ -80,6 +84,11 @@ class Graders:
         """The number from 0 to 1. GradeError if there is none in time; StageError: no process."""
         if self._spec.name == "exact" and not has_verifier(row):
             return exact(response, row)
+        if row.task is not None and evaluates(row.task.name) and not self._spec.allow_eval:
+            cause = (
+                f"the verifier of {row.task.name} would run the response to row {row.uid} as code"
+            )
+            raise GradeError("grader", cause, REMEDY)
         async with self._room:
             process = self._one_idle() or await _Process.start(self._spec)
             try:

@@ -19,3 +19,7 @@ class GradingConfig(Section):
     pass_env: list[str] = Field(default=[])
     """Environment variables that graders get although they hold secrets, such as the key of a
     judge. They inherit all others whose name or value does not tell of a secret."""
+    allow_eval: bool = False
+    """Allows reasoning-gym tasks whose verifiers evaluate what the model wrote as Python (puzzle24,
+    countdown, n_queens and others, see ``core/verifiers.py``): a response can then run code as the
+    user. Without it ``check`` refuses them where they grade, and such a row is a dead letter."""

@@ -53,8 +53,10 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     data.media("train", to_train)
     data.media("eval", to_evaluate)
     data.answers("eval", to_evaluate, config.eval.grader)
+    data.verifiers("eval", to_evaluate)
     if config.reward is not None:
         data.answers("train", to_train, config.reward.grader)
+        data.verifiers("train", to_train)
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpu_count() if gpus is None else gpus, limit)
