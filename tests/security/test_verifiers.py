@@ -107,7 +107,9 @@ def test_a_verifier_that_only_reads_grades_as_ever() -> None:
 
 def test_check_refuses_a_verifier_that_evaluates_and_names_it_and_the_key() -> None:
     (said,) = refusals(with_task("puzzle24"))
-    assert said.startswith("data.eval: ") and "puzzle24" in said and "allow_eval" in said
+    assert said.startswith("data.eval: ")
+    assert "puzzle24" in said
+    assert "allow_eval" in said
 
 
 def test_check_refuses_it_for_a_reward_too() -> None:
