@@ -29,7 +29,12 @@ HANDSHAKE_S = 10.0
 """Who does not show the secret by then is sent away."""
 LINE_BYTES = 1 << 16
 SPARE_VISITORS = 64
-"""Beside one for each member: strangers cannot have as many threads as they like."""
+"""Who has not shown the secret yet, beside one for each member: strangers cannot have as many
+threads as they like. Whoever comes then takes the place of the one that has waited longest."""
+WELCOME = b"\x01"
+"""Said to a member when it has shown the secret."""
+AGAIN_S = 0.05
+"""A member that is hung up on comes again after this time."""
 
 
 class Book(Protocol):
@@ -57,7 +62,7 @@ class Meeting:
     """The sender's book, and the socket by which members come to it. Opened by the constructor."""
 
     def __init__(self, host: str, secret: bytes, members: int, timeout_s: float) -> None:
-        """OSError if ``host`` is no address of this machine. ``members`` come at most."""
+        """OSError if ``host`` is no address of this machine."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.refused = 0
         self._secret = secret
@@ -65,8 +70,9 @@ class Meeting:
         self._book: dict[str, bytes] = {}
         self._news = threading.Condition()
         self._closed = False
-        self._room = threading.BoundedSemaphore(members + SPARE_VISITORS)
-        self._visitors: set[socket.socket] = set()
+        self._most_strangers = members + SPARE_VISITORS
+        self._strangers: dict[socket.socket, None] = {}  # the one that came first is first
+        self._members: set[socket.socket] = set()
         self._listener = socket.create_server((host, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._receive, name="meeting", daemon=True).start()
@@ -95,11 +101,10 @@ class Meeting:
         """Nobody comes any more, and nobody stays. Safe to call again."""
         with self._news:
             self._closed = True
-            visitors = list(self._visitors)
+            visitors = [*self._strangers, *self._members]
             self._news.notify_all()
         for connection in (self._listener, *visitors):
-            with suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
+            _hang_up(connection)
         self._listener.close()
 
     def _receive(self) -> None:
@@ -110,28 +115,41 @@ class Meeting:
                 if not self._closed:
                     time.sleep(0.1)  # no file descriptor left for another connection
                 continue
-            if not self._room.acquire(blocking=False):
+            self._let_in(connection)
+
+    def _let_in(self, connection: socket.socket) -> None:
+        """Starts its visit, in the place of another stranger if there is no other place."""
+        with self._news:
+            if self._closed:
                 connection.close()
-                continue
-            threading.Thread(target=self._visit, args=(connection,), daemon=True).start()
+                return
+            if len(self._strangers) >= self._most_strangers:
+                oldest = next(iter(self._strangers))
+                del self._strangers[oldest]
+                _hang_up(oldest)
+            self._strangers[connection] = None
+        threading.Thread(target=self._visit, args=(connection,), daemon=True).start()
 
     def _visit(self, connection: socket.socket) -> None:
         try:
             with connection, suppress(OSError, ValueError, TypeError, WeightSyncError):
-                with self._news:
-                    self._visitors.add(connection)
-                    if self._closed:
-                        return
                 if not self._knows_the_secret(connection):
                     self.refused += 1
                     return
+                with self._news:
+                    if connection not in self._strangers or self._closed:
+                        return  # it was dropped meanwhile, and comes again
+                    del self._strangers[connection]
+                    self._members.add(connection)
+                connection.sendall(WELCOME)
                 connection.settimeout(self._timeout_s)
                 with connection.makefile("rwb") as stream:
                     while line := stream.readline(LINE_BYTES):
                         _tell(stream, self._answer(json.loads(line)))
         finally:
-            self._visitors.discard(connection)
-            self._room.release()
+            with self._news:
+                self._strangers.pop(connection, None)
+                self._members.discard(connection)
 
     def _knows_the_secret(self, connection: socket.socket) -> bool:
         """Shows that this is the sender, and whether the visitor is a member."""
@@ -156,11 +174,13 @@ class Visit:
     """A member's connection to the book. ``address`` is this machine's on the way there."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """WeightSyncError if there is no sender that knows the secret."""
+        """WeightSyncError if there is no sender that knows the secret.
+
+        Comes again until then if it is hung up on: strangers may crowd the meeting.
+        """
         self._secret = secret
         try:
-            self._connection = socket.create_connection((host, port), timeout_s)
-            self._meet(time.monotonic() + timeout_s)
+            self._connection = self._come(host, port, timeout_s)
         except OSError as error:
             cause = f"no meeting of this group at {host}:{port}: {error or type(error).__name__}"
             raise WeightSyncError(
@@ -183,16 +203,35 @@ class Visit:
         self._stream.close()
         self._connection.close()
 
-    def _meet(self, deadline: float) -> None:
-        """ConnectionError if the other side is not the sender."""
+    def _come(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """OSError: nobody listens, a stranger does, or whoever does hangs up again and again."""
+        deadline, tries = time.monotonic() + timeout_s, 0
+        while (left := deadline - time.monotonic()) > 0:
+            connection = socket.create_connection((host, port), left)
+            try:
+                self._meet(connection, deadline)
+                return connection
+            except (ConnectionResetError, BrokenPipeError):
+                connection.close()
+                tries += 1
+                time.sleep(AGAIN_S)
+            except BaseException:
+                connection.close()
+                raise
+        raise TimeoutError(
+            f"it hung up {tries} times within {timeout_s:g} s: strangers may crowd it"
+        )
+
+    def _meet(self, connection: socket.socket, deadline: float) -> None:
+        """ConnectionError if the other side is not the sender, or hangs up."""
         ours = secrets.token_bytes(NONCE_BYTES)
-        self._connection.sendall(ours)
-        theirs = _exactly(self._connection, NONCE_BYTES, deadline)
-        shown = _exactly(self._connection, PROOF_BYTES, deadline)
+        connection.sendall(ours)
+        theirs = _exactly(connection, NONCE_BYTES, deadline)
+        shown = _exactly(connection, PROOF_BYTES, deadline)
         if not hmac.compare_digest(shown, proof(self._secret, "sender", ours, theirs)):
-            self._connection.close()
             raise ConnectionRefusedError("who listens there does not know the secret")
-        self._connection.sendall(proof(self._secret, "member", theirs, ours))
+        connection.sendall(proof(self._secret, "member", theirs, ours))
+        _exactly(connection, len(WELCOME), deadline)
 
     def _ask(self, request: dict[str, str]) -> str:
         try:
@@ -215,6 +254,12 @@ def proofs(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
 def proofs_for(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
     """What it has to hear from each of them."""
     return b"".join(proof(secret, f"rank {other} to {rank}") for other in ranks)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wakes who waits for it; whose connection it is closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _tell(stream: BufferedRWPair[Any, Any], answer: str) -> None:
