@@ -6,7 +6,7 @@ import netrc
 import os
 import signal
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import chdir, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
@@ -60,7 +60,8 @@ class WandbSink:
         Raises what ``wandb.init`` raises, after its time limit at most.
         """
         wanted = self._config.log.wandb
-        mode = _auto_mode() if wanted == "auto" else _MODES[wanted]
+        own = _own_settings()
+        mode = _auto_mode(own) if wanted == "auto" else _MODES[wanted]
         try:
             self._open(mode)
         except Exception as error:
@@ -170,11 +171,23 @@ def _end_service() -> None:
 _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}
 
 
-def _auto_mode() -> Mode:
-    """Online if wandb has credentials; WANDB_MODE can keep it from going online."""
+def _own_settings() -> wandb.Settings:
+    """wandb's settings, of the environment and of the user's own file.
+
+    wandb would also read ``wandb/settings`` or ``.wandb/settings`` of the directory in which they
+    are loaded, once for a process. What lies in the working directory may be downloaded, and must
+    not say which server gets the user's key: they are loaded in the root directory.
+    """
     import wandb
 
-    settings = wandb.setup().settings
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    own = wandb.Settings(settings_system=str(folder.absolute() / "settings"))
+    with chdir("/"):
+        return wandb.setup(own).settings
+
+
+def _auto_mode(settings: wandb.Settings) -> Mode:
+    """Online if wandb has credentials; WANDB_MODE can keep it from going online."""
     if settings.mode in ("offline", "dryrun"):
         return "offline"
     if settings.mode == "disabled":

@@ -332,7 +332,7 @@ def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") 
 
     settings = wandb.Settings(api_key=None, base_url="https://api.wandb.ai", mode=mode)
     monkeypatch.setattr(wandb, "init", init)
-    monkeypatch.setattr(wandb, "setup", lambda: type("Setup", (), {"settings": settings}))
+    monkeypatch.setattr(wandb, "setup", lambda _: type("Setup", (), {"settings": settings}))
     with pytest.raises(ConnectionError):
         WandbSink(config(wandb=wanted), Path()).start()
     return seen[0]

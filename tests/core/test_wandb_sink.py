@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -228,7 +229,8 @@ Path(sys.argv[1], "closed").touch()
 def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HANGS, str(tmp_path)]
     said = tmp_path / "said"  # a pipe would be held open by what was stopped
+    own = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}  # that of another process
     with said.open("w") as file:
-        done = subprocess.run(command, stdout=file, stderr=file, timeout=60, check=False)
+        done = subprocess.run(command, stdout=file, stderr=file, env=own, timeout=60, check=False)
     assert done.returncode == 0, said.read_text()
     assert (tmp_path / "closed").exists()
