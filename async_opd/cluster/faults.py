@@ -16,7 +16,8 @@ from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, firs
 SHOWN = 500
 """Characters of Ray's own words."""
 
-LOG = "see its log in Ray's session directory"
+LOGS = "ray_logs of the run directory (of a cluster that was joined: in Ray's session directory)"
+LOG = f"see its log in {LOGS}"
 MEMORY = f"{LOG}; running out of memory is the most common cause of a sudden death"
 NODE = "see whether the machine is up and reachable, and Ray's logs on it"
 VERSIONS = "the same Python, Ray and async_opd on every machine of the cluster"
@@ -60,8 +61,8 @@ FAULTS = (
     Fault(
         (found.OutOfDiskError,),
         "the disk to which Ray moves large messages is full",
-        "make room on the disk of Ray's temporary directory (/tmp/ray, or RAY_TMPDIR), or lower "
-        "queue.max_mib",
+        "make room on the disk of Ray's directory (RAY_TMPDIR, or the system's temporary one), or "
+        "lower queue.max_mib",
     ),
     Fault(
         (found.ObjectStoreFullError,),
@@ -82,7 +83,7 @@ FAULTS = (
     Fault(
         (found.RuntimeEnvSetupError,),
         "its environment could not be set up",
-        "see runtime_env_setup-*.log in Ray's session directory",
+        f"see runtime_env_setup-*.log in {LOGS}",
     ),
     Fault((found.TaskCancelledError,), "the call was cancelled in its process", LOG),
     Fault(
@@ -99,7 +100,7 @@ FAULTS = (
     Fault((found.UnserializableException,), "its error cannot be read here", VERSIONS),
     Fault((found.CrossLanguageError,), "its error came from another language", VERSIONS),
     Fault((found.UserCodeException,), "an error inside of it", LOG),
-    Fault((found.RaySystemError,), "Ray itself failed", "see Ray's session directory for its logs"),
+    Fault((found.RaySystemError,), "Ray itself failed", f"see {LOGS}"),
 )
 """In this order: the first that fits says what it was."""
 
@@ -127,7 +128,7 @@ def as_ours(name: str, what: str, error: BaseException, restarts: bool) -> Stage
             cause = f"{fault.cause} during {what}: {words}"
             return _kind(fault, error, restarts)(name, cause, fault.remedy)
     cause = f"{what} failed: {type(error).__name__}: {words}"
-    return StageError(name, cause, "see Ray's session directory for its logs")
+    return StageError(name, cause, f"see {LOGS}")
 
 
 def _kind(fault: Fault, error: BaseException, restarts: bool) -> type[StageError]:

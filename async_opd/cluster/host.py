@@ -31,6 +31,7 @@ from async_opd.core.errors import (
 )
 from async_opd.core.loop_lag import LoopLag
 from async_opd.core.orphans import SAFE_PATH
+from async_opd.core.private_folder import private_compile_cache
 from async_opd.core.run_files import PRIVATE_UMASK
 
 START, REQUEST, LIFE = "timeouts.engine_start_s", "timeouts.request_s", "supervision.timeout_s"
@@ -68,6 +69,7 @@ class Host:
 
     def __init__(self) -> None:
         os.umask(PRIVATE_UMASK)  # a cluster that was joined has its own
+        private_compile_cache()
         self._object: Any = None
         self._built = asyncio.Event()
         self._lag: LoopLag | None = None

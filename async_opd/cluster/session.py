@@ -6,18 +6,21 @@ import asyncio
 import logging
 import os
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
+from pathlib import Path
 from threading import Event, Thread
 
 import ray
 from ray.job_config import JobConfig
 
+from async_opd.cluster.ray_folder import RayFolder, environment, ray_folder
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.family import Family, family
 from async_opd.core.orphans import SAFE_PATH
+from async_opd.core.private_folder import private_compile_cache
 
 
 @asynccontextmanager
@@ -25,18 +28,24 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
     """Starts or joins the cluster; shuts our part of it down on the way out.
 
     What a local one starts is a family, whose head and agents are noted by who knows when all are
-    there.
+    there. It works in a directory of its own, with a token of its own: see ``RayFolder``.
 
     Processes that Ray starts import nothing from the working directory by themselves.
 
     Ray's token authentication stays as it is (on by default).
     """
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    private_compile_cache()
     address = config.cluster.address or "local"
-    with family() if address == "local" else nullcontext() as ours, _safe_path():
-        await _start(config, address)
+    with ExitStack() as stack:
+        folder = stack.enter_context(ray_folder()) if address == "local" else None
+        ours = stack.enter_context(family(folder.path)) if folder else None
+        stack.enter_context(environment({SAFE_PATH: "1"}))
+        async with _logs_kept(config, folder):
+            await _start(config, address, folder)
         try:
-            yield ours
+            async with _logs_kept(config, folder):
+                yield ours
         finally:
             try:
                 async with asyncio.timeout(config.timeouts.shutdown_s):
@@ -46,17 +55,16 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
                     await asyncio.to_thread(ours.end)
 
 
-@contextmanager
-def _safe_path() -> Iterator[None]:
-    """Processes that are started meanwhile do not import from the working directory."""
-    before = os.environ.get(SAFE_PATH)
-    os.environ[SAFE_PATH] = "1"
+@asynccontextmanager
+async def _logs_kept(config: RunConfig, folder: RayFolder | None) -> AsyncIterator[None]:
+    """If a run fails, the end of each of Ray's logs stays in its directory."""
     try:
         yield
-    finally:
-        os.environ.pop(SAFE_PATH)
-        if before is not None:
-            os.environ[SAFE_PATH] = before
+    except Exception:
+        if folder is not None and config.run_dir is not None:
+            with suppress(OSError):  # the error that is raised says more than one of a log
+                await asyncio.to_thread(folder.keep_logs, Path(config.run_dir))
+        raise
 
 
 class _JobConfig(JobConfig):
@@ -80,7 +88,7 @@ def job_config() -> JobConfig:
     return _JobConfig(_py_driver_sys_path=told)
 
 
-async def _start(config: RunConfig, address: str) -> None:
+async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> None:
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -92,6 +100,7 @@ async def _start(config: RunConfig, address: str) -> None:
                     log_to_driver=False,
                     logging_level=logging.ERROR,
                     configure_logging=False,
+                    _temp_dir=str(folder.session) if folder else None,
                 )
             )
     except (ConnectionError, RuntimeError, TimeoutError) as error:

@@ -35,7 +35,7 @@ done
 none=
 for round in 1 2 3 4 5 6 7 8 9; do
   files=$(grep -lzxsF "$0" /proc/[0-9]*/environ)
-  [ "$files$none" = none ] && exit
+  [ "$files$none" = none ] && break
   none=none
   for file in $files; do
     none=
@@ -44,10 +44,11 @@ for round in 1 2 3 4 5 6 7 8 9; do
   done
   sleep 0.1
 done
+[ -z "$1" ] || rm -rf -- "$1"
 """
 """A number may be another process's by then, its start says so. The second part until nobody was
 found twice: who is killed may just have started another, and in the middle of an exec a process
-has no environment."""
+has no environment. Last, the directory that they all worked in."""
 
 
 @dataclass(frozen=True)
@@ -75,11 +76,14 @@ class Family:
 
 
 @contextmanager
-def family() -> Iterator[Family]:
-    """What is started within ends with this process, if it does not end before."""
+def family(folder: Path | None = None) -> Iterator[Family]:
+    """What is started within ends with this process, if it does not end before.
+
+    Then the ``folder``, theirs alone, goes too; not if this process leaves the context.
+    """
     value = uuid4().hex
     watcher = subprocess.Popen(
-        ["sh", "-c", SCRIPT, f"{NAME}={value}"],
+        ["sh", "-c", SCRIPT, f"{NAME}={value}", str(folder or "")],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -33,6 +33,8 @@ from async_opd.core.sources import Row
 from async_opd.core.verifiers import REMEDY, evaluates
 
 PROGRAM = "async_opd.core.grader_process"
+RAYS_TOKEN = "RAY_AUTH_TOKEN_PATH"
+"""Where a local run's Ray has it: no secret by its name."""
 LOADED = "loaded"
 LINE_BYTES = 1 << 20
 
@@ -65,7 +67,8 @@ class GraderSpec:
 
     def environ(self) -> dict[str, str]:
         """What a grader's process gets of the environment: its code is not trusted with secrets."""
-        kept = without_secret_variables(os.environ, self.hidden_env, self.pass_env)
+        hidden = (*self.hidden_env, RAYS_TOKEN)
+        kept = without_secret_variables(os.environ, hidden, self.pass_env)
         return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 

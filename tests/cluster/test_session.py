@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import ray
 
 from async_opd.cluster.host import Remote
 from async_opd.cluster.session import ray_session
+from async_opd.core.interruption import descendants
 from async_opd.core.load import load_config
 
 pytestmark = pytest.mark.engine
@@ -28,7 +31,39 @@ class Process:
 
 
 @dataclass
+class Ray:
+    """What the Ray of a local run is like: ``mode`` of the directory above all of it."""
+
+    session: Path
+    mode: int
+    token: str
+    commands: list[str]
+    accepted: dict[str, bool]
+
+    @classmethod
+    def now(cls) -> Ray:
+        node = ray._private.worker._global_node
+        session = Path(node.get_session_dir_path())
+        token = (session.parents[1] / "token").read_text()
+        commands = [
+            Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+            for pid in descendants(os.getpid())
+        ]
+        accepted = {one: accepts(node.gcs_address, one) for one in (token, "0" * 64)}
+        return cls(session, session.parents[1].stat().st_mode & 0o777, token, commands, accepted)
+
+
+def accepts(address: str, token: str) -> bool:
+    """Whether Ray's head answers who shows a token, with a process of its own."""
+    program = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+    env = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    command = [sys.executable, "-c", program, address]
+    return subprocess.run(command, env=env, capture_output=True, timeout=120).returncode == 0
+
+
+@dataclass
 class Seen:
+    ray: Ray
     folder: Path
     path: list[str]
     directory: str
@@ -43,18 +78,18 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     for name in ("pydantic", "numpy", "aiohttp", "psutil", "async_opd"):
         (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
 
-    async def told() -> tuple[list[str], str, dict[str, str]]:
+    async def told() -> Seen:
         async with ray_session(config):
             remote = Remote.create("process", timeout_s=60)
             await remote.build(f"{__name__}:Process", (), 60)
             found: tuple[list[str], str, dict[str, str]] = await remote.call("tell")
-            return found
+            return Seen(await asyncio.to_thread(Ray.now), folder, *found)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
         patched.setenv("PYTHONPATH", str(ROOT))
         patched.setattr(sys, "path", [path for path in sys.path if path])
-        return Seen(folder, *asyncio.run(told()))
+        return asyncio.run(told())
 
 
 def test_an_actor_imports_nothing_from_the_working_directory(seen: Seen) -> None:
@@ -68,3 +103,21 @@ def test_an_actor_works_in_the_working_directory(seen: Seen) -> None:
 
 def test_an_actors_children_import_nothing_from_the_working_directory(seen: Seen) -> None:
     assert seen.environment["PYTHONSAFEPATH"] == "1"
+
+
+def test_nobody_else_gets_to_where_ray_works(seen: Seen) -> None:
+    assert seen.ray.session.parent.name == "ray"
+    assert seen.ray.mode == 0o700
+
+
+def test_the_token_of_a_local_cluster_is_on_no_command_line(seen: Seen) -> None:
+    assert any("gcs_server" in line for line in seen.ray.commands)
+    assert not [line for line in seen.ray.commands if seen.ray.token in line]
+
+
+def test_the_token_of_a_local_cluster_is_what_its_processes_ask_for(seen: Seen) -> None:
+    assert seen.ray.accepted == {seen.ray.token: True, "0" * 64: False}
+
+
+def test_the_directory_of_a_local_cluster_goes_with_it(seen: Seen) -> None:
+    assert not seen.ray.session.parents[1].exists()

@@ -160,10 +160,10 @@ def test_rays_token_authentication_is_left_as_it_is(monkeypatch: pytest.MonkeyPa
     assert "_system_config" not in seen[0]
 
 
-def test_nothing_of_ours_sets_rays_authentication() -> None:
+def test_nothing_of_ours_turns_rays_authentication_off() -> None:
     for file, tree in sources():
         names = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        assert not {"RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "AUTH_MODE"} & set(map(str, names)), file
+        assert not {"RAY_AUTH_MODE", "AUTH_MODE"} & set(map(str, names)), file
 
 
 @pytest.mark.parametrize("trusted", [True, False])

@@ -1,0 +1,102 @@
+"""Where the Ray of a local run works: a directory and a token of its own, gone when the run ends.
+
+    FOLDER/           0700: nobody else gets to what is below
+      token           0600: who has it can run code in the cluster
+      ray/session_*/  Ray's sockets, ports and logs, 0777 whatever the umask says
+
+Ray takes what it finds there for its own: another user who could write in it would say where its
+processes listen, and have them run what he likes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+
+from async_opd.core.errors import StageError
+from async_opd.core.private_folder import temporary_folder
+from async_opd.core.run_files import make_folder, regular_file, remove_tree
+
+MOST_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
+"""Of the directory's path: the system allows a socket's 107."""
+TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
+LOGS = "ray_logs"
+"""In the directory of a run that failed."""
+LOG_BYTES = 1 << 20
+MOST_LOGS = 200
+
+
+@dataclass(frozen=True)
+class RayFolder:
+    """A directory (0700) for Ray and its token."""
+
+    path: Path
+
+    @property
+    def session(self) -> Path:
+        """What Ray calls its temporary directory, and opens to everybody who gets there."""
+        return self.path / "ray"
+
+    @property
+    def token(self) -> Path:
+        """A file with the token."""
+        return self.path / "token"
+
+    def keep_logs(self, run_dir: Path) -> None:
+        """The end of each of Ray's logs, for a run directory; OSError."""
+        target = run_dir / LOGS
+        remove_tree(target)
+        make_folder(target)
+        newest = deque(sorted((self.session / "session_latest" / "logs").iterdir()), MOST_LOGS)
+        for log in newest:
+            with suppress(OSError), open(log, "rb", opener=regular_file) as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+                with open(target / log.name, "wb", opener=regular_file) as copy:
+                    copy.write(file.read(LOG_BYTES))
+
+
+@contextmanager
+def ray_folder() -> Iterator[RayFolder]:
+    """One for the time of a local cluster, whose processes find its token by the environment.
+
+    StageError if there is no place for it.
+    """
+    try:
+        folder = RayFolder(temporary_folder("opd_", MOST_BYTES))
+    except OSError as error:
+        remedy = "RAY_TMPDIR names a directory with a short path that others cannot replace"
+        raise StageError("cluster", str(error), remedy) from error
+    try:
+        with open(folder.token, "w", opener=regular_file) as file:
+            file.write(secrets.token_hex(32))
+        with environment({TOKEN: None, TOKEN_PATH: str(folder.token)}):
+            AuthenticationTokenLoader.instance().reset_cache()
+            yield folder
+    finally:
+        AuthenticationTokenLoader.instance().reset_cache()
+        remove_tree(folder.path)
+
+
+@contextmanager
+def environment(values: Mapping[str, str | None]) -> Iterator[None]:
+    """Variables as given, None for without, for this process and who it starts meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    _set(values)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(values: Mapping[str, str | None]) -> None:
+    for name, value in values.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
