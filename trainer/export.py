@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 import shutil
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_opd.core.run_files import remove_tree
+from async_opd.core.model_links import foreign, own_file, texts
+from async_opd.core.run_files import regular_file, remove_tree
 
 if TYPE_CHECKING:
     import torch
 
-NOT_COPIED = (
-    "config.json",
-    "*.index.json",
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.ckpt",
-    "*.gguf",
-    "*.h5",
-    "*.msgpack",
-    "*.onnx",
-    ".*",
-)
-"""Weights and configuration: the model writes its own. All else is the tokenizer's, the
-generation's or the model code's."""
-TEMPLATES = "additional_chat_templates"
+NOT_COPIED = ("config.json", "*.index.json")
+"""Beside weights: the model writes its own. All else is the tokenizer's, the generation's or the
+model code's."""
 
 
 def save_model(
@@ -63,9 +51,18 @@ def save_model(
 
 
 def _copy_rest(source: Path, part: Path) -> None:
-    """All files of the source directory but weights and config; of its folders the templates."""
-    for file in source.iterdir():
-        if file.is_file() and not any(file.match(pattern) for pattern in NOT_COPIED):
-            shutil.copyfile(file, part / file.name)
-    if (source / TEMPLATES).is_dir():
-        shutil.copytree(source / TEMPLATES, part / TEMPLATES)
+    """All files of the source directory but weights and config; of its folders the templates.
+
+    Files are the source's own: what a link takes from elsewhere is left out, with a warning.
+    """
+    for file in texts(source):
+        real = own_file(file, source)
+        if real is not None and not any(file.match(pattern) for pattern in NOT_COPIED):
+            target = part / file.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            with open(real, "rb", opener=regular_file) as read, target.open("wb") as written:
+                shutil.copyfileobj(read, written)
+    left_out = foreign(source)
+    if left_out:
+        names = ", ".join(repr(str(file.relative_to(source))) for file in left_out)
+        warnings.warn(f"not copied from {source}, links out of it: {names}", stacklevel=2)

@@ -19,6 +19,7 @@ from async_opd.core.head_files import HeadFiles, LogitShape
 from async_opd.core.hub import named_models
 from async_opd.core.loss_config import ScoreKind, cuts, score_kind, scored_top_k
 from async_opd.core.model_files import ModelError, ModelFiles
+from async_opd.core.model_links import foreign
 from async_opd.core.positions import Positions, max_model_len
 from async_opd.core.secrets import looks_like_a_variable
 from async_opd.core.text import Text
@@ -213,6 +214,13 @@ class ModelChecks:
                 self.found.add(key, error.message, error.remedy)
 
     def _student(self, files: ModelFiles) -> None:
+        for file in foreign(files.path):
+            self.found.add(
+                "student.model",
+                f"{file} is a link to {os.path.realpath(file)}, out of the model: what lies there "
+                "would get into the trained model",
+                "put the file itself there, or remove the link",
+            )
         fault = files.no_student
         if fault:
             remedy = "a causal language model of text"
