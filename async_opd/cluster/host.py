@@ -32,12 +32,15 @@ from async_opd.core.errors import (
 from async_opd.core.loop_lag import LoopLag
 from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.private_folder import private_compile_cache
-from async_opd.core.run_files import PRIVATE_UMASK
+from async_opd.core.run_files import PRIVATE_UMASK, regular_file
 
 START, REQUEST, LIFE = "timeouts.engine_start_s", "timeouts.request_s", "supervision.timeout_s"
 """Bounds in the config, for remedies."""
 AGAIN_S = 0.05
 """Before a call is made again that a dying process has broken off."""
+
+LOG_BYTES, MOST_LETTERS = 1 << 18, 2000
+"""Read of a log, from its end, and shown of one of its lines."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +179,7 @@ class Remote:
             build = partial(self._handle.build.remote, factory, args)
             await self._bounded(build, timeout_s, "building", START)
         except StageError as error:
-            words = last_words(pid) if "pid" in locals() else ""
+            words = await asyncio.to_thread(last_words, pid) if "pid" in locals() else ""
             raise EngineStartError(
                 self.name,
                 f"did not start: {error.cause}"
@@ -275,7 +278,10 @@ class Remote:
 
 
 def last_words(pid: int, lines: int = 15) -> str:
-    """The end of an actor's standard error, if its log is on this machine."""
+    """The errors at the end of an actor's output, if its log is on this machine.
+
+    In a cluster that was joined, Ray's logs lie where others can put a link or a pipe.
+    """
     node = ray._private.worker._global_node
     if node is None:
         return ""
@@ -283,6 +289,16 @@ def last_words(pid: int, lines: int = 15) -> str:
     for suffix in ("err", "out"):
         for path in sorted(os.scandir(node.get_logs_dir_path()), key=lambda entry: entry.name):
             if path.name.startswith("worker-") and path.name.endswith(f"-{pid}.{suffix}"):
-                with open(path.path, errors="replace") as file:
-                    words += [line.rstrip() for line in file if "rror" in line][-lines:]
-    return "\n".join(f"      {word}" for word in words)
+                words += [line for line in _end_of(path.path) if "rror" in line][-lines:]
+    return "\n".join(f"      {word[:MOST_LETTERS]}" for word in words[: 4 * lines])
+
+
+def _end_of(path: str) -> list[str]:
+    """The last lines of a regular file; of anything else, why it has none."""
+    try:
+        with open(path, "rb", opener=regular_file) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            data = file.read(LOG_BYTES)
+    except OSError as error:
+        return [f"error: {error}"]
+    return [line.rstrip() for line in data.decode(errors="replace").split("\n")]

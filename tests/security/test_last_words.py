@@ -1,0 +1,89 @@
+"""Ray's logs of a cluster that was joined: others can put there what they like."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from async_opd.cluster import host
+from async_opd.cluster.host import LOG_BYTES, MOST_LETTERS, Remote, last_words
+from async_opd.core.errors import EngineStartError, StageError
+
+NAME = "worker-0a-01000000-77"
+
+
+@pytest.fixture
+def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    node = SimpleNamespace(get_logs_dir_path=lambda: str(folder))
+    monkeypatch.setattr(ray._private.worker, "_global_node", node)
+    return folder
+
+
+def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
+    (logs / f"{NAME}.err").write_text("all is well\nMemoryError: none left\n")
+    (logs / "worker-0a-01000000-78.err").write_text("an error of another process\n")
+    assert last_words(77) == "      MemoryError: none left"
+
+
+def test_a_link_is_not_followed(logs: Path, tmp_path: Path) -> None:
+    (tmp_path / "private").write_text("the error password\n")
+    (logs / f"{NAME}.err").symlink_to(tmp_path / "private")
+    assert "is a symbolic link" in last_words(77)
+    assert "password" not in last_words(77)
+
+
+def test_a_pipe_is_not_waited_for(logs: Path) -> None:
+    os.mkfifo(logs / f"{NAME}.err")
+    (logs / f"{NAME}.out").write_text("error: of its own\n")
+    found: list[str] = []
+    thread = threading.Thread(target=lambda: found.append(last_words(77)), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert "is no regular file" in found[0]
+    assert found[0].endswith("error: of its own")
+
+
+def test_of_a_log_without_end_the_end_is_read(logs: Path) -> None:
+    with open(logs / f"{NAME}.err", "wb") as file:
+        file.write(b"error at the start\n")
+        file.truncate(1 << 40)
+        file.seek(0, os.SEEK_END)
+        file.write(b"\nerror at the end\n")
+    assert last_words(77) == "      error at the end"
+
+
+def test_of_a_line_without_end_the_start_is_shown(logs: Path) -> None:
+    (logs / f"{NAME}.err").write_text("error " + "x" * (LOG_BYTES // 2))
+    assert len(last_words(77)) < MOST_LETTERS + 10
+
+
+async def test_the_event_loop_does_not_wait_for_logs(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[int] = []
+
+    def read(pid: int) -> str:
+        threads.append(threading.get_ident())
+        return ""
+
+    async def bounded(*_: Any) -> int:
+        if breaks.pop():
+            raise StageError("x", "broke")
+        return 77
+
+    breaks = [True, False]
+    monkeypatch.setattr(host, "last_words", read)
+    method = SimpleNamespace(remote=str)
+    remote = Remote("x", SimpleNamespace(pid=method, build=method), 1)
+    monkeypatch.setattr(remote, "_bounded", bounded)
+    with pytest.raises(EngineStartError, match="did not start: broke"):
+        await asyncio.wait_for(remote.build("a:b", (), 1), 5)
+    assert threads != [threading.get_ident()]
+    assert len(threads) == 1
