@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,13 +20,13 @@ import msgspec
 import numpy as np
 
 from async_opd.core.activity import Activity
-from async_opd.core.aside import aside
+from async_opd.core.aside import LARGE
 from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.agreement import Agreement
-from teachers.endpoint_api import FRAME_BYTES, Request, highest_id, make_api, scores_of
+from teachers.endpoint_api import Most, Request, Tally, highest_id, make_api, scores_of
 from teachers.endpoint_spec import EndpointSpec
 
 Item = TypeVar("Item")
@@ -36,6 +37,9 @@ HEALTH_S = 10.0
 SHOWN = 300
 """Characters of a server's answer in an error."""
 PIECE_BYTES = 1 << 16
+ANY = Most()
+READER = ThreadPoolExecutor(1, thread_name_prefix="teacher's answer")
+"""Reads large answers, one at a time in a process: each takes a multiple of its bytes meanwhile."""
 HIGHEST_ID = np.iinfo(np.int32).max
 
 UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionError, MemoryError)
@@ -92,7 +96,7 @@ class EndpointReplica:
         seen = rollout.seen_by_teacher
         answer = await self._ask(self._api.score(seen, top_k))
         reading = partial(self._api.scores, answer, seen, top_k)
-        scores = await aside(len(answer), self.read, reading)
+        scores = await self._read_aside(len(answer), reading)
         sample = self.read(lambda: Sample(rollout.once_scored, scores))
         if known is not None and highest_id(scores) >= known:
             raise self._error(
@@ -160,11 +164,11 @@ class EndpointReplica:
         method: str,
         path: str,
         body: dict[str, Any] | None = None,
-        most_bytes: int = FRAME_BYTES,
+        most: Most = ANY,
     ) -> bytes:
         """The answer's bytes. StageError for anything but 200, a redirection too.
 
-        No more than ``most_bytes`` are taken of it. More than ``concurrency`` calls wait for a
+        No more than ``most`` is taken of it. More than ``concurrency`` calls wait for a
         connection. Its time is bounded by who calls.
         """
         url = f"{self._spec.url}{path}"
@@ -179,7 +183,7 @@ class EndpointReplica:
                         f"{url} answered in {encoding[:SHOWN]!r}, and was asked not to encode",
                         "turn the server's compression off",
                     )
-                return await self._body(url, response, most_bytes)
+                return await self._body(url, response, most)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             cause = f"{url} cannot be reached: {type(error).__name__}: {str(error)[:SHOWN]}"
             raise self._error(cause, "is the server up, and the URL right?") from error
@@ -188,20 +192,21 @@ class EndpointReplica:
         text = " ".join(answer.decode(errors="replace").split())[:SHOWN]
         return self._error(f"{url} answered {status}: {text}", REMEDIES.get(status, ""))
 
-    async def _body(self, url: str, response: aiohttp.ClientResponse, most_bytes: int) -> bytes:
+    async def _body(self, url: str, response: aiohttp.ClientResponse, most: Most) -> bytes:
         """StageError for more than what can be the answer."""
-        answer = bytearray()
+        answer, tally = bytearray(), Tally(most)
         async for piece in response.content.iter_chunked(PIECE_BYTES):
             answer += piece
-            if len(answer) > most_bytes:
+            excess = tally.excess(piece)
+            if excess is not None:
                 raise self._error(
-                    f"{url} answered with more than {most_bytes} bytes, the most that can be meant",
+                    f"{url} answered with {excess}, the most that can be meant",
                     "check teachers.*.api and the server's version",
                 )
         return bytes(answer)
 
     async def _ask(self, request: Request) -> bytes:
-        return await self.call("POST", request.path, request.body, request.most_bytes)
+        return await self.call("POST", request.path, request.body, request.most)
 
     def _connections(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -226,6 +231,13 @@ class EndpointReplica:
             found = f"{type(error).__name__}: {str(error)[:SHOWN]}"
             cause = f"{self._spec.url} answered with what cannot be scores: {found}"
             raise self._error(cause, "check teachers.*.api and the server's version") from error
+
+    async def _read_aside(self, nbytes: int, reading: Callable[[], Result]) -> Result:
+        """As ``read``; a large answer beside the event loop, when those before it are read."""
+        if nbytes < LARGE:
+            return self.read(reading)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(READER, self.read, reading)
 
     def _error(self, cause: str, remedy: str = "") -> StageError:
         return StageError(self._spec.name, cause, remedy)

@@ -5,14 +5,15 @@
     sglang   /generate              input_token_logprobs, input_top_logprobs, from P-1 on
 
 Nothing a server says is believed: what does not fit what it was asked raises ValueError, of which
-msgspec's errors are a kind. Every request says how long its answer can be (``most_bytes``).
+msgspec's errors are a kind. Every request says how long its answer can be, and of how many values
+(``Most``): while JSON is decoded nothing else runs, and an object of 2 letters takes 70 bytes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
 import msgspec
 import numpy as np
@@ -32,10 +33,53 @@ from teachers.checks import SLACK, repeated
 
 FRAME_BYTES = 1 << 20
 """Of an answer, beside its entries."""
-ENTRY_BYTES = 256
+ENTRY_BYTES = 160
 """Of one token: its id, log-probability, rank and text, with the names of all these."""
+TOKEN_BYTES = 256
+"""Of a position besides: the text of a token may be long, not that of all the best."""
+FRAME_MARKS = 1 << 12
+TEXT_MARKS = 64
+"""Of a position: brackets, or commas, that are the text of its tokens."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
+@dataclass(frozen=True)
+class Most:
+    """What an answer can have: bytes, ``{`` and ``[``, and commas, those in texts included."""
+
+    nbytes: int = FRAME_BYTES
+    opened: int = FRAME_BYTES
+    commas: int = FRAME_BYTES
+
+    @classmethod
+    def of(cls, tokens: int, top_k: int) -> Self:
+        """An honest answer about so many tokens: an entry has one bracket and up to 4 commas."""
+        entries = tokens * (top_k + 1)
+        texts = FRAME_MARKS + TEXT_MARKS * tokens
+        nbytes = FRAME_BYTES + TOKEN_BYTES * tokens + ENTRY_BYTES * entries
+        return cls(nbytes, texts + 2 * entries, texts + 5 * entries)
+
+
+class Tally:
+    """Counts what has come of an answer, against the most that can be meant."""
+
+    def __init__(self, most: Most) -> None:
+        self._left = {
+            "bytes": most.nbytes,
+            "objects and lists": most.opened,
+            "values": most.commas,
+        }
+        self._most = dict(self._left)
+
+    def excess(self, piece: bytes) -> str | None:
+        """What there is too much of with this piece."""
+        found = (len(piece), piece.count(b"{") + piece.count(b"["), piece.count(b","))
+        for what, count in zip(self._left, found, strict=True):
+            self._left[what] -= count
+            if self._left[what] < 0:
+                return f"more than {self._most[what]} {what}"
+        return None
 
 
 @dataclass(frozen=True)
@@ -44,7 +88,7 @@ class Request:
 
     path: str
     body: dict[str, Any]
-    most_bytes: int
+    most: Most
 
 
 class Api(Protocol):
@@ -84,9 +128,8 @@ class VllmApi:
     def score(self, rollout: Rollout, top_k: int) -> Request:
         """Log-probabilities of all tokens of prompt and response; one token is generated."""
         tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
-        entries = len(tokens) * (top_k + 1)
         body = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
-        return self._request(entries, prompt=tokens, **body)
+        return self._request(Most.of(len(tokens), top_k), prompt=tokens, **body)
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """The sampled token comes first, and once only if it is one of the best."""
@@ -109,7 +152,7 @@ class VllmApi:
     def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
         """One answer, as token ids."""
         return self._request(
-            sampling.max_tokens + len(prompt.token_ids),
+            Most.of(sampling.max_tokens + len(prompt.token_ids), 0),
             prompt=prompt.token_ids.tolist(),
             max_tokens=sampling.max_tokens,
             temperature=sampling.temperature,
@@ -125,8 +168,8 @@ class VllmApi:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
         return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
 
-    def _request(self, entries: int, **body: Any) -> Request:
-        return Request("/v1/completions", {"model": self._model, **body}, _bound(entries))
+    def _request(self, most: Most, **body: Any) -> Request:
+        return Request("/v1/completions", {"model": self._model, **body}, most)
 
     def _choice(self, answer: bytes) -> _Choice:
         choices = self._decoder.decode(answer).choices
@@ -168,7 +211,7 @@ class SglangApi:
             "logprob_start_len": len(rollout.prompt.token_ids) - 1,
             "top_logprobs_num": top_k,
         }
-        return Request("/generate", body, _bound(len(tokens) * (top_k + 1)))
+        return Request("/generate", body, Most.of(len(tokens), top_k))
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """Entries are [log-probability, token, text]; there is one more than response tokens."""
@@ -198,7 +241,8 @@ class SglangApi:
             "stop_token_ids": list(eos),
         }
         body = {"input_ids": prompt.token_ids.tolist(), "sampling_params": params}
-        return Request("/generate", body, _bound(sampling.max_tokens + len(prompt.token_ids)))
+        most = Most.of(sampling.max_tokens + len(prompt.token_ids), 0)
+        return Request("/generate", body, most)
 
     def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
         """The answer's tokens."""
@@ -207,10 +251,6 @@ class SglangApi:
             raise ValueError("no output_ids")
         finish = generated.meta_info.finish_reason
         return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
-
-
-def _bound(entries: int) -> int:
-    return FRAME_BYTES + ENTRY_BYTES * entries
 
 
 def _number(entry: _Entry) -> float:

@@ -18,7 +18,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.load import load_config
 from async_opd.core.stages import SamplingSpec
 from teachers.endpoint import EndpointReplica
-from teachers.endpoint_api import ENTRY_BYTES, FRAME_BYTES
+from teachers.endpoint_api import Most
 from teachers.endpoint_check import check_endpoints
 from teachers.endpoint_spec import EndpointSpec
 from tests.conftest import make_prompt, make_rollout
@@ -74,7 +74,8 @@ async def test_an_answer_as_it_should_be_is_taken() -> None:
 
 async def test_an_answer_is_bounded_by_its_tokens_times_k() -> None:
     server = Hostile(b" " * 4096, endless=True)
-    most = FRAME_BYTES + ENTRY_BYTES * 7 * 3
+    most = Most.of(7, 2).nbytes
+    assert most < (1 << 20) + 256 * 7 * 4
     with pytest.raises(StageError, match=f"more than {most} bytes"):
         await scored(server)
     assert server.sent < most + (16 << 20)  # what sockets hold
