@@ -66,6 +66,7 @@ class ModelChecks:
                 self.files[key] = files
                 self._vocabulary(key, files)
                 self._foreign_code(key, files)
+                self._redirected(key, files)
         student = self.files.get("student.model")
         if student is None:
             return
@@ -126,6 +127,16 @@ class ModelChecks:
                 f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
                 f"{files.tokens} tokens",
                 "resize its embeddings, or give it the tokenizer it was trained with",
+            )
+
+    def _redirected(self, key: str, files: ModelFiles) -> None:
+        """What is checked, pinned and trained is what engines load."""
+        if files.redirects:
+            self.found.add(
+                key,
+                f"{files.path} has {', '.join(files.redirects)}: another model, or configuration, "
+                "than the one that stands there would be loaded in its place",
+                "name the model itself, without these",
             )
 
     def _foreign_code(self, key: str, files: ModelFiles) -> None:

@@ -15,6 +15,11 @@ HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of configurations of models for more than text."""
 
+REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
+"""Keys of a config.json that have vLLM or transformers load another model or configuration."""
+ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
+"""With peft installed, transformers loads the model that an adapter's configuration names."""
+
 
 class ModelError(Exception):
     """A model directory that cannot be used; ``remedy`` says what to do."""
@@ -33,6 +38,8 @@ class ModelFiles:
     tokenizer: dict[str, Any]
     tokens: int
     eos: tuple[int, ...]
+    base: str | None = None
+    """The model that an adapter beside it names."""
 
     @classmethod
     def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
@@ -62,6 +69,7 @@ class ModelFiles:
                 tokenizer=read_json(path / "tokenizer.json"),
                 tokens=Text(path).size,
                 eos=eos_ids(path),
+                base=_text(read_json(path / ADAPTER).get(BASE)),
             )
         except Exception as error:  # the tokenizers library raises bare Exceptions
             raise ModelError(
@@ -100,6 +108,12 @@ class ModelFiles:
         return ""
 
     @property
+    def redirects(self) -> list[str]:
+        """What in it would have another model loaded in its place: keys, each after its file."""
+        found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
+        return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
+
+    @property
     def code(self) -> list[str]:
         """Classes of its own code that it names."""
         named = self.config.get("auto_map")
@@ -116,6 +130,10 @@ class ModelFiles:
     def _number(self, name: str) -> int | None:
         value = self.config.get(name)
         return value if isinstance(value, int) and value > 0 else None
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
 
 
 def missing_shards(path: Path) -> list[str]:

@@ -217,3 +217,33 @@ def test_a_number_that_cannot_be_shown_is_refused(tmp_path: Path, digits: str) -
     said = checked(tmp_path, f"train.steps={digits}")
     assert said.code == 2
     assert len(said.err) < 1000
+
+
+VERIFIER = {"algorithm": "eagle3", "verifier": {"name_or_path": "somebody/else"}}
+
+
+@pytest.mark.parametrize("key", ["student", "teachers.sort"])
+@pytest.mark.parametrize(
+    ("name", "said_there"),
+    [
+        ("config", {"speculators_config": VERIFIER}),
+        ("config", {"configuration_files": ["config.4.0.0.json"]}),
+        ("config", {"model_type": "ultravox", "text_model_id": "somebody/else"}),
+        ("config", {"model_type": "ultravox", "audio_model_id": "somebody/else"}),
+        ("adapter_config", {"base_model_name_or_path": "somebody/else"}),
+    ],
+)
+def test_a_model_that_has_another_one_loaded_in_its_place_is_refused(
+    tmp_path: Path, key: str, name: str, said_there: dict[str, Any]
+) -> None:
+    own = json.loads((STUDENT / "config.json").read_text()) if name == "config" else {}
+    model = copied(tmp_path, **{name: own | said_there})
+    said = checked(tmp_path, f"{key}.model={model}")
+    assert said.code == 2
+    assert f"{name}.json: {list(said_there)[-1]}" in said.err
+
+
+def test_a_key_of_another_model_that_names_none_is_no_fault(tmp_path: Path) -> None:
+    own = json.loads((STUDENT / "config.json").read_text())
+    model = copied(tmp_path, config=own | {"speculators_config": None})
+    assert checked(tmp_path, f"student.model={model}").code == 0
