@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 TORCH := 2.13.0
 LOCK ?= prefer
-FAST := -n 2 --dist loadscope -m "not engine and not long"
+TWO := -n 2 --dist loadscope
 
 .PHONY: quickstart test test-long test-security check format models lock clean
 
@@ -16,7 +16,7 @@ quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
 
 test: .venv/installed models
-	$(BIN)/pytest $(FAST)
+	$(BIN)/pytest $(TWO) -m "not engine and not long"
 	$(BIN)/pytest -m "engine and not long"
 
 test-long: .venv/installed models
@@ -30,7 +30,7 @@ check: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/pytest $(FAST)
+	$(BIN)/pytest $(TWO) -m "not engine and not long and not slow"
 
 format: .venv/installed
 	$(BIN)/ruff format .

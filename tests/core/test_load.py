@@ -153,6 +153,7 @@ def test_a_batch_that_splits_groups_is_refused(tmp_path: Path) -> None:
     assert "multiple of rollout.n" in problem.message
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.text(max_size=40), st.text(max_size=20))
 def test_no_override_ends_in_a_traceback(key: str, value: str) -> None:

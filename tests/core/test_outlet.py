@@ -118,6 +118,7 @@ uvloop.run(lags(Path(sys.argv[1])))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("console", ["plain", "live"])
 def test_a_run_whose_output_nobody_reads_goes_on_and_ends(tmp_path: Path, console: str) -> None:
     ours, theirs = os.pipe()

@@ -156,6 +156,7 @@ async def test_a_copy_that_is_gone_is_told_and_the_checkpoints_weights_take_its_
     ]
 
 
+@pytest.mark.slow
 @given(every=st.integers(1, 4), lives=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9))))
 def test_after_any_restarts_a_teacher_has_what_an_undisturbed_run_gives_it(
     tmp_path_factory: pytest.TempPathFactory, every: int, lives: list[tuple[int, int]]

@@ -24,6 +24,8 @@ from async_opd.cli import main
 from async_opd.core.special_tokens import MARK
 from async_opd.core.text import Text
 
+pytestmark = pytest.mark.slow
+
 WORDS = [
     "the quick brown fox, 0123456789 (x² + 1) < y; <p>naïve</p>",
     "user system assistant im_start im_end role\n\n  two  spaces",

@@ -226,6 +226,7 @@ Path(sys.argv[1], "closed").touch()
 """
 
 
+@pytest.mark.slow
 def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HANGS, str(tmp_path)]
     said = tmp_path / "said"  # a pipe would be held open by what was stopped

@@ -27,6 +27,8 @@ from tests.fuzz.command import Said, bounded, command, good, written
 from tests.fuzz.conftest import examples
 from trainer.checkpoint import SCORED, STATE, TrainerState, read_state, write_state
 
+pytestmark = pytest.mark.slow
+
 FILES = st.sampled_from([CUT, CONFIG, MANIFEST, STATE, SCORED])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -15,6 +15,8 @@ from async_opd.core.schema import keys_below
 from tests.fuzz.command import checked, command, good, written
 from tests.fuzz.conftest import examples
 
+pytestmark = pytest.mark.slow
+
 HUGE = st.sampled_from([10**18, -(10**18), 2**63, 10**400, -1, 0, 1e308, 5e-324, -0.0])
 SCALARS = (
     st.none()

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from tests.fuzz.command import ROW, Said, checked, good, written
 from tests.fuzz.conftest import examples
 
+pytestmark = pytest.mark.slow
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12),
     lambda inner: (

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from tests.fuzz.command import STUDENT, Said, checked, good, written
 from tests.fuzz.conftest import examples
 
+pytestmark = pytest.mark.slow
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner),

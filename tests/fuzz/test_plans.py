@@ -13,6 +13,8 @@ from async_opd.core.load import dump_config, load_config
 from tests.fuzz.command import command, good, written
 from tests.fuzz.conftest import examples
 
+pytestmark = pytest.mark.slow
+
 VALUES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 NAMES = st.sampled_from(
     [

@@ -13,6 +13,8 @@ from async_opd.plan.speeds import ScoreSpeed
 from tests.plan.settings import setting
 from tests.plan.virtual import Seen, run_pipeline, run_virtually
 
+pytestmark = pytest.mark.slow
+
 BALANCED = setting(
     replicas=4,
     slots=8,

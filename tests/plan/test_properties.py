@@ -17,6 +17,8 @@ from async_opd.plan.simulation import World, predict, simulate
 from async_opd.plan.speeds import DecodeSpeed, ScoreSpeed
 from tests.plan.settings import setting
 
+pytestmark = pytest.mark.slow
+
 
 @st.composite
 def cases(draw: st.DrawFn) -> Setting:

@@ -237,6 +237,7 @@ def test_never_more_than_a_chunk_of_logits_is_alive(small: Any) -> None:
     assert len(seen) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_an_objective_is_traced_whole_and_the_trace_agrees(name: str) -> None:
     """What a GPU compiles: one graph, no break."""

@@ -21,6 +21,8 @@ from trainer.shares import Share
 from trainer.student import recompute_activations
 from trainer.student_loss import StudentLoss
 
+pytestmark = pytest.mark.slow
+
 RANKS = 2
 SIZES = [5, 1, 9, 3, 0, 7]
 
