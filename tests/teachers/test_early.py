@@ -94,7 +94,9 @@ def _row(tokens: tuple[int, ...], wanted: Any, index: int) -> Any:
     own = np.array([-(hash((seen, int(token))) % 997) for token in ids], np.float32)
     best = np.array([-(hash((seen, -1, j)) % 7 + 10.0 * j) for j in range(wanted.top_k)])
     best_ids = np.array([hash((seen, j)) % 9 + 9 * j for j in range(wanted.top_k)], np.int32)
-    return np.concatenate([own.view(np.int32), best.astype(np.float32).view(np.int32), best_ids])
+    rest = np.array([-(hash((seen, -2)) % 5 + 30.0)] if wanted.rest else [])
+    numbers = np.concatenate([own, best, rest]).astype(np.float32)
+    return np.concatenate([numbers.view(np.int32), best_ids])
 
 
 def replica(kind: str, engine: Engine) -> Any:
