@@ -1,6 +1,6 @@
 """The process of a grader: asked over a socket, one response at a time, until nobody asks.
 
-    python -P -m async_opd.core.grader_process FILE_DESCRIPTOR GRADER
+    python -P -m async_opd.core.grader_process FILE_DESCRIPTOR GRADER BYTES
 
 See ``async_opd.core.grading``, which starts it and reads its answers. What a grader starts, or
 forks off, does not have the socket: it could grade itself.
@@ -12,6 +12,7 @@ import io
 import json
 import os
 import pickle
+import resource
 import socket
 import sys
 from contextlib import suppress
@@ -57,6 +58,7 @@ class Quoted(io.TextIOBase):
 def main() -> None:
     """Tells that the grader is loaded, or why not; then grades."""
     end_with_starter()
+    _bound_memory(int(sys.argv[3]))
     sys.stdout = sys.stderr = cast(TextIO, Quoted(outlet_on(sys.stderr)))
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
@@ -69,6 +71,13 @@ def main() -> None:
             return
         _tell(stream, LOADED)
         _serve(grader, stream)
+
+
+def _bound_memory(nbytes: int) -> None:
+    """This process, and what it starts, has no more data than that, or than it could have."""
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    most = nbytes if hard == resource.RLIM_INFINITY else min(nbytes, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _let_go(connection: socket.socket) -> None:

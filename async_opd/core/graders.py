@@ -29,6 +29,12 @@ def load_grader(name: str) -> Grader:
         grader, label = (reasoning_gym, "reasoning_gym") if has_verifier(row) else (chosen, name)
         try:
             value = float(grader(response, row))
+        except MemoryError as error:
+            raise GradeError(
+                "grader",
+                f"{label} needed more memory on row {row.uid} than there is for it",
+                "make it need less, or raise grading.memory_gb",
+            ) from error
         except (Exception, SystemExit) as error:
             raise GradeError(
                 "grader",

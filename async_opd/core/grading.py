@@ -44,7 +44,8 @@ class GraderSpec:
     """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while.
 
     ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: those it gets.
-    ``allow_eval``: verifiers that run a response as code may be asked.
+    ``allow_eval``: verifiers that run a response as code may be asked. ``memory_bytes``: the most
+    data of a process.
     """
 
     name: str
@@ -54,6 +55,7 @@ class GraderSpec:
     hidden_env: tuple[str, ...] = ()
     pass_env: tuple[str, ...] = ()
     allow_eval: bool = False
+    memory_bytes: int = 16 * 10**9
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> Self:
@@ -63,7 +65,8 @@ class GraderSpec:
         given = tuple(limits.pass_env)
         start_s = config.timeouts.engine_start_s
         bounds = (limits.timeout_s, limits.processes, start_s)
-        return cls(name, *bounds, hidden, given, limits.allow_eval)
+        memory = round(limits.memory_gb * 1e9)
+        return cls(name, *bounds, hidden, given, limits.allow_eval, memory)
 
     def environ(self) -> dict[str, str]:
         """What a grader's process gets of the environment: its code is not trusted with secrets."""
@@ -233,7 +236,7 @@ def _popen(spec: GraderSpec, connection: int) -> subprocess.Popen[bytes]:
     env = spec.environ()
     env.pop(SAFE_PATH, None)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name],
+        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name, str(spec.memory_bytes)],
         pass_fds=[connection],
         env=env,
         stdin=subprocess.DEVNULL,

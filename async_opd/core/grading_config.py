@@ -16,6 +16,10 @@ class GradingConfig(Section):
     processes: PositiveInt = 4
     """Most grader processes of each student replica (for a reward) and of the driver (for
     evaluation); so many responses are graded at a time. They start as they are needed."""
+    memory_gb: float = Field(default=16, gt=0)
+    """Most memory of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: files that
+    are mapped do not count). Whatever asks for more in it fails, and the response is a dead letter.
+    What a grader starts has the same bound of its own."""
     pass_env: list[str] = Field(default=[])
     """Environment variables that graders get although they hold secrets, such as the key of a
     judge. They inherit all others whose name or value does not tell of a secret."""

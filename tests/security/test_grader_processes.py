@@ -8,12 +8,14 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError
 from async_opd.core.grading import Graders, GraderSpec
+from async_opd.core.load import load_config
 from async_opd.core.sources import Row
 
 ROOT = Path(__file__).parents[2]
@@ -52,12 +54,19 @@ def speaks_itself(response, row):
     exec(SPEAKER.format(row.answer.encode() + b"\\n"))
     return 0.25
 
+def takes_memory(response, row):
+    return 1.0 if len(bytearray(int(response))) else 0.0
+
+def memory_of_torch(response, row):
+    import torch, sympy
+    return float(torch.ones(512, 512).sum() > 0) * float(sympy.simplify("x - x + 1"))
+
 def scripts_child(response, row):
     script = row.fields["folder"] + "/script.py"
     return float(subprocess.run([sys.executable, script], capture_output=True).stdout)
 """
 
-Made = Callable[[str], Graders]
+Made = Callable[..., Graders]
 
 
 def row(answer: str = "x", **fields: str) -> Row:
@@ -71,8 +80,8 @@ async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     monkeypatch.syspath_prepend(str(tmp_path / "users"))
     graders: list[Graders] = []
 
-    def build(function: str) -> Graders:
-        graders.append(Graders(GraderSpec(function, 60, 1, 60)))
+    def build(function: str, **bounds: Any) -> Graders:
+        graders.append(Graders(GraderSpec(function, 60, 1, 60, **bounds)))
         return graders[-1]
 
     yield build
@@ -113,6 +122,32 @@ async def test_a_grader_of_a_folder_that_is_named_is_found(
     (named / "users_own.py").write_text("def one(response, row):\n    return 1.0\n")
     monkeypatch.syspath_prepend(str(named))  # as PYTHONPATH does
     assert await made("users_own:one").grade("x", row()) == 1.0
+
+
+async def test_a_grader_that_needs_too_much_memory_is_a_fault_and_the_next_response_is_graded(
+    made: Made,
+) -> None:
+    grader = made("speakers:takes_memory", memory_bytes=10**9)
+    with pytest.raises(GradeError, match=r"(?s)more memory on row 0:7 than.*grading\.memory_gb"):
+        await grader.grade(str(2 * 10**9), row())
+    assert await grader.grade("1", row()) == 1.0
+
+
+async def test_a_grader_may_take_what_the_config_allows(made: Made) -> None:
+    grader = made("speakers:takes_memory", memory_bytes=4 * 10**9)
+    assert await grader.grade(str(2 * 10**9), row()) == 1.0
+
+
+async def test_torch_and_sympy_fit_into_a_small_bound(made: Made) -> None:
+    grader = made("speakers:memory_of_torch", memory_bytes=2 * 10**9)
+    assert await grader.grade("x", row()) == 1.0
+
+
+def test_the_config_bounds_a_graders_memory() -> None:
+    example = ROOT / "examples" / "quickstart.yaml"
+    config = load_config(example, ["grading.memory_gb=0.5"])
+    assert GraderSpec.of(config, "exact").memory_bytes == 500_000_000
+    assert GraderSpec.of(load_config(example), "exact").memory_bytes == 16_000_000_000
 
 
 async def test_a_graders_own_script_finds_what_is_beside_it(
