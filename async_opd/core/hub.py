@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from async_opd.core.config import RunConfig, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.model_files import HUB_ID
+from async_opd.core.model_files import is_hub_id
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 CODE = ["*.py"]
@@ -30,8 +30,8 @@ class NamedModel:
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether it would be downloaded: no directory, and of the shape of an id."""
-        return not os.path.isdir(self.model) and bool(HUB_ID.match(self.model))
+        """Whether it would be downloaded."""
+        return is_hub_id(self.model)
 
     def faults(self, where: str) -> list[Problem]:
         """What is wrong with how it is named."""

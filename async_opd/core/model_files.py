@@ -12,6 +12,16 @@ from async_opd.core.text import Text, eos_ids, read_json
 
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
+
+def is_hub_id(model: str) -> bool:
+    """Whether a config's model is of the shape of an id.
+
+    A directory's path is absolute once the config is read: what lies in the working directory under
+    the id's name is another model.
+    """
+    return bool(HUB_ID.fullmatch(model))
+
+
 MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of configurations of models for more than text."""
 
@@ -47,9 +57,9 @@ class ModelFiles:
 
         ``weights``: whether they must be there too.
         """
-        if not os.path.isdir(model):
-            if HUB_ID.match(model):
-                return None
+        if is_hub_id(model):
+            return None
+        if not (os.path.isabs(model) and os.path.isdir(model)):
             remedy = "check the path; a hub id whose first part is a folder here is a path, too"
             raise ModelError(f"no such directory: {model[:200]}", remedy)
         path = Path(model)

@@ -247,3 +247,22 @@ def test_a_key_of_another_model_that_names_none_is_no_fault(tmp_path: Path) -> N
     own = json.loads((STUDENT / "config.json").read_text())
     model = copied(tmp_path, config=own | {"speculators_config": None})
     assert checked(tmp_path, f"student.model={model}").code == 0
+
+
+def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = tmp_path / "work"
+    for name in ("somebody/sorter", "sorter"):
+        shutil.copytree(STUDENT, work / name)
+    monkeypatch.chdir(work)
+    asked = downloads(monkeypatch)
+    override = f"student={{model: somebody/sorter, trust_remote_code: true, revision: {COMMIT}}}"
+    config = load_config(written(tmp_path, good(tmp_path)), [override])
+    assert localize(config, "c.yaml").student.model == str(STUDENT)
+    assert asked == [("somebody/sorter", COMMIT)]
+    said = checked(tmp_path, "student.model=somebody/sorter")
+    assert "student.model: somebody/sorter is no directory and is taken for a hub" in said.out
+    said = checked(tmp_path, "student.model=sorter")
+    assert said.code == 2
+    assert "no such directory: sorter" in said.err
