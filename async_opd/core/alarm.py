@@ -36,8 +36,11 @@ class Alarm:
         """Returns after so many seconds."""
         if seconds > 0:
             over = asyncio.Event()
-            self._timer(seconds, over.set)
-            await over.wait()
+            handle = self._timer(seconds, over.set)
+            try:
+                await over.wait()
+            finally:
+                handle.cancel()
 
     async def within(self, seconds: float, what: str, work: Coroutine[Any, Any, Result]) -> Result:
         """The result of the work. StageTimeout, and the work cancelled, after so many seconds."""

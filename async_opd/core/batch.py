@@ -76,13 +76,12 @@ class Batch:
 
     def first(self, count: int, nbytes: int, tokens: int | None = None) -> int:
         """How many of the first ``count`` items have at most so many bytes and tokens together."""
-        fits = min(count, len(self))
+        rows = self.rows[:count]
+        fits = len(rows)
         if self.nbytes > nbytes:
-            sizes = accumulate(row[2] for row in self.rows)
-            fits = min(fits, sum(size <= nbytes for size in sizes))
+            fits = min(fits, sum(size <= nbytes for size in accumulate(row[2] for row in rows)))
         if tokens is not None:
-            sums = accumulate(row[1] for row in self.rows)
-            fits = min(fits, sum(size <= tokens for size in sums))
+            fits = min(fits, sum(size <= tokens for size in accumulate(row[1] for row in rows)))
         return fits
 
     def only(self, uids: Collection[str]) -> Iterator[Batch]:

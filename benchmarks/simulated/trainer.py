@@ -21,11 +21,13 @@ class SimulatedLearner:
 
     def __init__(self, speed: TrainSpeed) -> None:
         self._speed = speed
+        self.computed_tokens = 0
 
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One step."""
         tokens = sum(sample.rollout.tokens for sample in samples)
         time.sleep(self._speed.seconds(tokens))
+        self.computed_tokens += tokens
         return LearnerReport({"loss/total": 0.0, "train/tokens": float(tokens)})
 
 

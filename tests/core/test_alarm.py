@@ -80,3 +80,13 @@ async def test_no_time_is_no_pause() -> None:
     timer = Timer()
     await asyncio.wait_for(Alarm("a", timer).pause(0), 5)
     assert timer.seconds == 0
+
+
+async def test_a_pause_that_is_cancelled_leaves_no_timer() -> None:
+    timer = Timer()
+    pausing = asyncio.create_task(Alarm("a", timer).pause(450))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert timer.cancelled

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, cut, unpack_rollouts, unpack_samples
+from async_opd.core.batch import Batch, Row, cut, unpack_rollouts, unpack_samples
 from async_opd.core.samples import (
     HiddenStates,
     Sample,
@@ -110,3 +111,14 @@ def test_some_items_of_a_batch_are_views_of_it() -> None:
     parts = list(batch.only({"1/0", "2/0", "4/0"}))
     assert [one.uid for one in unpack_rollouts(parts)] == ["1/0", "2/0", "4/0"]
     assert all(np.shares_memory(part.buffer, batch.buffer) for part in parts)
+
+
+def test_the_first_items_are_found_without_a_look_at_the_rest() -> None:
+    class Rows(tuple[Row, ...]):
+        def __iter__(self) -> Iterator[Row]:
+            raise AssertionError("all rows were looked at")
+
+    items = [make_rollout(f"p/{index}", tokens=2) for index in range(8)]
+    batch = Batch.pack(items)
+    watched = Batch(Rows(batch.rows), batch.buffer)
+    assert watched.first(4, batch.nbytes, tokens=12) == 2
