@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -36,10 +36,13 @@ from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
 from async_opd.core.pools import pools
 from async_opd.core.refresh import Copies, RefreshingSync
 from async_opd.core.stages import TeacherScorer, WeightSync
-from async_opd.core.turns import Host, LockedSync, ScorerInTurns, Turns
+from async_opd.core.turns import Host, LockedSync, ScorerInTurns, SharedLock, Turns
 from async_opd.core.weight_sync import BroadcastSync
 from rollouter.rollouter import RollouterStage
 from teachers.replicas import Weights
+
+Gpus = AbstractAsyncContextManager[None]
+"""Entered by whoever needs the GPUs of a pool; nobody else has them meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +128,8 @@ async def _build(boxes: Boxes) -> Stages:
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
     gpus = asyncio.Lock()
-    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students, gpus)
+    rebuilding = _rebuilding(config, gpus)
+    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students, rebuilding)
     scoring = await boxes.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
     synced = _refreshing(boxes, broadcast, trainer, scorer, scoring.weights)
@@ -162,12 +166,21 @@ def _turns(
     }
 
 
+def _rebuilding(config: RunConfig, gpus: asyncio.Lock) -> Gpus:
+    """What student replicas that are built again hold, several at once.
+
+    Nothing where no teacher shares their GPUs.
+    """
+    shared = any(teacher.host == "rollout" for teacher in config.teachers.values())
+    return SharedLock(gpus) if shared else nullcontext()
+
+
 async def _rollouts(
     boxes: Boxes,
     queue: QueueProxy,
     trainer: TrainerProxy,
     students: list[StudentProxy],
-    gpus: asyncio.Lock,
+    gpus: Gpus,
 ) -> tuple[RollouterStage, BroadcastSync]:
     """The pool of student replicas, and the weight sync to them: each tells the other of a loss."""
     config = boxes.config
@@ -232,14 +245,14 @@ def _refreshing(
 class _RebuildStudent:
     """Builds replicas of the student anew, and has them join the weight sync.
 
-    ``gpus`` is held by the teachers that share the students' GPUs, during their turn.
+    ``gpus`` waits for the turn of the teachers that share the students' GPUs, if any do.
     """
 
     boxes: Boxes
     queue: QueueProxy
     sync: BroadcastSync
     names: list[str]
-    gpus: asyncio.Lock
+    gpus: Gpus
     lives: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, name: str, old: StudentProxy) -> StudentProxy:

@@ -5,7 +5,7 @@
                                                        they do, and sleep    the other
 
 ``lock`` is held from REST until the hosts work again; by a weight sync, since who sleeps takes no
-weights; and by a host that is built again, since a teacher may have its GPU. A shift that breaks
+weights; and by hosts that are built again, since teachers may have their GPUs. A shift that breaks
 off (the trainer died) keeps it, until ``run`` has woken the hosts.
 
 Never stops for ever: a shift waits for nothing but engines, since samples leave outside of it; and
@@ -172,6 +172,29 @@ class Turns:
                 raise StageTimeout(self._name, cause, result.remedy) from result
             if isinstance(result, BaseException) and not isinstance(result, StageError):
                 raise result
+
+
+class SharedLock:
+    """A lock that is held by several together: from the first that enters to the last that leaves.
+
+    For hosts that are built again, which keep out a shift and a weight sync, not each other.
+    """
+
+    def __init__(self, lock: asyncio.Lock) -> None:
+        self._lock = lock
+        self._entering = asyncio.Lock()
+        self._inside = 0
+
+    async def __aenter__(self) -> None:
+        async with self._entering:
+            if not self._inside:
+                await self._lock.acquire()
+            self._inside += 1
+
+    async def __aexit__(self, *error: object) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self._lock.release()
 
 
 class LockedSync:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.cluster.boxes import Boxes, Factories
-from async_opd.cluster.launch import _RebuildStudent
+from async_opd.cluster.launch import _rebuilding, _RebuildStudent
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import EngineStartError
@@ -34,10 +34,75 @@ class Student:
         self.events.append("rejoin")
 
 
+def config(host: str = "") -> RunConfig:
+    """Of a run whose teacher shares the GPUs of the pool ``host``."""
+    colocated = {"placement": "colocated", "with": host} if host else {}
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"t": {"model": "t", **colocated}},
+            "data": {"train": "prompts.jsonl"},
+        }
+    )
+
+
+@pytest.mark.parametrize("host", ["", "rollout"])
+async def test_students_that_are_built_again_do_not_wait_for_each_other(host: str) -> None:
+    made: Any = Student()
+    meeting = asyncio.Barrier(3)
+
+    async def ready() -> int:
+        await meeting.wait()
+        return 1
+
+    made.ready = ready
+    gpus = asyncio.Lock()
+    names = ["student/0", "student/1", "student/2"]
+    rebuild = _RebuildStudent(made, made, made, names, _rebuilding(config(host), gpus))
+    async with asyncio.timeout(5):
+        await asyncio.gather(*(rebuild(name, made) for name in names))
+    assert made.events.count("rejoin") == 3
+    assert not gpus.locked()
+
+
+@pytest.mark.parametrize("host", ["", "train"])
+async def test_no_shift_is_waited_for_where_no_teacher_has_the_students_gpus(host: str) -> None:
+    made: Any = Student()
+    gpus = asyncio.Lock()
+    await gpus.acquire()
+    rebuild = _RebuildStudent(made, made, made, ["student/0"], _rebuilding(config(host), gpus))
+    await asyncio.wait_for(rebuild("student/0", made), 5)
+    assert made.events[-1] == "rejoin"
+
+
+async def test_a_student_that_is_built_again_keeps_a_shift_out_while_another_is_given_up() -> None:
+    made: Any = Student()
+    begun, gpus = asyncio.Semaphore(0), asyncio.Lock()
+
+    async def ready() -> int:
+        begun.release()
+        await asyncio.Event().wait()
+        return 1
+
+    made.ready = ready
+    names = ["student/0", "student/1"]
+    rebuild = _RebuildStudent(made, made, made, names, _rebuilding(config("rollout"), gpus))
+    first, second = (asyncio.ensure_future(rebuild(name, made)) for name in names)
+    for _ in names:
+        await asyncio.wait_for(begun.acquire(), 5)
+    first.cancel()
+    await asyncio.wait({first})
+    assert gpus.locked()
+    second.cancel()
+    await asyncio.wait({second})
+    assert not gpus.locked()
+
+
 async def test_a_student_that_is_built_again_waits_until_no_teacher_has_its_gpu() -> None:
     made: Any = Student()
     gpus = asyncio.Lock()
-    rebuild = _RebuildStudent(made, made, made, ["student/0"], gpus)
+    held = _rebuilding(config("rollout"), gpus)
+    rebuild = _RebuildStudent(made, made, made, ["student/0"], held)
     await gpus.acquire()  # a shift
     work = asyncio.create_task(rebuild("student/0", made))
     for _ in range(5):
@@ -57,7 +122,8 @@ async def test_no_turn_begins_before_the_student_has_joined() -> None:
         joined.append(gpus.locked())
 
     made.rejoin = rejoin
-    await _RebuildStudent(made, made, made, ["student/0"], gpus)("student/0", made)
+    held = _rebuilding(config("rollout"), gpus)
+    await _RebuildStudent(made, made, made, ["student/0"], held)("student/0", made)
     assert (joined, gpus.locked()) == ([True], False)
 
 
