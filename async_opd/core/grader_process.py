@@ -8,7 +8,6 @@ forks off, does not have the socket: it could grade itself.
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pickle
@@ -17,13 +16,11 @@ import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from io import BufferedRWPair
-from typing import Any, TextIO, cast
+from io import BufferedRWPair, TextIOWrapper
+from typing import Any, cast
 
 from async_opd.core.graders import GradeError, Grader, load_grader
 from async_opd.core.orphans import end_with_starter
-from async_opd.core.outlet import outlet_on
-from async_opd.core.printable import on_one_line
 
 LOADED = "loaded"
 """The request that the first answer is to."""
@@ -31,46 +28,25 @@ MOST_LETTERS = 2000
 """Of a cause: some errors quote everything they were given."""
 
 
-class Quoted(io.TextIOBase):
-    """What a grader prints, line by line: escaped, each with where it comes from.
-
-    It may quote a response. Nobody waits for its reader, and it fails with nobody.
-    """
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-        self._open = ""  # the line that has no end yet
-
-    def writable(self) -> bool:
-        """Yes."""
-        return True
-
-    def write(self, text: str) -> int:
-        """Prints the lines that have an end now."""
-        *lines, last = (self._open + text).split("\n")
-        self._open = last[-MOST_LETTERS:]
-        for line in lines:
-            with suppress(OSError):
-                self._file.write(f"  grader: {on_one_line(line)}\n")
-        return len(text)
-
-
 def main() -> None:
     """Tells that the grader is loaded, or why not; then grades."""
     end_with_starter()
     _bound_memory(int(sys.argv[3]))
-    sys.stdout = sys.stderr = cast(TextIO, Quoted(outlet_on(sys.stderr)))
+    for stream in (sys.stdout, sys.stderr):  # a pipe, whose lines are quoted where it ends
+        cast(TextIOWrapper, stream).reconfigure(
+            encoding="utf-8", errors="backslashreplace", line_buffering=True
+        )
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)
     os.register_at_fork(after_in_child=partial(_let_go, connection))
-    with connection, connection.makefile("rwb") as stream:
+    with connection, connection.makefile("rwb") as asked:
         try:
             grader = load_grader(sys.argv[2])
         except (Exception, SystemExit) as error:
-            _tell(stream, LOADED, cause=f"{type(error).__name__}: {error}")
+            _tell(asked, LOADED, cause=f"{type(error).__name__}: {error}")
             return
-        _tell(stream, LOADED)
-        _serve(grader, stream)
+        _tell(asked, LOADED)
+        _serve(grader, asked)
 
 
 def _bound_memory(nbytes: int) -> None:
@@ -107,6 +83,9 @@ def _tell(
     remedy: str = "",
 ) -> None:
     answer = {"to": request, "grade": grade, "cause": cause[:MOST_LETTERS], "remedy": remedy}
+    for printed in (sys.stdout, sys.stderr):  # a line that has no end yet
+        with suppress(Exception):  # a grader may have put its own there
+            printed.flush()
     stream.write(json.dumps(answer).encode() + b"\n")
     stream.flush()
 

@@ -2,6 +2,7 @@
 
     request, response, row ──pickle──► async_opd.core.grader_process
         a number, or why not ◄──JSON line that names the request──┘
+    what it writes on its standard output and error ──a pipe──► ours, quoted line by line
                     who is late, or dies: kill -9, and another process for the next one
 
 A thread could not be ended, and code that holds the interpreter's lock would stop its whole
@@ -26,6 +27,7 @@ from typing import Self
 
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.core.grader_output import GraderOutput
 from async_opd.core.graders import GradeError, exact, has_verifier
 from async_opd.core.orphans import SAFE_PATH
 from async_opd.core.secrets import named_variables, without_secret_variables
@@ -148,16 +150,25 @@ class _Process:
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
+    output: GraderOutput
     alive: bool = True
 
     @classmethod
     async def start(cls, spec: GraderSpec) -> Self:
         """Returns when its grader is loaded. StageError."""
         ours, theirs = socket.socketpair()
-        with theirs:
-            popen = _popen(spec, theirs.fileno())
+        output = GraderOutput()
+        try:
+            with theirs:
+                popen = _popen(spec, theirs.fileno(), output.writer)
+        except BaseException:
+            ours.close()
+            output.close()
+            raise
+        finally:
+            os.close(output.writer)
         streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
-        process = cls(spec.name, popen, *streams)
+        process = cls(spec.name, popen, *streams, output)
         cause = await process._loaded(spec.start_s)
         if cause:
             process.end()
@@ -182,6 +193,7 @@ class _Process:
     async def grade(self, response: str, row: Row, timeout_s: float) -> float:
         """GradeError; if there was no answer in time, or a wrong one, the process is gone."""
         request = secrets.token_hex(8)
+        self.output.renew()
         try:
             async with asyncio.timeout(timeout_s):
                 self.writer.write(pickle.dumps((request, response, row)))
@@ -223,11 +235,12 @@ class _Process:
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(1)
         self.writer.close()
+        self.output.close()
         code = self.process.returncode
         return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
 
 
-def _popen(spec: GraderSpec, connection: int) -> subprocess.Popen[bytes]:
+def _popen(spec: GraderSpec, connection: int, output: int) -> subprocess.Popen[bytes]:
     """Called by the event loop's own thread: the process ends with the thread that started it.
 
     The working directory is not on its path (``-P``). A script that a grader starts may import what
@@ -240,5 +253,7 @@ def _popen(spec: GraderSpec, connection: int) -> subprocess.Popen[bytes]:
         pass_fds=[connection],
         env=env,
         stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
         start_new_session=True,  # Ctrl-C is for the run
     )

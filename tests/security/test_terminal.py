@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import os
 import unicodedata
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,12 +18,15 @@ from async_opd import cli
 from async_opd.core.board import Board
 from async_opd.core.console import LiveConsole, PlainConsole, terminal_on
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.grader_process import Quoted
+from async_opd.core.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
+from async_opd.core.graders import GradeError
+from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.outlet import outlet_on
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.runlog import RunLog
 from async_opd.core.samples import Header, Lost
 from async_opd.core.sink import Sink
+from async_opd.core.sources import Row
 from tests.core.test_runlog import config
 
 TITLE = "\x1b]0;owned\x07"
@@ -31,6 +36,7 @@ FORGED = "\n2026-11-22T01:00:00 completed"
 REVERSED = "\u202egnihton\u2066"
 HOSTILE = f"{TITLE}{CLEAR}{CLIPBOARD}{REVERSED}\r{FORGED}\x85completed\u2028completed[bold]"
 
+Graded = Callable[..., Coroutine[Any, Any, float]]
 Text = st.text(st.characters(blacklist_categories=()) | st.sampled_from(HOSTILE))
 
 
@@ -134,18 +140,112 @@ def test_the_command_line_escapes_what_an_error_quotes(
     assert all(line.startswith("  ") for line in told.splitlines()[1:])
 
 
-def test_what_a_grader_prints_is_escaped_and_says_where_it_comes_from() -> None:
-    out = io.StringIO()
-    print(HOSTILE, "and", HOSTILE, file=cast(TextIO, Quoted(out)))
-    assert commands(out.getvalue()) == []
-    assert all(line.startswith("  grader: ") for line in out.getvalue().splitlines())
+GRADER = """
+import os, subprocess, sys
+
+def prints(response, row):
+    print(response)
+    sys.stderr.write(response)
+    return 1.0
+
+def has_a_child_that_prints(response, row):
+    subprocess.run(["printf", "%s", response], check=True)
+    subprocess.run(["sh", "-c", 'printf %s "$1" >&2', "sh", response], check=True)
+    return 1.0
+
+def writes_to_descriptors(response, row):
+    for number in (1, 2):
+        os.write(number, response.encode())
+    return 1.0
+
+def dies(response, row):
+    os.write(2, response.encode())
+    os._exit(3)
+
+def leaves_a_child(response, row):
+    subprocess.Popen(["sleep", "60"], start_new_session=True)
+    return 1.0
+
+def writes_very_much(response, row):
+    for _ in range(64):
+        print("x" * (1 << 14))
+    return 1.0
+"""
 
 
-def test_a_grader_whose_output_nobody_reads_goes_on() -> None:
-    ours, theirs = os.pipe()
-    with os.fdopen(theirs, "w") as file:
-        quoted = Quoted(outlet_on(file))
-        for _ in range(3):
-            quoted.write("x" * (1 << 20) + "\n")
-        os.close(ours)
-        quoted.write("gone\n")
+class TestWhatAGraderWrites:
+    @pytest.fixture
+    def written(self) -> io.StringIO:
+        return io.StringIO()
+
+    @pytest.fixture
+    def graded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: io.StringIO
+    ) -> Graded:
+        (tmp_path / "writers.py").write_text(GRADER)
+        monkeypatch.syspath_prepend(str(tmp_path))
+
+        async def graded(name: str, response: str = HOSTILE.replace("\u202e", "")) -> float:
+            monkeypatch.setattr("sys.stderr", written)
+            graders = Graders(GraderSpec(f"writers:{name}", 60, 1, 60))
+            try:
+                return await graders.grade(response, Row("0:7", "a", "p", "x", {}))
+            finally:
+                graders.close()
+
+        return graded
+
+    @pytest.mark.parametrize("name", ["prints", "has_a_child_that_prints", "writes_to_descriptors"])
+    async def test_is_escaped_and_says_where_it_comes_from(
+        self,
+        written: io.StringIO,
+        graded: Graded,
+        capfd: pytest.CaptureFixture[str],
+        name: str,
+    ) -> None:
+        assert await graded(name) == 1
+        assert written.getvalue().count("completed[bold]") == 2
+        assert commands(written.getvalue()) == []
+        assert all(line.startswith("  grader: ") for line in written.getvalue().splitlines())
+        assert "owned" not in "".join(capfd.readouterr())
+
+    async def test_is_shown_when_it_was_its_last(
+        self, written: io.StringIO, graded: Graded
+    ) -> None:
+        with pytest.raises(GradeError, match="exit code 3"):
+            await graded("dies", "no memory left")
+        assert written.getvalue() == "  grader: no memory left\n"
+
+    async def test_is_not_waited_for_when_a_child_lives_on(self, graded: Graded) -> None:
+        assert await asyncio.wait_for(graded("leaves_a_child"), 30) == 1
+
+    async def test_is_bounded_and_what_is_left_out_is_counted(
+        self, written: io.StringIO, graded: Graded
+    ) -> None:
+        assert await graded("writes_very_much") == 1
+        assert len(written.getvalue()) < 2 * SHOWN_BYTES
+        left_out = 64 * ((1 << 14) + 1) - SHOWN_BYTES
+        assert f"({left_out} bytes left out)" in written.getvalue()
+
+    async def test_may_be_read_by_nobody(self) -> None:
+        ours, theirs = os.pipe()
+        with os.fdopen(theirs, "w") as file:
+            output = GraderOutput(outlet_on(file))
+            for _ in range(100):
+                output.renew()
+                os.write(output.writer, b"x" * READ_BYTES)
+                output._take()
+            os.close(ours)
+            os.write(output.writer, b"gone\n")
+            os.close(output.writer)
+            output.close()
+
+    async def test_is_taken_until_everybody_has_closed_it(self, written: io.StringIO) -> None:
+        output = GraderOutput(written)
+        os.write(output.writer, "ä".encode()[:1])
+        await asyncio.sleep(0)
+        os.write(output.writer, "ä".encode()[1:] + b"\n")
+        os.close(output.writer)
+        output.close()
+        output.close()
+        assert written.getvalue() == "  grader: ä\n"
