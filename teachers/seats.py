@@ -262,10 +262,9 @@ class Seats:
         self.asleep = True
 
     async def rest(self) -> None:
-        """All that serve leave their GPUs; what is being mended is not waited for."""
-        if not self.asleep:
-            await self._each("going to sleep", lambda replica: replica.sleep())
-            self.asleep = True
+        """All that serve leave their GPUs, whichever stage woke them; a mend is not waited for."""
+        await self._each("going to sleep", lambda replica: replica.sleep())
+        self.asleep = True
 
     async def _each(self, what: str, work: Callable[[Sleeper], Coroutine[Any, Any, None]]) -> bool:
         """Does it with every replica that serves. Whether one failed."""

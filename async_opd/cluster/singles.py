@@ -154,7 +154,13 @@ class ScorerBox:
             await self.remote.call("load", name, weights)
 
     async def hand_over(self, bound: float) -> None:
-        """Scoring stops; the replicas of now, rebuilt ones too, are those of the next stage."""
+        """Scoring stops; the replicas of now, rebuilt ones too, are those of the next stage.
+
+        Beyond ``bound`` it may take as long as a colocated teacher that does not go to sleep: the
+        stage gives that one up, and still hands over.
+        """
+        guests = [t for t in self.config.teachers.values() if t.host is not None]
+        bound += max((teacher.health.timeout_s for teacher in guests), default=0.0)
         found = await self.remote.call("hand_over", timeout_s=bound)
         self.teachers, self.rebuild = found
 

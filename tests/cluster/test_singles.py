@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import pytest
 
-from async_opd.cluster.singles import Singles, TrainerBox
+from async_opd.cluster.singles import ScorerBox, Singles, TrainerBox
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
 from async_opd.core.supervision import Restarts
@@ -110,6 +110,35 @@ async def test_the_scorer_ends_before_the_queue_and_all_are_built_again() -> Non
         "build scorer",
         "build trainer",
     ]
+
+
+async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() -> None:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {
+                "own": {"model": "t", "health": {"timeout_s": 900}},
+                "guest": {
+                    "model": "t",
+                    "placement": "colocated",
+                    "with": "train",
+                    "health": {"timeout_s": 300},
+                },
+            },
+            "data": {"train": "prompts.jsonl"},
+        }
+    )
+    bounds: list[float] = []
+
+    class Records:
+        async def call(self, method: str, timeout_s: float) -> Any:
+            bounds.append(timeout_s)
+            return {}, None
+
+    unused: Any = None
+    remote: Any = Records()
+    await ScorerBox(remote, config, {}, unused, unused, unused).hand_over(60)
+    assert bounds == [60 + 300]
 
 
 @pytest.mark.parametrize("hangs", ["queue", "scorer", "trainer"])

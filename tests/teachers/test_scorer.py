@@ -303,6 +303,13 @@ async def test_a_stage_that_hands_over_ends_its_shift_with_every_teacher_asleep(
     assert running.done()
 
 
+async def test_a_stage_that_hands_over_before_it_has_run_leaves_no_teacher_awake() -> None:
+    left_awake = Sleepy()
+    scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=left_awake)
+    await asyncio.wait_for(scorer.hand_over(), 5)
+    assert not left_awake.awake
+
+
 async def test_a_question_to_a_colocated_teacher_ends_with_the_stage() -> None:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
     scorer = colocated(queue, t=Sleepy())
