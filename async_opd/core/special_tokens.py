@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any
@@ -35,7 +36,7 @@ class SpecialTokens:
         texts = {token.content for token in special.values() if token.content}
         self._texts = {text.lower() for text in texts}
         self._lengths = sorted({len(text) for text in self._texts}, reverse=True)
-        self._starts = {text[:n] for text in self._texts for n in range(1, len(text))}
+        self._sorted = sorted(self._texts)
         firsts = {case for text in texts for case in (text[0].lower(), text[0].upper())}
         self._first = re.compile("|".join(map(re.escape, sorted(firsts)))) if firsts else None
         self._in_other_forms = any(token.normalized for token in special.values())
@@ -80,7 +81,7 @@ class SpecialTokens:
         places = [at for at, _ in self._places(text)]
         end = text.rstrip()
         reach = min(len(end), self._lengths[0] if self._lengths else 0)
-        begun = [len(end) - n for n in range(1, reach + 1) if end[-n:].lower() in self._starts]
+        begun = [len(end) - n for n in range(1, reach + 1) if self._begins(end[-n:].lower())]
         marks = sorted({at + 1 for at in [*places, *begun]})
         if not marks:
             self._refuse_other_forms(text)
@@ -110,6 +111,11 @@ class SpecialTokens:
                 if text[at : at + length].lower() in self._texts:
                     yield at, length
                     break
+
+    def _begins(self, text: str) -> bool:
+        """Whether a special token goes on where the text ends; those that do follow on it."""
+        at = bisect_right(self._sorted, text)
+        return at < len(self._sorted) and self._sorted[at].startswith(text)
 
     def _special(self, ids: list[int]) -> list[int]:
         return [token for token in ids if token in self._ids]

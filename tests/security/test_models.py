@@ -6,16 +6,19 @@ import contextlib
 import json
 import shutil
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken, Tokenizer
 
 from async_opd.core.engine_args import engine_kwargs
 from async_opd.core.engine_config import EngineConfig
 from async_opd.core.errors import ConfigError
 from async_opd.core.hub import localize, naming_faults
 from async_opd.core.load import dump_config, load_config
+from async_opd.core.special_tokens import SpecialTokens
 from async_opd.core.yaml_text import YamlError, load_yaml
 from tests.fuzz.command import STUDENT, Said, command, good, written
 
@@ -266,3 +269,15 @@ def test_a_folder_of_the_working_directory_is_not_taken_for_a_model_of_the_hub(
     said = checked(tmp_path, "student.model=sorter")
     assert said.code == 2
     assert "no such directory: sorter" in said.err
+
+
+def test_a_long_special_token_takes_no_more_memory_than_its_letters() -> None:
+    tokenizer = Tokenizer.from_file(str(STUDENT / "tokenizer.json"))
+    tokenizer.add_special_tokens([AddedToken("ab" * 10_000, special=True)])
+    tracemalloc.start()
+    special = SpecialTokens(tokenizer)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 << 20
+    assert special.quoted("x aba") != "x aba"
+    assert special.quoted("x") == "x"
