@@ -147,7 +147,10 @@ class TeacherReplica:
         self._flowing.set()
 
     async def sleep(self) -> None:
-        """Leaves the GPU to others: weights go to the host's memory, the KV cache is dropped."""
+        """Leaves the GPU to others: weights go to the host's memory, the KV cache is dropped.
+
+        What is in the engine is finished first, also for a scoring stage that has died meanwhile.
+        """
         await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
 
     async def wake(self) -> None:

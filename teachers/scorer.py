@@ -177,10 +177,14 @@ class ScorerStage:
         await self._shifts[host].full()
 
     async def shift(self, host: str) -> None:
-        """See async_opd.core.turns.Guests. Ends after a wave even if more comes meanwhile."""
+        """See async_opd.core.turns.Guests. Ends after a wave even if more comes meanwhile.
+
+        Asked again, since the stage before died in a shift, it ends when those teachers sleep.
+        """
         await self._owned(self._shift(host))
 
     async def _shift(self, host: str) -> None:
+        await self.asleep(host)
         shift = self._shifts[host]
         shift.begin()
         while (teacher := shift.longest) is not None:

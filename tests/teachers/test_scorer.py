@@ -310,6 +310,30 @@ async def test_a_stage_that_hands_over_before_it_has_run_leaves_no_teacher_awake
     assert not left_awake.awake
 
 
+async def test_a_shift_that_is_asked_of_the_next_stage_ends_when_its_teachers_sleep() -> None:
+    class Slow(Sleepy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = asyncio.Event()
+
+        async def sleep(self) -> None:
+            await self.gate.wait()
+            await super().sleep()
+
+    left_awake = Slow()
+    scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=left_awake)
+    shift = asyncio.create_task(scorer.shift("rollout"))
+    await settle()
+    running = asyncio.create_task(scorer.run())
+    await settle()
+    assert (shift.done(), left_awake.awake) == (False, True)
+    left_awake.gate.set()
+    await asyncio.wait_for(shift, 5)
+    assert not left_awake.awake
+    await scorer.shutdown()
+    await asyncio.wait({running})
+
+
 async def test_a_question_to_a_colocated_teacher_ends_with_the_stage() -> None:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
     scorer = colocated(queue, t=Sleepy())
