@@ -1,7 +1,8 @@
 """What Ray raises when a call fails, as our errors: with the stage's name, a cause and a remedy.
 
 an error inside the object          its own StageError, or one with its words
-the process, its node or its answer is lost     ProcessDied, or ProcessRestarts where another comes
+the process or its node is lost                 ProcessDied, or ProcessRestarts where another comes
+an answer of it, or an argument, is lost        ProcessDied: it may live, and have done the call
 the machine or the cluster is at fault          StageError that says what to see to
 """
 
@@ -25,38 +26,46 @@ VERSIONS = "the same Python, Ray and async_opd on every machine of the cluster"
 
 @dataclass(frozen=True)
 class Fault:
-    """What kinds of Ray's errors mean. ``lost``: what the process had done may be lost."""
+    """What kinds of Ray's errors mean.
+
+    ``ours`` is the error that they become. ProcessDied: what the process did may be lost.
+    ProcessRestarts: so it is, and the call may be made again where another process comes. A queue
+    that lives would lend other rows at a second ``get``, and those of the first would be nobody's.
+    """
 
     kinds: tuple[type[BaseException], ...]
     cause: str
     remedy: str
-    lost: bool = False
+    ours: type[StageError] = StageError
 
 
 FAULTS = (
-    Fault((found.RayActorError,), "its process died", MEMORY, lost=True),
-    Fault((found.WorkerCrashedError,), "its process crashed", MEMORY, lost=True),
-    Fault((found.AsyncioActorExit,), "its process has left", LOG, lost=True),
+    Fault((found.RayActorError,), "its process died", MEMORY, ours=ProcessRestarts),
+    Fault((found.WorkerCrashedError,), "its process crashed", MEMORY, ours=ProcessRestarts),
+    Fault((found.AsyncioActorExit,), "its process has left", LOG, ours=ProcessRestarts),
     Fault(
         (found.OutOfMemoryError,),
         "its process was ended because the machine's memory was nearly full",
         "take fewer or smaller replicas on the machine, or lower queue.max_mib",
-        lost=True,
+        ours=ProcessRestarts,
     ),
     Fault(
-        (found.NodeDiedError, found.LocalRayletDiedError), "its machine is lost", NODE, lost=True
+        (found.NodeDiedError, found.LocalRayletDiedError),
+        "its machine is lost",
+        NODE,
+        ours=ProcessRestarts,
     ),
     Fault(
         (found.OwnerDiedError,),
         "what it was sent, or answered, died with the process that it came from",
         MEMORY,
-        lost=True,
+        ours=ProcessDied,
     ),
     Fault(
         (found.ObjectLostError, found.PlasmaObjectNotAvailable, found.GetTimeoutError),
         "what it was sent, or answered, is lost",
         NODE,
-        lost=True,
+        ours=ProcessDied,
     ),
     Fault(
         (found.OutOfDiskError,),
@@ -132,10 +141,10 @@ def as_ours(name: str, what: str, error: BaseException, restarts: bool) -> Stage
 
 
 def _kind(fault: Fault, error: BaseException, restarts: bool) -> type[StageError]:
-    if not fault.lost:
-        return StageError
     final = isinstance(error, found.ActorDiedError)  # Ray starts no other
-    return ProcessRestarts if restarts and not final else ProcessDied
+    if fault.ours is ProcessRestarts and (final or not restarts):
+        return ProcessDied
+    return fault.ours
 
 
 def _inside(name: str, what: str, error: found.RayTaskError, restarts: bool) -> StageError:

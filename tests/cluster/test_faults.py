@@ -11,6 +11,7 @@ from ray import exceptions as found
 
 from async_opd.cluster.faults import FAULTS, NEVER, as_ours
 from async_opd.cluster.host import Remote
+from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
 
 RAYS = [
@@ -43,14 +44,40 @@ def test_those_that_are_left_out_are_no_kind_of_fault() -> None:
     assert not [kind for kind in NEVER if issubclass(kind, kinds)]
 
 
-LOST = ["OwnerDiedError", "ObjectLostError", "NodeDiedError", "ActorUnavailableError"]
+DEATHS = ["NodeDiedError", "WorkerCrashedError", "OutOfMemoryError", "ActorUnavailableError"]
+LOST = [
+    "OwnerDiedError",
+    "ObjectLostError",
+    "ObjectFetchTimedOutError",
+    "PlasmaObjectNotAvailable",
+    "GetTimeoutError",
+]
+
+
+@pytest.mark.parametrize("death", DEATHS)
+def test_after_the_death_of_a_process_another_one_is_asked_again(death: str) -> None:
+    error = made(getattr(found, death))
+    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessRestarts
+    assert type(as_ours("student/0", "get", error, restarts=False)) is ProcessDied
 
 
 @pytest.mark.parametrize("lost", LOST)
-def test_what_was_done_and_lost_is_a_death_and_another_process_is_asked_again(lost: str) -> None:
-    error = made(getattr(found, lost))
-    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessRestarts
-    assert type(as_ours("student/0", "get", error, restarts=False)) is ProcessDied
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_lost_message_counts_as_a_death_but_no_other_process_comes(
+    lost: str, restarts: bool
+) -> None:
+    error = as_ours("queue", "get", made(getattr(found, lost)), restarts)
+    assert type(error) is ProcessDied
+
+
+@pytest.mark.parametrize("lost", LOST)
+async def test_a_lease_whose_answer_is_lost_is_not_taken_a_second_time(lost: str) -> None:
+    """The queue lives and would lend other rows: those of the first lease are nobody's."""
+    handle = Handle(None, made(getattr(found, lost)))
+    queue = QueueProxy(Remote("queue", handle, 5, restarts=True))
+    with pytest.raises(ProcessDied, match="queue: what it was sent, or answered"):
+        await asyncio.wait_for(queue.get("prompts", 1), 5)
+    assert handle.calls == 1
 
 
 def test_an_actor_that_ray_does_not_start_again_is_dead_for_good() -> None:
@@ -79,6 +106,7 @@ class Handle:
 
     def __init__(self, at_once: BaseException | None, later: BaseException | None = None) -> None:
         self.at_once, self.later = at_once, later
+        self.calls = 0
 
     def __getattr__(self, name: str) -> Any:
         outer = self
@@ -92,6 +120,7 @@ class Handle:
         return Method()
 
     async def ends(self) -> None:
+        self.calls += 1
         if self.later is None:
             await asyncio.Event().wait()
         else:
