@@ -17,7 +17,9 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 AT_A_TIME = 64
-"""Rows that become Python objects together: a small file can say the same long value many times."""
+"""Rows that become Python objects together, while they are small."""
+SMALL = 1 << 20
+"""Bytes of such rows in Arrow, where a value that a file says once for many rows counts once."""
 LARGEST_STATE = 1 << 20
 """Bytes of the JSON file that names the others."""
 
@@ -25,8 +27,11 @@ LARGEST_STATE = 1 << 20
 def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
     """Rows of a parquet file."""
     with pyarrow.parquet.ParquetFile(path) as file:
+        columns = map(file.schema.column, range(len(file.schema.names)))
+        texts = [one.path for one in columns if one.logical_type.type == "STRING"]
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
         for batch in file.iter_batches(batch_size=AT_A_TIME):
-            yield from batch.to_pylist()
+            yield from _rows(batch)
 
 
 def datasets_rows(folder: Path) -> Iterator[dict[str, Any]]:
@@ -36,7 +41,16 @@ def datasets_rows(folder: Path) -> Iterator[dict[str, Any]]:
             for batch in stream:
                 batch.validate(full=True)
                 for start in range(0, batch.num_rows, AT_A_TIME):
-                    yield from batch.slice(start, AT_A_TIME).to_pylist()
+                    yield from _rows(batch.slice(start, AT_A_TIME))
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+    """One after the other, where all at once would be as large as a long value times its rows."""
+    if batch.nbytes <= SMALL:
+        yield from batch.to_pylist()
+        return
+    for at in range(batch.num_rows):
+        yield from batch.slice(at, 1).to_pylist()
 
 
 def _files(folder: Path) -> list[Path]:

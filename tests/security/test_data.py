@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import tracemalloc
 from pathlib import Path
 from threading import Thread
 
@@ -122,3 +123,25 @@ def test_check_says_what_is_wrong_in_a_few_words(
     shown = checked(written(tmp_path, config))
     assert said in shown.out + shown.err
     assert len(shown.err) < 3000
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_long_value_of_many_rows_is_not_held_once_for_each(tmp_path: Path, stored: bool) -> None:
+    """``stored``: the file says that the column is a dictionary."""
+    import pyarrow
+    import pyarrow.parquet
+
+    from async_opd.core.arrow_rows import parquet_rows
+
+    places = pyarrow.array([0] * 64, pyarrow.int32())
+    values = pyarrow.DictionaryArray.from_arrays(places, pyarrow.array(["x" * (8 << 20)]))
+    file = tmp_path / "long.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": values}), file, store_schema=stored)
+    tracemalloc.start()
+    before = pyarrow.total_allocated_bytes()
+    rows = parquet_rows(file)
+    assert len(next(rows)["prompt"]) == 8 << 20
+    assert pyarrow.total_allocated_bytes() - before < 64 << 20
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()
+    assert sum(1 for _ in rows) == 63
