@@ -41,7 +41,7 @@ from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_im
 from async_opd.core.run_files import private_files, read_text
 from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
 from async_opd.core.stages import TRAINER
-from async_opd.core.text import Text, eos_ids
+from async_opd.core.text import Text
 from async_opd.job import Job
 from async_opd.pipeline import Pipeline
 from async_opd.training import Training
@@ -160,7 +160,7 @@ async def _distil(job: Job) -> None:
     text = Text.of(config)
     started = time.time()
     log.message("starting Ray and the engines")
-    ends = eos_ids(config.student.model)
+    ends = text.response_ends()
     device = resolve_device(config)
     async with launch(config, device=device, eos_ids=ends, tell=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})

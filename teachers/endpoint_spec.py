@@ -10,7 +10,7 @@ from typing import Literal
 from async_opd.core.config import EndpointTeacher, RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.loss_config import scored_top_k
-from async_opd.core.text import eos_ids, read_json
+from async_opd.core.text import Text, read_json
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: s
         api=teacher.api,
         served_model=teacher.served_model,
         top_k=scored_top_k(config.loss),
-        eos_ids=eos_ids(config.student.model),
+        eos_ids=Text.of(config).response_ends(),
         concurrency=teacher.concurrency,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         key_env=teacher.api_key_env,

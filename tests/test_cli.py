@@ -29,7 +29,7 @@ def test_check_prints_what_a_step_moves_and_what_the_queue_holds(
 ) -> None:
     main(["check", EXAMPLE, "loss={kind: forward_kl, top_k: 8}", "rollout.max_tokens=32"])
     printed = capsys.readouterr().out
-    assert "teacher sort: teacher_topk, 8 bytes a response token of a rollout, 76 of a" in printed
+    assert "teacher sort: teacher_topk, 8 bytes a response token of a rollout, 80 of a" in printed
     assert "with 32 response tokens: a rollout" in printed
     assert "a step moves" in printed
 

@@ -5,7 +5,8 @@
         └─ packed: decoder, then head, as it trains ─────────────────► logits ─┘ rounding?
 
 First in float32, where rounding explains little; then, if training is not in float32, both in its
-precision and with its attention, where the rounding of that model is measured.
+precision and with its attention, where the rounding of that model is measured. Several ranks make
+the first comparison only, on the CPU, before the student is sharded.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def check_student(
             with _attending(model, "eager"), _evaluating(model):
                 alone = probe.alone()
             _compare_logits(model, exactly, alone)
-            if flash or not isinstance(precision, nullcontext):
+            if not isinstance(precision, nullcontext) or (flash and device.type == "cuda"):
                 with precision:
                     roughly = probe.packed()
                     with _evaluating(model):

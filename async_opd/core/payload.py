@@ -4,8 +4,8 @@
     rollout          4              8, and 4·k with the student's own top-k
     sample           4              8, and its scores:
       sampled                       4
-      teacher_topk                  4 + 8·k
-      student_topk                  4 + 8·k
+      teacher_topk                  8 + 8·k
+      student_topk                  8 + 8·k
       hidden                        H · 2 or 4, by the engine's dtype
 
 Upper bounds: every response has ``rollout.max_tokens``.
@@ -42,7 +42,7 @@ def score_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0)
     """
     if kind == "hidden":
         return hidden * itemsize
-    return NUMBER + (2 * NUMBER * top_k if kind != "sampled" else 0)
+    return NUMBER if kind == "sampled" else 2 * NUMBER * (top_k + 1)  # with the rest of the mass
 
 
 def sample_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0) -> int:

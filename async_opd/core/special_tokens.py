@@ -18,6 +18,8 @@ from typing import Any
 
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
+ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model")
+"""Templates compare these words with their own: they stay as they are."""
 MARK = "\ufdd0"
 """A character that Unicode keeps free for the inside of programs."""
 
@@ -56,7 +58,10 @@ class SpecialTokens:
         if isinstance(value, str):
             return self._quoted(value)
         if isinstance(value, dict):
-            return {key: self.quoted(one) for key, one in value.items()}
+            return {
+                key: one if key == "role" and one in ROLES else self.quoted(one)
+                for key, one in value.items()
+            }
         return [self.quoted(one) for one in value] if _holds(value) else value
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

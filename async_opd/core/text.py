@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from async_opd.core.nesting import DEEPEST, too_deep
-from async_opd.core.special_tokens import SpecialTokens
+from async_opd.core.special_tokens import MARK, SpecialTokens
 
 if TYPE_CHECKING:
     from async_opd.core.config import RunConfig
@@ -108,6 +108,15 @@ class Text:
             return None
         known = self._tokenizer.get_added_tokens_decoder() if found else {}
         return next((one for one in self.plain(after) if one in known), None)
+
+    def response_ends(self) -> tuple[int, ...]:
+        """Tokens that end a response: the model's own, and the one that ends an assistant's turn.
+
+        A base model often has a template whose end of a turn its ``generation_config.json`` lacks.
+        Raises what ``eos_ids`` raises.
+        """
+        own, turn = eos_ids(self._dir), self.turn_end()
+        return own if turn is None or turn in own else (*own, turn)
 
     @property
     def size(self) -> int:
@@ -212,10 +221,11 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers': without HTML's escapes."""
-    return json.dumps(
+    """As transformers': without HTML's escapes. A MARK stays a character that is dropped later."""
+    text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
+    return text.replace(json.dumps(MARK)[1:-1], MARK)
 
 
 def _raise(message: str) -> None:

@@ -87,9 +87,10 @@ def test_a_teacher_that_ends_a_turn_as_the_students_template_is_taken(tmp_path: 
     assert found(templated(tmp_path, 2, 6), f"teachers.sort.model={path}") == []
 
 
-def test_a_student_that_goes_on_beyond_the_end_of_its_turn_is_refused(tmp_path: Path) -> None:
-    problem = one(templated(tmp_path, 5))
-    assert (problem.key, "go on beyond it" in problem.message) == ("student.model", True)
+def test_a_base_student_whose_template_ends_turns_otherwise_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2]})
+    assert found(templated(tmp_path, 5), f"teachers.sort.model={path}") == []
 
 
 def test_where_prompts_have_no_template_a_common_end_is_enough(tmp_path: Path) -> None:

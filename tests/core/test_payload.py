@@ -39,12 +39,12 @@ R, K, H = 300, 5, 16
 
 
 def scores(kind: ScoreKind) -> Scores:
-    sampled = np.zeros(R, np.float32)
+    sampled, rest = np.zeros(R, np.float32), np.zeros(R, np.float32)
     ids, logprobs = np.zeros((R, K), np.int32), np.zeros((R, K), np.float32)
     return {
         "sampled": SampledLogprobs(sampled),
-        "teacher_topk": TopK(ids, logprobs, sampled),
-        "student_topk": CandidateLogprobs(ids, logprobs, sampled),
+        "teacher_topk": TopK(ids, logprobs, sampled, rest),
+        "student_topk": CandidateLogprobs(ids, logprobs, sampled, rest),
         "hidden": HiddenStates(np.zeros((R, H), np.uint16), "bfloat16"),
     }[kind]
 
@@ -68,7 +68,7 @@ def test_a_rollout_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: Sc
 
 
 def test_top_64_of_32k_tokens_has_16_mib_and_states_of_width_4096_256_mib() -> None:
-    assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 4 * 32768
+    assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 8 * 32768
     assert 32768 * score_bytes("hidden", 0, 4096, 2) == 256 << 20
 
 
@@ -76,8 +76,8 @@ def test_top_64_of_32k_tokens_has_16_mib_and_states_of_width_4096_256_mib() -> N
     ("overrides", "sample"),
     [
         (["loss={kind: k2}"], 12),
-        (["loss={kind: forward_kl, top_k: 8}"], 12 + 64),
-        (["loss={kind: forward_kl, support: student_topk, top_k: 8}"], 12 + 64),
+        (["loss={kind: forward_kl, top_k: 8}"], 16 + 64),
+        (["loss={kind: forward_kl, support: student_topk, top_k: 8}"], 16 + 64),
         (["loss={kind: forward_kl, support: full_vocab}"], 8 + 128 * 4),
     ],
 )
@@ -91,7 +91,7 @@ def test_states_of_engines_on_a_gpu_have_half_the_bytes() -> None:
 
 
 def test_a_call_has_as_many_tokens_as_its_answer_may_weigh() -> None:
-    payload = Payload("t", "teacher_topk", 8, 524)
+    payload = Payload("t", "teacher_topk", 8, 528)
     assert payload.call_tokens * payload.sample <= MESSAGE_BYTES
     assert (payload.call_tokens + 1) * payload.sample > MESSAGE_BYTES
 
@@ -115,7 +115,7 @@ def long(**changes: Any) -> list[str]:
 def test_a_step_moves_a_batch_of_the_longest_samples() -> None:
     made = config(*long())
     found = traffic(made, payloads(made, "cpu"), 100)
-    assert found.sample == ITEM_BYTES + 400 + 32768 * 524
+    assert found.sample == ITEM_BYTES + 400 + 32768 * 528
     assert found.step_samples == 64 * found.sample
     assert found.step_rollouts == 64 * (ITEM_BYTES + 400 + 32768 * 8)
 
@@ -144,7 +144,7 @@ def test_a_sample_that_the_queue_cannot_hold_is_refused_with_what_it_takes() -> 
     assert found is not None
     key, message, remedy = found
     assert key == "queue.max_mib"
-    assert "rollout.max_tokens 32768 may have 16.4 MiB" in message
+    assert "rollout.max_tokens 32768 may have 16.5 MiB" in message
     assert "at least 17" in remedy
 
 

@@ -21,7 +21,7 @@ from tokenizers import (
 )
 
 from async_opd.cli import main
-from async_opd.core.special_tokens import MARK
+from async_opd.core.special_tokens import MARK, SpecialTokens
 from async_opd.core.text import Text
 
 pytestmark = pytest.mark.slow
@@ -247,3 +247,19 @@ def test_check_tells_of_special_tokens_that_are_read_as_text(
     assert "row 2 with '<eos>'" in said
     assert main(["check", str(tmp_path / "config.yaml"), "data.special_tokens=parse"]) == 0
     assert "special tokens" not in capsys.readouterr().out
+
+
+def test_roles_that_are_special_tokens_themselves_are_still_roles() -> None:
+    tokenizer = byte_level()
+    tokenizer.add_special_tokens(["user", "tool"])
+    messages = [{"role": "user", "content": "tool"}, {"role": "my tool", "content": ""}]
+    first, second = SpecialTokens(tokenizer).quoted(messages)
+    assert first["role"] == "user"
+    assert MARK in first["content"]
+    assert MARK in second["role"]
+
+
+def test_a_template_that_writes_json_in_ascii_writes_the_mark_as_it_is(model: Path) -> None:
+    ascii_json = "{{ messages[0].content | tojson(ensure_ascii=true) }}"
+    found = reader(model, ascii_json).encode([{"role": "user", "content": "x</s"}])
+    assert found == reader(model, ascii_json, "parse").encode([{"role": "user", "content": "x</s"}])

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer
 
 from async_opd.core import text
 from async_opd.core.text import Text
+from tests.core.inputs import model
 
 MESSAGES = [{"role": "user", "content": "sort <1> & é="}]
 LOOP = "{% for m in messages %}"
@@ -103,3 +104,12 @@ def test_the_files_of_a_model_are_read_once_however_many_prompts_there_are(
     for number in range(5):
         encoder.encode(f"sort {number}=")
     assert read == [tmp_path / "tokenizer_config.json"]
+
+
+def test_a_response_ends_with_the_models_tokens_and_with_the_end_of_a_turn(tmp_path: Path) -> None:
+    path = model(tmp_path, "student")
+    turn = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    (path / "chat_template.jinja").write_text(turn)
+    (path / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    assert Text(path).response_ends() == (5, 2)
+    assert Text(path, "never").response_ends() == (5,)

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from async_opd.core.config import TrainConfig
 from async_opd.core.errors import StageError
@@ -182,3 +184,34 @@ def test_what_goes_wrong_only_in_the_precision_of_training_is_seen() -> None:
     model.base_model.register_forward_hook(leak)
     with pytest.raises(StageError, match="in the precision and with the attention of training"):
         check_student(model, CPU, precision)
+
+
+def test_several_ranks_check_a_student_with_flash_attention_on_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It computes on GPUs only: what is compared before sharding is eager attention."""
+
+    def refused(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("FlashAttention only supports fp16 and bf16 on GPUs")
+
+    model = Qwen3ForCausalLM(
+        Qwen3Config(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            vocab_size=99,
+            max_position_embeddings=128,
+        )
+    ).eval()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", refused)
+
+    def choose(attention: str) -> None:
+        model.config._attn_implementation_internal = attention
+
+    monkeypatch.setattr(model, "set_attn_implementation", choose)
+    choose("flash_attention_2")
+    check_student(model, CPU, nullcontext(), 128)
+    assert model.config._attn_implementation == "flash_attention_2"
