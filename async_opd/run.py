@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.printable import on_one_line
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.run_files import private_files, read_text
-from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
+from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog, Status
 from async_opd.core.stages import TRAINER
 from async_opd.core.text import Text
 from async_opd.job import Job
@@ -130,31 +131,50 @@ def _is_completed(run_dir: Path) -> bool:
     )
 
 
+@dataclass
+class _Outcome:
+    """How a run has ended. ``error``: the one that it failed with, whatever a signal ends later."""
+
+    log: RunLog
+    error: Exception | None = None
+
+    def finish(self, error: BaseException) -> int:
+        """The exit code, after the log is finished."""
+        status, words, code = _verdict(self.error or error)
+        self.log.finish(status, words)
+        return code
+
+    def give_up(self, why: str) -> int:
+        """The exit code of a process that is ended: see Interruption."""
+        status, words, code = _verdict(self.error or asyncio.CancelledError())
+        self.log.give_up(status, f"{words}; {why}" if self.error else why)
+        return code
+
+
+def _verdict(error: BaseException) -> tuple[Status, str, int]:
+    """Status, words and exit code of a run that an error has ended, or a signal."""
+    if isinstance(error, asyncio.CancelledError):
+        return "interrupted", "by a signal", INTERRUPTED
+    if isinstance(error, AsyncOPDError):
+        return "failed", str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED
+    cause = first_cause(error)
+    return "failed", f"{type(cause).__name__}: {cause}", FAILED
+
+
 async def _run(job: Job) -> int:
-    log, work = job.log, asyncio.create_task(_distil(job))
-    grace_s = job.config.shutdown.grace_s
-    interruption = Interruption(work, grace_s, lambda why: log.give_up("interrupted", why))
+    log, outcome = job.log, _Outcome(job.log)
+    work = asyncio.create_task(_distil(job, outcome))
+    interruption = Interruption(work, job.config.shutdown.grace_s, outcome.give_up)
     try:
         await work
-    except asyncio.CancelledError:
-        log.finish("interrupted", "by a signal")
-        return INTERRUPTED
-    except ConfigError as error:
-        log.finish("failed", str(error))
-        return BAD_INPUT
-    except AsyncOPDError as error:
-        log.finish("failed", str(error))
-        return FAILED
-    except Exception as error:
-        cause = first_cause(error)
-        log.finish("failed", f"{type(cause).__name__}: {cause}")
-        return FAILED
+    except (asyncio.CancelledError, Exception) as error:
+        return outcome.finish(error)
     finally:
         interruption.over()
     return COMPLETED if log.finish("completed") == "completed" else FAILED
 
 
-async def _distil(job: Job) -> None:
+async def _distil(job: Job, outcome: _Outcome) -> None:
     """Launches the cluster, runs the pipeline, keeps what there is however it ends."""
     config, log = job.config, job.log
     text = Text.of(config)
@@ -175,6 +195,7 @@ async def _distil(job: Job) -> None:
             await _save_what_there_is(stages, job)
             raise
         except Exception as error:
+            outcome.error = error
             await _keep_after(error, training.pipeline, log)
             if training.pipeline.is_trained:
                 await _save_what_there_is(stages, job)

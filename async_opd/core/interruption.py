@@ -17,16 +17,18 @@ from pathlib import Path
 from typing import Any
 
 EXIT_CODE = 130
+"""Of a process that is ended, if its last words fail."""
 
 
 class Interruption:
     """Handles both signals in the running loop, for the task ``work``.
 
-    ``last_words(why)`` is called before a process that does not end in time is ended.
+    ``last_words(why)`` is called before a process that does not end in time is ended, with the
+    exit code that it returns.
     """
 
     def __init__(
-        self, work: asyncio.Task[Any], grace_s: float, last_words: Callable[[str], None]
+        self, work: asyncio.Task[Any], grace_s: float, last_words: Callable[[str], int]
     ) -> None:
         self._work = work
         self._grace_s = grace_s
@@ -54,12 +56,13 @@ class Interruption:
 
     def _end(self, why: str) -> None:
         """Also from the timer's thread, when the event loop is stuck."""
+        code = EXIT_CODE
         try:
             for pid in descendants(os.getpid()):
                 _kill(pid)
-            self._last_words(why)
+            code = self._last_words(why)
         finally:
-            os._exit(EXIT_CODE)
+            os._exit(code)
 
 
 def descendants(pid: int) -> list[int]:

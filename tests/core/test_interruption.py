@@ -28,9 +28,13 @@ async def work(stubborn):
         while stubborn:
             await asyncio.sleep(60)
 
+def last_words(why):
+    print(why, flush=True)
+    return 131
+
 async def main(stubborn, grace_s):
     task = asyncio.create_task(work(stubborn))
-    interruption = Interruption(task, grace_s, lambda why: print(why, flush=True))
+    interruption = Interruption(task, grace_s, last_words)
     try:
         await task
     except asyncio.CancelledError:
@@ -81,11 +85,11 @@ def test_the_first_signal_lets_the_work_end_by_itself(number: signal.Signals) ->
     assert program.code() == 7
 
 
-def test_a_second_sigint_ends_it_at_once_with_its_children() -> None:
+def test_a_second_sigint_ends_it_at_once_with_its_children_and_the_code_of_its_last_words() -> None:
     program = Program("stubborn", 60)
     assert program.asked(signal.SIGINT) == "cancelled"
     assert program.asked(signal.SIGINT) == "by a second SIGINT"
-    assert program.code() == 130
+    assert program.code() == 131
     assert is_gone(program.child)
 
 
@@ -93,7 +97,7 @@ def test_after_its_grace_it_is_ended_with_its_children() -> None:
     program = Program("stubborn", 0.2)
     assert program.asked(signal.SIGTERM) == "cancelled"
     assert program.line() == "not ended 0.2 s after the signal (shutdown.grace_s)"
-    assert program.code() == 130
+    assert program.code() == 131
     assert is_gone(program.child)
 
 
