@@ -19,7 +19,7 @@ from async_opd import run as module
 from async_opd.core.errors import StageError
 from async_opd.core.preflight import Inputs
 from tests.core.test_checkpoint import ROWS, config
-from tests.test_run_ends import FakeTrainer, FakeTraining
+from tests.test_run_ends import FakeText, FakeTrainer, FakeTraining
 
 when, run_dir = sys.argv[1:]
 
@@ -59,8 +59,7 @@ async def launch(*args, **options):
             await asyncio.sleep(60)
 
 module.launch, module.Training = launch, Training
-module.Text = SimpleNamespace(of=lambda _: None)
-module.eos_ids, module.resolve_device = lambda _: (), lambda _: "cpu"
+module.Text, module.resolve_device = FakeText, lambda _: "cpu"
 grace = {"grace_s": 60 if when == "second signal" else 0.2}
 made = config(run_dir=run_dir, log={"wandb": "off"}, shutdown=grace)
 sys.exit(module.run(made, Inputs(ROWS)))

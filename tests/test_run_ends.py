@@ -135,6 +135,17 @@ def quiet(run_dir: Path) -> RunConfig:
     return config(run_dir=str(run_dir), log={"wandb": "off"})
 
 
+class FakeText:
+    """Of a model without any token."""
+
+    @classmethod
+    def of(cls, config: RunConfig) -> FakeText:
+        return cls()
+
+    def response_ends(self) -> tuple[int, ...]:
+        return ()
+
+
 class FakeTrainer:
     """Lives, and saves the model, as a folder."""
 
@@ -183,8 +194,7 @@ def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
 
     monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(module, "Training", Own)
-    monkeypatch.setattr(module, "Text", SimpleNamespace(of=lambda _: None))
-    monkeypatch.setattr(module, "eos_ids", lambda _: ())
+    monkeypatch.setattr(module, "Text", FakeText)
     monkeypatch.setattr(module, "resolve_device", lambda _: "cpu")
     return Own
 
