@@ -40,7 +40,8 @@ from async_opd.core.preflight import Inputs
 from async_opd.core.printable import on_one_line
 from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.core.run_files import private_files, read_text
-from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog, Status
+from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
+from async_opd.core.sink import Status
 from async_opd.core.stages import TRAINER
 from async_opd.core.text import Text
 from async_opd.job import Job
