@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from async_opd.core.alarm import Alarm, Timer
 from async_opd.core.config import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout
-from async_opd.core.patience import Progress, Several
+from async_opd.core.patience import ANSWER_S, Progress, Several
 from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
@@ -102,8 +102,12 @@ class RollouterStage:
         lost: Callable[[str, Exception], None] = lambda name, error: None,
         tell: Callable[[str], None] = lambda text: None,
         timer: Timer | None = None,
+        answer_s: float = ANSWER_S / 2,
     ) -> None:
-        """Without ``rebuild`` a replica that leaves the pool is gone."""
+        """Without ``rebuild`` a replica that leaves the pool is gone.
+
+        ``answer_s`` bounds the answer of each replica to ``progress``; see patience.answer_s.
+        """
         self._supervision = supervision or SupervisionConfig()
         self._seats = {
             name: _Seat(name, replica, Restarts(self._supervision))
@@ -116,7 +120,7 @@ class RollouterStage:
         self._alarm = Alarm("rollout", timer)
         self._joined = asyncio.Event()
         self._rebuilds = 0
-        self._several = Several({})
+        self._several = Several({}, answer_s, timer)
         self._refused: Counter[str] = Counter()
 
     async def run(self) -> None:

@@ -33,6 +33,7 @@ from async_opd.core.config import (
 )
 from async_opd.core.engine_args import Device
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
+from async_opd.core.patience import answer_s
 from async_opd.core.pools import pools
 from async_opd.core.refresh import Copies, RefreshingSync
 from async_opd.core.stages import TeacherScorer, WeightSync
@@ -202,6 +203,7 @@ async def _rollouts(
         config.supervision,
         lost=lambda name, error: sync.lose(names.index(name)),
         tell=boxes.tell,
+        answer_s=answer_s(config.timeouts.stall_s, depth=2),
     )
     await sync.connect()
     return rollouter, sync

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from async_opd.core.alarm import Alarm, Timer
-from async_opd.core.errors import AsyncOPDError, StageTimeout
+from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
 
 Result = TypeVar("Result")
 
@@ -27,14 +27,28 @@ class Progress:
     """``tokens`` computed since some moment; only differences mean anything.
 
     ``most`` is what may still come of what is under way now: prompts and ``max_tokens``.
+    ``silent`` are those who did not answer, each with its error.
     """
 
     tokens: int
     most: int = 0
+    silent: tuple[str, ...] = field(default=(), compare=False)
 
 
-ANSWER_S = 10.0
+ANSWER_S = 20.0
 """Of several, one that does not answer in time does not hold up the others' answers."""
+NAMED = 8
+"""Of those who did not answer, in an error."""
+
+
+def answer_s(quiet_s: float, depth: int = 1) -> float:
+    """Seconds for each of several to answer, so that all together answer within a look.
+
+    ``depth`` 1: they are asked by ``Patience``, with ``quiet_s``. 2: by one of those, which needs
+    the time to say what the others of its own have answered.
+    """
+    return min(ANSWER_S, quiet_s / LOOKS / 2) / depth
+
 
 Ask = Callable[[], Coroutine[Any, Any, Progress]]
 
@@ -73,12 +87,15 @@ class Patience:
         every = self._quiet_s / LOOKS
         quiet = looks = came = 0
         last: Progress | None = None
+        silent: tuple[str, ...] = ()
         while quiet < LOOKS:
             await self._alarm.pause(every)
             found = await self._asked(ask)
             looks, quiet = looks + 1, quiet + 1
-            if found is None:
+            if isinstance(found, str):
+                silent = (found,)
                 continue
+            silent = found.silent
             if last is not None:
                 new = max(0, found.tokens - last.tokens)
                 most = last.most if most is None else most
@@ -88,40 +105,61 @@ class Patience:
         return StageTimeout(
             self._name,
             f"{what}: no sign of life for {self._quiet_s:g} s; {came} tokens came before, "
-            f"{came / (looks * every):.3g} a second, of at most {most or 0}",
+            f"{came / (looks * every):.3g} a second, of at most {most or 0}"
+            + (f"; at last no answer from {'; '.join(silent[:NAMED])}" if silent else ""),
             f"raise {self._key} if tokens can be so far apart; otherwise it hangs",
         )
 
-    async def _asked(self, ask: Ask) -> Progress | None:
-        """None where who is asked does not answer, or has failed: that is no sign of life."""
+    async def _asked(self, ask: Ask) -> Progress | str:
+        """Words where who is asked does not answer, or has failed: that is no sign of life."""
         try:
             return await self._alarm.within(self._quiet_s / LOOKS, "a sign of life", ask())
-        except (AsyncOPDError, OSError):
-            return None
+        except (AsyncOPDError, OSError) as error:
+            return _words(self._name, error)
 
 
 class Several:
     """The progress of several as one: what each has come further since it was asked before.
 
-    Who does not answer within ``ANSWER_S`` has come no further. One that was restarted begins at 0.
+    Who does not answer within ``answer_s`` has come no further. One that was restarted begins at 0.
     """
 
-    def __init__(self, asks: Mapping[str, Ask]) -> None:
+    def __init__(
+        self, asks: Mapping[str, Ask], answer_s: float = ANSWER_S, timer: Timer | None = None
+    ) -> None:
         self.asks = dict(asks)
-        self._seen: dict[str, Progress] = {}
+        self._answer_s = answer_s
+        self._timer = timer
+        self._questions = 0
+        self._seen: dict[str, tuple[int, Progress]] = {}
         self._tokens = 0
 
     async def __call__(self) -> Progress:
         """Of all of them."""
-        found = await asyncio.gather(*(self._one(name, ask) for name, ask in self.asks.items()))
-        return Progress(self._tokens, sum(found))
+        self._questions += 1
+        number = self._questions
+        found = await asyncio.gather(
+            *(self._one(name, ask, number) for name, ask in self.asks.items())
+        )
+        silent = tuple(words for one in found for words in one.silent)
+        return Progress(self._tokens, sum(one.most for one in found), silent)
 
-    async def _one(self, name: str, ask: Ask) -> int:
+    async def _one(self, name: str, ask: Ask, number: int) -> Progress:
+        """The newest of one: an answer to a question before that of the newest says nothing."""
+        alarm = Alarm(name, self._timer)
         try:
-            async with asyncio.timeout(ANSWER_S):
-                now = await ask()
-        except (AsyncOPDError, OSError):
-            return 0
-        before, self._seen[name] = self._seen.get(name, Progress(0)).tokens, now
-        self._tokens += now.tokens - (before if now.tokens >= before else 0)
-        return now.most
+            now = await alarm.within(self._answer_s, "a sign of life", ask())
+        except (AsyncOPDError, OSError) as error:
+            return Progress(0, 0, (_words(name, error),))
+        newest, last = self._seen.get(name, (0, Progress(0)))
+        if number < newest:
+            return last
+        self._seen[name] = number, now
+        self._tokens += now.tokens - (last.tokens if now.tokens >= last.tokens else 0)
+        return now
+
+
+def _words(name: str, error: Exception) -> str:
+    """Who did not answer, and why, in one line."""
+    cause = error.cause if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
+    return f"{name}: {' '.join(cause.split())}"

@@ -10,7 +10,7 @@ from async_opd.core.config import RunConfig
 from async_opd.core.errors import StageTimeout
 from async_opd.core.evaluation import Evaluation
 from async_opd.core.metering import Metering
-from async_opd.core.patience import Patience, Progress, Several
+from async_opd.core.patience import Patience, Progress, Several, answer_s
 
 Result = TypeVar("Result")
 
@@ -58,7 +58,9 @@ class Stall:
                 "rollouter": lambda: stages.rollouter.progress(),
                 "scorer": lambda: stages.scorer.progress(),
                 "trainer": lambda: stages.trainer.progress(),
-            }
+            },
+            answer_s(self._bound_s),
+            timer,
         )
 
     async def within(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.patience import AGAIN, LOOKS, Patience, Progress, Several
+from async_opd.core.patience import AGAIN, LOOKS, Patience, Progress, Several, answer_s
 from tests.timers import ManualTimer
 
 QUIET_S = 40.0
@@ -135,3 +135,79 @@ async def test_of_several_one_that_is_restarted_begins_anew_and_one_that_fails_s
     assert await several() == Progress(18, 1)
     tokens |= {"a": 4, "b": 6}
     assert await several() == Progress(20, 2)
+
+
+class Asked:
+    """Who is asked, and answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.questions: list[asyncio.Future[Progress]] = []
+
+    async def __call__(self) -> Progress:
+        self.questions.append(asyncio.get_running_loop().create_future())
+        return await self.questions[-1]
+
+
+async def test_an_answer_that_comes_after_that_to_a_later_question_is_no_restart() -> None:
+    asked = Asked()
+    several = Several({"trainer": asked})
+    first, second = asyncio.ensure_future(several()), asyncio.ensure_future(several())
+    await settled()
+    asked.questions[1].set_result(Progress(1_000_010))
+    assert (await second).tokens == 1_000_010
+    asked.questions[0].set_result(Progress(1_000_000))
+    assert (await first).tokens == 1_000_010
+
+
+async def test_one_that_does_not_answer_silences_none_beside_it_however_they_are_nested() -> None:
+    """A replica's loop is held up: the others' tokens are a sign of life of the whole run."""
+    timer, quiet_s = ManualTimer(), 8.0
+    tokens = 0
+
+    async def works() -> Progress:
+        nonlocal tokens
+        tokens += 1000
+        return Progress(tokens)
+
+    students = Several({"student/0": works, "student/1": Asked()}, answer_s(quiet_s, 2), timer)
+    run = Several({"rollouter": students, "scorer": Asked()}, answer_s(quiet_s), timer)
+    patience = Patience("pipeline", quiet_s, "timeouts.stall_s", timer)
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    wait = asyncio.ensure_future(patience.within("waited", work, run, 10**9))
+    for _ in range(400):
+        await settled()
+        timer.advance(0.25)
+    assert tokens > 10_000
+    assert not wait.done()
+    wait.cancel()
+
+
+@pytest.mark.parametrize("quiet_s", [0.1, 20, 600, 36_000])
+def test_several_answer_before_whoever_asks_them_gives_up(quiet_s: float) -> None:
+    assert answer_s(quiet_s, 2) < answer_s(quiet_s) < quiet_s / LOOKS
+
+
+async def test_who_did_not_answer_is_named_with_the_reason() -> None:
+    timer = ManualTimer()
+
+    async def dead() -> Progress:
+        raise StageError("student/0", "its process died")
+
+    students = Several({"student/0": dead}, answer_s(QUIET_S, 2), timer)
+    run = Several({"rollouter": students, "scorer": Asked()}, answer_s(QUIET_S), timer)
+    patience = Patience("pipeline", QUIET_S, "timeouts.stall_s", timer)
+    work: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    wait = asyncio.ensure_future(patience.within("waited", work, run))
+    for _ in range(100):
+        await settled()
+        timer.advance(1)
+    with pytest.raises(StageTimeout) as caught:
+        await asyncio.wait_for(wait, 5)
+    assert "no answer from student/0: its process died; scorer: a sign" in caught.value.cause
+
+
+async def test_one_that_never_answers_is_named_with_the_reason(wait: Wait) -> None:
+    wait.answers = False
+    await wait.passes(looks=2 * LOOKS)
+    with pytest.raises(StageTimeout, match="no answer from student/0: a sign of life took longer"):
+        await asyncio.wait_for(wait.task, 5)
