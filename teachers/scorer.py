@@ -26,7 +26,7 @@ from async_opd.core.bulletin import Bulletin
 from async_opd.core.config import HealthConfig
 from async_opd.core.errors import LeaseExpired, StageError, first_cause
 from async_opd.core.holder import Holder
-from async_opd.core.loans import Lease
+from async_opd.core.lease import Lease
 from async_opd.core.patience import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (

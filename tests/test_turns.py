@@ -246,7 +246,7 @@ async def test_one_teacher_can_be_dedicated_while_another_takes_turns() -> None:
 async def test_the_teacher_that_holds_most_wakes_first() -> None:
     made = colocated(BOTH)
     shift = made.run.pipeline.stages.scorer._inner._shifts["rollout"]  # type: ignore[attr-defined]
-    from async_opd.core.loans import Lease
+    from async_opd.core.lease import Lease
     from tests.conftest import make_rollout
 
     for name, count in (("a", 1), ("b", 3)):

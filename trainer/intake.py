@@ -21,7 +21,7 @@ from async_opd.core.alarm import Timer
 from async_opd.core.batch import Batch, cut, unpack_samples
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.holder import Holder
-from async_opd.core.loans import Lease
+from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
 

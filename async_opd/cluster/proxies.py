@@ -7,11 +7,10 @@ from typing import cast
 
 from async_opd.cluster.host import Remote
 from async_opd.core.batch import Batch
-from async_opd.core.loans import Ack, Lease
+from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.patience import Progress
 from async_opd.core.samples import Header, Prompt, Rollout
 from async_opd.core.stages import Captured, News, SamplingSpec, StageReport, StepReport
-from async_opd.core.topic import TopicStats
 from async_opd.core.weights import Rendezvous, WeightMeta
 from teachers.replicas import Weights
 

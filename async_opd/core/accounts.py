@@ -8,8 +8,8 @@ guardrail     what responses turn into
 from __future__ import annotations
 
 from async_opd.core.admission import Admission
-from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.dead_letters import DeadLetters
 from async_opd.core.errors import StageError
 from async_opd.core.guardrail import Guardrail

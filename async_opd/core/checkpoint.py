@@ -16,15 +16,13 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.core.dead_letters import DeadLettersState
+from async_opd.core.cut import Cut
 from async_opd.core.errors import CheckpointError
-from async_opd.core.guardrail import GuardrailState
-from async_opd.core.ledger import LedgerState
 from async_opd.core.run_files import (
     FOLDER_MODE,
     make_folder,
@@ -36,25 +34,6 @@ from async_opd.core.run_files import (
 )
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """The driver's part: one moment between two optimizer steps.
-
-    A sample is trained (counted in ``ledger``), or in flight; of the latter the trainer's files
-    hold those that are scored. ``cursor`` is the position in the prompt stream, ``admitted`` what
-    counts against the budget, ``files`` the sizes of the run directory's append-only files.
-    """
-
-    step: int
-    version: int
-    cursor: int
-    admitted: int
-    ledger: LedgerState
-    dead_letters: DeadLettersState = field(default_factory=DeadLettersState)
-    guardrail: GuardrailState = field(default_factory=GuardrailState)
-    files: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from async_opd.core.checkpoint import Checkpoints, Cut
+from async_opd.core.checkpoint import Checkpoints
+from async_opd.core.cut import Cut
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.stages import Captured, Trainer
 

@@ -9,8 +9,9 @@ from async_opd.core.config import FileSource, ReasoningGymSource, RunConfig
 from async_opd.core.findings import Findings
 from async_opd.core.graders import load_grader
 from async_opd.core.prompts import filled
-from async_opd.core.sources import Row, SourceError, read_source
-from async_opd.core.text import PromptText, Text
+from async_opd.core.row import PromptText, Row
+from async_opd.core.sources import SourceError, read_source
+from async_opd.core.text import Text
 from async_opd.core.verifiers import REMEDY, evaluates
 
 MEDIA = {"image", "images", "audio", "audios", "video", "videos"}

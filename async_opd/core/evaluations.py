@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.stages import Log
 
 

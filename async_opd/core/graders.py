@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from async_opd.core.errors import RolloutFault
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 
 Grader = Callable[[str, Row], float]
 

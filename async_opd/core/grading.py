@@ -30,8 +30,8 @@ from async_opd.core.errors import StageError
 from async_opd.core.grader_output import GraderOutput
 from async_opd.core.graders import GradeError, exact, has_verifier
 from async_opd.core.orphans import SAFE_PATH
+from async_opd.core.row import Row
 from async_opd.core.secrets import named_variables, without_secret_variables
-from async_opd.core.sources import Row
 from async_opd.core.verifiers import REMEDY, evaluates
 
 PROGRAM = "async_opd.core.grader_process"

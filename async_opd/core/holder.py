@@ -15,7 +15,7 @@ import asyncio
 from collections import defaultdict
 
 from async_opd.core.alarm import Alarm, Timer
-from async_opd.core.loans import Ack, Lease
+from async_opd.core.lease import Ack, Lease
 from async_opd.core.stages import Queue
 
 SHARE = 1 / 3

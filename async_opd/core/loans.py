@@ -9,30 +9,7 @@ from dataclasses import dataclass, replace
 
 from async_opd.core.alarm import Cancellable, Timer
 from async_opd.core.batch import Batch
-
-Ack = int | tuple[int, ...] | None
-"""Leases to acknowledge."""
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Batches taken from a topic. They come back unless renewed or acknowledged in time."""
-
-    id: int
-    batches: tuple[Batch, ...]
-
-    def __len__(self) -> int:
-        return sum(len(batch) for batch in self.batches)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all payloads."""
-        return sum(batch.nbytes for batch in self.batches)
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of all samples."""
-        return sum(batch.tokens for batch in self.batches)
+from async_opd.core.lease import Lease
 
 
 @dataclass(frozen=True)

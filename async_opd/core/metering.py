@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from async_opd.core.activity import covered, overlap_s
+from async_opd.core.lease import TopicStats
 from async_opd.core.stages import Interval, StageReport, StepReport, SyncReport
-from async_opd.core.topic import TopicStats
 
 
 class Metering:

@@ -17,7 +17,7 @@ from async_opd.core.hub import with_cached
 from async_opd.core.model_checks import ModelChecks
 from async_opd.core.payload import payloads, refused, traffic
 from async_opd.core.pools import misplaced, pools
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 
 
 @dataclass

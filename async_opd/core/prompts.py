@@ -16,9 +16,8 @@ from string import Formatter
 import numpy as np
 
 from async_opd.core.errors import RolloutFault
+from async_opd.core.row import PromptText, Row
 from async_opd.core.samples import NEVER_OLD, Header, Int32, Lost, Prompt
-from async_opd.core.sources import Row
-from async_opd.core.text import PromptText
 
 Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]

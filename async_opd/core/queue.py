@@ -12,10 +12,10 @@ from async_opd.core.alarm import Timer, loop_timer
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.bulletin import Bulletin
 from async_opd.core.errors import LeaseExpired
-from async_opd.core.loans import Ack, Lease
+from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.samples import Header
 from async_opd.core.stages import News
-from async_opd.core.topic import Topic, TopicStats
+from async_opd.core.topic import Topic
 
 
 class MessageQueue:

@@ -16,13 +16,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from async_opd.core.atomic_file import write_atomically
-from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.lines import whole_lines
+from async_opd.core.row import Row
 from async_opd.core.run_files import read_text, regular_file
 from async_opd.core.runlog import DEAD_LETTERS, METRICS
-from async_opd.core.sources import Row
 
 MAY_CHANGE = (
     *("name", "run_dir", "plan", "plan.*", "log.*", "eval.*", "data.eval", "guardrail.*"),

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from async_opd.core.errors import LengthError, ScoreError
 
 if TYPE_CHECKING:
-    from async_opd.core.sources import Row
+    from async_opd.core.row import Row
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from async_opd.core.config import DataConfig, FileSource, ReasoningGymSource
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.nesting import DEEPEST
-from async_opd.core.text import PromptText
+from async_opd.core.row import Row, Task
 
 LARGEST_ROW = 16 << 20
 """Letters and bytes of a row, images of it included."""
@@ -28,27 +27,6 @@ class SourceError(AsyncOPDError):
 
     def __str__(self) -> str:
         return f"{self.source}{'' if self.row is None else f', row {self.row}'}: {self.message}"
-
-
-@dataclass(frozen=True)
-class Task:
-    """A reasoning-gym task with the options it was made with."""
-
-    name: str
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One entry. ``uid`` is ``<source>:<0-based index>``, in jsonl that of its line."""
-
-    uid: str
-    data_source: str
-    prompt: PromptText
-    answer: str | None
-    fields: dict[str, Any]
-    task: Task | None = None
-    """The task that made it and that grades it; a row of a file has none, whatever its fields."""
 
 
 def read_source(source: FileSource | ReasoningGymSource, index: int, data: DataConfig) -> list[Row]:

@@ -15,10 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.loans import Ack, Lease
+from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.patience import Progress
 from async_opd.core.samples import Header, Lost, Prompt, Rollout
-from async_opd.core.topic import TopicStats
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""

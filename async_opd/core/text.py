@@ -18,12 +18,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from async_opd.core.nesting import DEEPEST, too_deep
+from async_opd.core.row import PromptText
 from async_opd.core.special_tokens import MARK, SpecialTokens
 
 if TYPE_CHECKING:
     from async_opd.core.config import RunConfig
 
-PromptText = str | list[dict[str, Any]]
 SPECIAL_TOKENS = tuple(
     f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 )

@@ -21,23 +21,9 @@ from typing import Any
 from async_opd.core.alarm import Timer
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import QueueClosed
-from async_opd.core.loans import Lease, Loan, Loans
+from async_opd.core.lease import Lease, TopicStats
+from async_opd.core.loans import Loan, Loans
 from async_opd.core.samples import Header
-
-
-@dataclass(frozen=True)
-class TopicStats:
-    """A topic now, and its totals since the start (samples; bytes)."""
-
-    ready: int
-    leased: int
-    nbytes: int
-    put: int
-    acked: int
-    returned: int
-    expired: int
-    waiting_producers: int
-    waiting_consumers: int
 
 
 @dataclass

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.accounts import Accounts
-from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Header, Lost, Prompt
 from async_opd.core.stages import Captured, StepReport

@@ -11,12 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.checkpoint import CUT, MANIFEST, Checkpoints, Cut, load
+from async_opd.core.checkpoint import CUT, MANIFEST, Checkpoints, load
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.core.ledger import LedgerState
 from async_opd.core.resume import cut_files, identity, refuse_changes
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 
 
 def cut(step: int) -> Cut:

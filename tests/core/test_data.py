@@ -16,7 +16,8 @@ from async_opd.core.config import DataConfig, FileSource, ReasoningGymSource
 from async_opd.core.errors import StageError
 from async_opd.core.graders import load_grader
 from async_opd.core.prompts import PromptStream
-from async_opd.core.sources import Row, SourceError, read_source
+from async_opd.core.row import Row
+from async_opd.core.sources import SourceError, read_source
 from async_opd.core.text import Text, eos_ids
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "data_source": "a"} for i in range(3)]

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.checkpoint import Cut
 from async_opd.core.config import RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.evaluations import Evaluations
 from async_opd.core.ledger import LedgerState
 

@@ -9,7 +9,8 @@ import pytest
 
 from async_opd.core.config import DataConfig, ReasoningGymSource
 from async_opd.core.graders import GradeError, load_grader
-from async_opd.core.sources import Row, read_source
+from async_opd.core.row import Row
+from async_opd.core.sources import read_source
 
 
 def row(answer: str) -> Row:

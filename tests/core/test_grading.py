@@ -15,7 +15,7 @@ import pytest
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError
 from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 from tests.core.test_interruption import is_gone
 
 MODULE = """
@@ -172,7 +172,7 @@ async def test_the_graders_of_this_package_that_are_quick_need_no_process(made: 
 STARTER = """
 import asyncio, sys
 from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 
 async def main():
     graders = Graders(GraderSpec("users_graders:by_name", 60, 1, 60))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from async_opd.core.batch import Batch
-from async_opd.core.loans import Lease, Loans
+from async_opd.core.lease import Lease
+from async_opd.core.loans import Loans
 from tests.conftest import make_rollout
 from tests.timers import ManualTimer
 

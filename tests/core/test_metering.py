@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from async_opd.core.lease import TopicStats
 from async_opd.core.metering import Metering
 from async_opd.core.samples import (
     Header,
 )
 from async_opd.core.stages import Interval, StageReport, StepReport
-from async_opd.core.topic import TopicStats
 
 
 def header(uid: str) -> Header:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.prompts import PromptStream, filled, to_prompt
+from async_opd.core.row import Row
 from async_opd.core.samples import Lost, Prompt
-from async_opd.core.sources import Row
 
 WEIGHTS = (0.82, 0.06, 0.06, 0.06)
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from async_opd.core.config import DataConfig, FileSource
-from async_opd.core.sources import Row, SourceError, read_source
+from async_opd.core.row import Row
+from async_opd.core.sources import SourceError, read_source
 
 ROW = '{"prompt": "a", "data_source": "s"}\n'
 

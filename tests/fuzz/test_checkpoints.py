@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import run as run_module
-from async_opd.core.checkpoint import CONFIG, CUT, MANIFEST, Checkpoints, Cut, _entry, _Manifest
+from async_opd.core.checkpoint import CONFIG, CUT, MANIFEST, Checkpoints, _entry, _Manifest
+from async_opd.core.cut import Cut
 from async_opd.core.errors import CheckpointError
 from async_opd.core.ledger import LedgerState
 from async_opd.core.load import load_config

@@ -11,8 +11,8 @@ import pytest
 from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError
 from async_opd.core.grading import GraderSpec
+from async_opd.core.row import Row
 from async_opd.core.samples import Rollout
-from async_opd.core.sources import Row
 from async_opd.core.text import Text
 from rollouter.grading import Grading
 from tests.conftest import make_prompt, make_rollout

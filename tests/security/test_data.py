@@ -12,7 +12,8 @@ import pytest
 from async_opd.core.config import DataConfig, FileSource
 from async_opd.core.graders import has_verifier, load_grader
 from async_opd.core.nesting import DEEPEST
-from async_opd.core.sources import Row, SourceError, read_source
+from async_opd.core.row import Row
+from async_opd.core.sources import SourceError, read_source
 from tests.fuzz.command import checked, good, written
 from tests.security.hostile_data import GOOD, MANY, hostile_folder, lines, state
 

@@ -16,7 +16,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.graders import GradeError
 from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.load import load_config
-from async_opd.core.sources import Row
+from async_opd.core.row import Row
 
 ROOT = Path(__file__).parents[2]
 MODULE = """

@@ -13,6 +13,7 @@ from async_opd.core.config import GradingConfig
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.load import load_config
+from async_opd.core.row import Row
 from async_opd.core.secrets import (
     HIDDEN,
     Redactor,
@@ -23,7 +24,6 @@ from async_opd.core.secrets import (
     without_secret_variables,
     without_secrets,
 )
-from async_opd.core.sources import Row
 from teachers.endpoint import EndpointReplica
 from teachers.endpoint_spec import endpoint_spec
 from tests.fuzz.command import STUDENT, command, good, written

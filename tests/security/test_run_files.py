@@ -12,9 +12,10 @@ import pytest
 
 from async_opd.core.atomic_file import write_atomically
 from async_opd.core.audit import AuditError, audit
-from async_opd.core.checkpoint import Checkpoints, Cut, load
+from async_opd.core.checkpoint import Checkpoints, load
 from async_opd.core.claim import claimed
 from async_opd.core.config import LogConfig, RunConfig
+from async_opd.core.cut import Cut
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.journal import LEDGER, Journal
 from async_opd.core.ledger import LedgerState

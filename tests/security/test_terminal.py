@@ -23,10 +23,10 @@ from async_opd.core.graders import GradeError
 from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.outlet import outlet_on
 from async_opd.core.printable import escaped, indented, on_one_line
+from async_opd.core.row import Row
 from async_opd.core.runlog import RunLog
 from async_opd.core.samples import Header, Lost
 from async_opd.core.sink import Sink
-from async_opd.core.sources import Row
 from tests.core.test_runlog import config
 
 TITLE = "\x1b]0;owned\x07"

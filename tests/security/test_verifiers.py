@@ -13,7 +13,8 @@ from async_opd.core.graders import GradeError
 from async_opd.core.grading import Graders, GraderSpec
 from async_opd.core.load import load_config
 from async_opd.core.preflight import preflight
-from async_opd.core.sources import Row, read_source
+from async_opd.core.row import Row
+from async_opd.core.sources import read_source
 from async_opd.core.verifiers import SAFE_TASKS
 from tests.security.evaluating import evaluations
 

@@ -1,0 +1,46 @@
+"""What a consumer takes from a topic, and what a topic counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from async_opd.core.batch import Batch
+
+Ack = int | tuple[int, ...] | None
+"""Leases to acknowledge."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Batches taken from a topic. They come back unless renewed or acknowledged in time."""
+
+    id: int
+    batches: tuple[Batch, ...]
+
+    def __len__(self) -> int:
+        return sum(len(batch) for batch in self.batches)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all payloads."""
+        return sum(batch.nbytes for batch in self.batches)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all samples."""
+        return sum(batch.tokens for batch in self.batches)
+
+
+@dataclass(frozen=True)
+class TopicStats:
+    """A topic now, and its totals since the start (samples; bytes)."""
+
+    ready: int
+    leased: int
+    nbytes: int
+    put: int
+    acked: int
+    returned: int
+    expired: int
+    waiting_producers: int
+    waiting_consumers: int
