@@ -78,7 +78,7 @@ def request(index: int, tokens: int) -> Batch:
     logprobs = np.zeros(len(response), dtype=np.float32)
     prompt = Prompt(f"p{index}", "s", "t", np.zeros(16, dtype=np.int32))
     span = VersionSpan(0, 0, len(response))
-    return Batch.pack([Rollout(f"p{index}/0", prompt, response, logprobs, (span,), "stop")])
+    return Batch.pack([Rollout.plain(f"p{index}/0", prompt, response, logprobs, (span,), "stop")])
 
 
 def mixed(seed: int) -> list[Batch]:

@@ -61,7 +61,9 @@ def sample(case: Case, index: int) -> Sample:
     ids = random.integers(0, 150_000, tokens, dtype=np.int32)
     logprobs = random.standard_normal(tokens, dtype=np.float32)
     prompt = Prompt(f"p{index}", "s", "t", ids[:64])
-    rollout = Rollout(f"p{index}/0", prompt, ids, logprobs, (VersionSpan(0, 0, tokens),), "stop")
+    rollout = Rollout.plain(
+        f"p{index}/0", prompt, ids, logprobs, (VersionSpan(0, 0, tokens),), "stop"
+    )
     if case.k == 0:
         return Sample(rollout, SampledLogprobs(logprobs))
     topk_ids = random.integers(0, 150_000, (tokens, case.k), dtype=np.int32)

@@ -82,7 +82,7 @@ def _sample(draw: np.random.Generator, index: int, length: int) -> Sample:
     support = np.stack([draw.choice(VOCABULARY, K, replace=False) for _ in range(length)])
     logprobs = np.sort(np.log(draw.dirichlet(np.ones(K), length) * 0.9), axis=1)[:, ::-1]
     own = np.full(length, -8.0, dtype=np.float32)
-    rollout = Rollout(
+    rollout = Rollout.plain(
         uid=f"p{index}/0",
         prompt=prompt,
         response_ids=ids,

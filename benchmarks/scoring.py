@@ -60,7 +60,7 @@ def rollouts(
         zeros, span = np.zeros(response, np.float32), VersionSpan(0, 0, response)
         if index % group == 0:
             source = Prompt(uid, "s", "s", ids[:prompt])
-        made.append(Rollout(uid, source, ids[prompt:], zeros, (span,), "length"))
+        made.append(Rollout.plain(uid, source, ids[prompt:], zeros, (span,), "length"))
     return made
 
 

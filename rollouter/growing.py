@@ -58,7 +58,7 @@ class Growing:
         """The whole one; ``last`` is the engine's final output."""
         ids, logprobs, topk_ids = self._joined()
         spans = last.weight_versions or ()
-        return Rollout(
+        return Rollout.plain(
             uid=self.uid,
             prompt=self.prompt,
             response_ids=ids,

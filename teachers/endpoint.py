@@ -115,7 +115,7 @@ class EndpointReplica:
             )
             ids, finish = self.read(lambda: self._api.sampled(answer))
             self._check_sampled(ids, sampling.max_tokens)
-            return Rollout(
+            return Rollout.plain(
                 uid=f"{prompt.uid}/{index}",
                 prompt=prompt,
                 response_ids=np.asarray(ids, np.int32),

@@ -116,7 +116,7 @@ def _rollout(ids: list[int]) -> Rollout:
     """Half of it prompt, half response; the student's last token among them."""
     half = len(ids) // 2
     response = np.asarray(ids[half:], np.int32)
-    return Rollout(
+    return Rollout.plain(
         uid="check/0",
         prompt=Prompt("check", "check", "check", np.asarray(ids[:half], np.int32)),
         response_ids=response,

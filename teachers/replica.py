@@ -183,7 +183,7 @@ class TeacherReplica:
 def _answer(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:
     """An answer of the teacher; its log-probabilities are not asked for, hence NaN."""
     ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Rollout(
+    return Rollout.plain(
         uid=uid,
         prompt=prompt,
         response_ids=ids,

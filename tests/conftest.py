@@ -21,7 +21,7 @@ def make_rollout(
     uid: str = "p/0", teacher: str = "t", tokens: int = 4, version: int = 0, prompt_tokens: int = 3
 ) -> Rollout:
     """A rollout of ``tokens`` response tokens, all of one version."""
-    return Rollout(
+    return Rollout.plain(
         uid=uid,
         prompt=make_prompt(uid.rpartition("/")[0], teacher, prompt_tokens),
         response_ids=np.arange(tokens, dtype=np.int32),

@@ -99,7 +99,7 @@ class FakeStudent:
             spans = (VersionSpan(version, 0, 4),)  # type: ignore[assignment]
         ids = np.arange(4, dtype=np.int32)
         logprobs = np.zeros(4, dtype=np.float32)
-        return Rollout(f"{prompt.uid}/{index}", prompt, ids, logprobs, spans, "stop")
+        return Rollout.plain(f"{prompt.uid}/{index}", prompt, ids, logprobs, spans, "stop")
 
     async def progress(self) -> Progress:
         return Progress(self.tokens)

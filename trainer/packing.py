@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.errors import LengthError, StageError
+from async_opd.core.errors import StageError
 from async_opd.core.samples import (
     CandidateLogprobs,
     Float32,
@@ -25,6 +25,7 @@ from async_opd.core.samples import (
     SampledLogprobs,
     TopK,
 )
+from async_opd.core.sequence import indices
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.shares import Share
 from trainer.unsent_rest import unsent_rest
@@ -32,7 +33,7 @@ from trainer.unsent_rest import unsent_rest
 
 @dataclass(frozen=True)
 class Packed:
-    """One micro-batch. T: prompt and response tokens; N: response tokens of all samples, in order.
+    """One micro-batch. T: tokens of all samples; N: those that the student sampled, in order.
 
     ``rows`` [N] are the positions whose logits predict the response ``tokens``.
     """
@@ -107,20 +108,16 @@ def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies)
 def pack(samples: Sequence[Sample], shares: Sequence[Share] | None = None) -> Packed:
     """Concatenates samples; without ``shares``, every token weighs 1 and there is no reward.
 
-    All must have the same kind of scores (TypeError). LengthError for an empty prompt: nothing
-    would predict the first response token.
+    All must have the same kind of scores (TypeError).
     """
     ids, positions, rows = [], [], []
     start = 0
     for sample in samples:
-        prompt, response = sample.rollout.prompt.token_ids, sample.rollout.response_ids
-        if len(prompt) == 0:
-            raise LengthError(f"sample {sample.rollout.uid}: the prompt has no tokens")
-        length = len(prompt) + len(response)
-        ids += [prompt, response]
-        positions.append(np.arange(length))
-        rows.append(np.arange(start + len(prompt) - 1, start + length - 1))
-        start += length
+        rollout = sample.rollout
+        ids += [rollout.prompt.token_ids, rollout.continuation]
+        positions.append(np.arange(rollout.tokens))
+        rows.append(start + indices(rollout.rows))
+        start += rollout.tokens
     refuse_mixed_scores(samples)
     tokens = _tokens(samples, shares or [Share()] * len(samples))
     return Packed(

@@ -1,6 +1,6 @@
 """Scored samples in a safetensors file: arrays as tensors, everything else as JSON beside them.
 
-    samples ──► {"0/prompt/token_ids": …, "0/rollout/response_ids": …, "0/scores/…": …} + metadata
+    samples ──► {"0/prompt/token_ids": …, "0/rollout/continuation": …, "0/scores/…": …} + metadata
 
 Unlike the queue's batches, which never leave the run's own processes, a file may have been changed
 by anybody: nothing in it is unpickled.
@@ -19,10 +19,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from async_opd.core.samples import Prompt, Rollout, Sample, Scores, VersionSpan
+from async_opd.core.sequence import Span
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
-NOT_STORED = ("prompt", "row", "version_spans")
+NOT_STORED = ("prompt", "row", "spans", "version_spans")
 """Stored apart, or of no use any more: a sample that is scored has been graded."""
 
 
@@ -47,7 +48,8 @@ def _encode(sample: Sample, prefix: str, arrays: Arrays) -> dict[str, Any]:
         "prompt": _split(rollout.prompt, f"{prefix}prompt/", arrays),
         "rollout": _split(rollout, f"{prefix}rollout/", arrays),
         "scores": _split(sample.scores, f"{prefix}scores/", arrays),
-        "spans": [[span.version, span.start, span.end] for span in rollout.version_spans],
+        "spans": rollout.spans,
+        "versions": [[span.version, span.start, span.end] for span in rollout.version_spans],
         "kind": type(sample.scores).__name__,
     }
 
@@ -66,11 +68,13 @@ def _split(item: Any, prefix: str, arrays: Arrays) -> dict[str, Any]:
 
 def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
     prompt = Prompt(**entry["prompt"], **_below(f"{prefix}prompt/", Prompt, arrays))
+    plain = entry["rollout"]
     rollout = Rollout(
-        **entry["rollout"],
+        **plain | {"media": tuple(plain["media"])},
         **_below(f"{prefix}rollout/", Rollout, arrays),
         prompt=prompt,
-        version_spans=tuple(VersionSpan(*map(int, span)) for span in entry["spans"]),
+        spans=tuple(Span(int(start), int(end), origin) for start, end, origin in entry["spans"]),
+        version_spans=tuple(VersionSpan(*map(int, span)) for span in entry["versions"]),
     )
     kind = KINDS[entry["kind"]]
     return Sample(rollout, kind(**entry["scores"], **_below(f"{prefix}scores/", kind, arrays)))

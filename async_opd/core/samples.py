@@ -2,21 +2,33 @@
 
     Prompt ──rollouter──► Rollout ──scorer──► Sample(Rollout, Scores) ──► trainer
 
-Shapes use P for the prompt's length, R for the response's, k for the teacher's top-k. Log-
-probabilities are natural logarithms (nats). Teacher payloads cover response positions only; a
-teacher's log-probabilities are those of softmax(logits / T) over the full vocabulary, T being its
-``temperature``.
+Shapes use T for a rollout's tokens, P for its prompt's, R for those that the student sampled (its
+response), k for the teacher's top-k. Log-probabilities are natural logarithms (nats). Teacher
+payloads cover sampled positions only; a teacher's log-probabilities are those of softmax(logits /
+temperature) over the full vocabulary.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.errors import LengthError, ScoreError
+from async_opd.core.sequence import (
+    PROMPT,
+    STUDENT,
+    Range,
+    Span,
+    check_spans,
+    count,
+    picked,
+    rows_of,
+    sampled_of,
+    spans_of,
+)
 
 if TYPE_CHECKING:
     from async_opd.core.row import Row
@@ -65,7 +77,7 @@ class Group:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Response tokens ``start <= i < end`` were sampled with weights of ``version``."""
+    """Sampled tokens ``start <= i < end`` were sampled with weights of ``version``."""
 
     version: int
     start: int
@@ -74,27 +86,61 @@ class VersionSpan:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled response of the student to a prompt.
+    """A sequence of T tokens, of which the student sampled R: its response.
 
-    ``uid`` is ``<prompt uid>/<index in the group>``. ``response_ids`` is int32 [R], the end-of-
-    sequence token included if it was sampled. ``rollout_logprobs`` float32 [R] are those of the
+    ``uid`` is ``<prompt uid>/<index in the group>``. ``continuation`` int32 [T - P] is everything
+    after the prompt. ``spans`` partition ``0..T`` and say who wrote what: the prompt's span is the
+    first, several may be the student's. ``rollout_logprobs`` float32 [R] are those of the
     distribution that was really sampled (after temperature and top-p). ``version_spans`` partition
     ``0..R`` in order. ``finish_reason`` is ``length`` if the response was cut off. ``topk_ids``
     int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
-    objective needs them; ``reward`` is the grader's number, where there is a grader.
+    objective needs them; ``reward`` is the grader's number, where there is a grader. ``media`` are
+    the content hashes of what the sequence shows besides its tokens, in order.
+
+    LengthError for spans, versions and arrays that do not agree with each other.
     """
 
     uid: str
     prompt: Prompt
-    response_ids: Int32
+    continuation: Int32
+    spans: tuple[Span, ...]
     rollout_logprobs: Float32
     version_spans: tuple[VersionSpan, ...]
     finish_reason: FinishReason
     topk_ids: Int32 | None = None
     reward: float | None = None
+    media: tuple[str, ...] = ()
+
+    @classmethod
+    def plain(
+        cls,
+        uid: str,
+        prompt: Prompt,
+        response_ids: Int32,
+        rollout_logprobs: Float32,
+        version_spans: tuple[VersionSpan, ...],
+        finish_reason: FinishReason,
+        topk_ids: Int32 | None = None,
+    ) -> Self:
+        """The simplest sequence: a prompt, and a response int32 [R] without interruption.
+
+        The end-of-sequence token belongs to the response if it was sampled.
+        """
+        spans = spans_of([(PROMPT, len(prompt.token_ids)), (STUDENT, len(response_ids))])
+        return cls(
+            uid,
+            prompt,
+            response_ids,
+            spans,
+            rollout_logprobs,
+            version_spans,
+            finish_reason,
+            topk_ids,
+        )
 
     def __post_init__(self) -> None:
-        length = len(self.response_ids)
+        check_spans(self.uid, self.spans, len(self.prompt.token_ids), self.tokens)
+        length = count(sampled_of(self.spans))
         if self.rollout_logprobs.shape != (length,):
             raise LengthError(
                 f"rollout {self.uid}: {length} response tokens but log-probabilities of shape "
@@ -114,9 +160,32 @@ class Rollout:
             )
 
     @property
+    def token_ids(self) -> Int32:
+        """All tokens of the sequence, int32 [T]."""
+        return np.concatenate([self.prompt.token_ids, self.continuation])
+
+    @property
+    def rows(self) -> tuple[Range, ...]:
+        """The rows of a model's output that predict the response, R in all."""
+        return rows_of(self.spans)
+
+    @property
+    def response_ids(self) -> Int32:
+        """The tokens that the student sampled, int32 [R]."""
+        first = len(self.prompt.token_ids)
+        own = [(start - first, end - first) for start, end in sampled_of(self.spans)]
+        return picked(self.continuation, own)
+
+    @property
     def seen_by_teacher(self) -> Rollout:
-        """The student's response to the prompt that the teacher sees."""
-        return replace(self, prompt=self.prompt.seen_by_teacher)
+        """The same tokens after the prompt that the teacher sees."""
+        prompt = self.prompt.seen_by_teacher
+        if prompt is self.prompt:
+            return self
+        old = len(self.prompt.token_ids)
+        lengths = [(span.origin, span.end - span.start) for span in self.spans if span.start >= old]
+        spans = spans_of([(PROMPT, len(prompt.token_ids)), *lengths])
+        return replace(self, prompt=prompt, spans=spans)
 
     @property
     def once_scored(self) -> Rollout:
@@ -133,8 +202,8 @@ class Rollout:
 
     @property
     def tokens(self) -> int:
-        """Prompt plus response, what a teacher or the trainer has to process."""
-        return len(self.prompt.token_ids) + len(self.response_ids)
+        """T: what a teacher or the trainer has to process."""
+        return len(self.prompt.token_ids) + len(self.continuation)
 
 
 @dataclass(frozen=True)
@@ -232,7 +301,7 @@ class Sample:
         return sum(array.nbytes for array in arrays if isinstance(array, np.ndarray))
 
     def __post_init__(self) -> None:
-        length = len(self.rollout.response_ids)
+        length = len(self.rollout.rollout_logprobs)
         arrays = {k: v for k, v in vars(self.scores).items() if isinstance(v, np.ndarray)}
         if any(len(array) != length for array in arrays.values()):
             shapes = {name: array.shape for name, array in arrays.items()}

@@ -51,7 +51,7 @@ def scores(kind: ScoreKind) -> Scores:
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
 def test_a_sample_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
-    rollout = make_rollout(tokens=R, prompt_tokens=0)
+    rollout = make_rollout(tokens=R, prompt_tokens=1)
     (header,) = Batch.pack([Sample(rollout, scores(kind))]).headers
     computed = R * sample_bytes(kind, K, H, 2)
     assert computed <= header.nbytes <= computed + ITEM_BYTES
@@ -59,7 +59,7 @@ def test_a_sample_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: Sco
 
 @pytest.mark.parametrize("kind", ["sampled", "student_topk"])
 def test_a_rollout_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
-    rollout = make_rollout(tokens=R, prompt_tokens=0)
+    rollout = make_rollout(tokens=R, prompt_tokens=1)
     if kind == "student_topk":
         rollout = replace(rollout, topk_ids=np.zeros((R, K), np.int32))
     (header,) = Batch.pack([rollout]).headers

@@ -84,7 +84,7 @@ def test_a_top_k_of_another_length_than_the_response_is_refused() -> None:
 def test_the_oldest_version_is_that_of_the_oldest_token() -> None:
     spans = (VersionSpan(4, 0, 1), VersionSpan(5, 1, 2))
     array = np.zeros(2, np.float32)
-    rollout = Rollout("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
+    rollout = Rollout.plain("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
     assert rollout.oldest_version == 4
 
 
@@ -94,7 +94,7 @@ def test_spans_that_leave_a_token_without_a_version_are_refused(
 ) -> None:
     array = np.zeros(2, np.float32)
     with pytest.raises(LengthError, match="do not partition"):
-        Rollout("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
+        Rollout.plain("p/0", make_prompt(), array.astype(np.int32), array, spans, "stop")
 
 
 def test_scores_of_another_length_than_the_response_are_refused() -> None:

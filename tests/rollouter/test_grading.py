@@ -31,7 +31,7 @@ def rollout(student: str, text: str, answer: str = "012") -> Rollout:
     ids = np.array(Text(student).encode(text), np.int32)
     row = Row("0:7", "sort", "sort 210=", answer, {})
     made = make_rollout("0:7#0/1", tokens=len(ids))
-    return replace(made, response_ids=ids, prompt=replace(make_prompt("0:7#0"), row=row))
+    return replace(made, continuation=ids, prompt=replace(make_prompt("0:7#0"), row=row))
 
 
 @pytest.fixture

@@ -116,7 +116,7 @@ def replica(kind: str, engine: Engine) -> Any:
 def rollout(uid: str, tokens: Sequence[int]) -> Rollout:
     made = make_rollout(uid, tokens=len(tokens), prompt_tokens=5)
     topk = np.arange(len(tokens) * K, dtype=np.int32).reshape(-1, K) % VOCABULARY
-    return replace(made, response_ids=np.array(tokens, np.int32), topk_ids=topk)
+    return replace(made, continuation=np.array(tokens, np.int32), topk_ids=topk)
 
 
 def pieces(item: Rollout, ends: Sequence[int]) -> list[Piece]:

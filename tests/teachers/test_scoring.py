@@ -146,7 +146,7 @@ async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
     scoring = Scoring(TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS), engine)  # type: ignore[arg-type]
     first = rollout(3)
     await scoring.score(first, "a")
-    await scoring.score(replace(first, response_ids=np.array(second, np.int32)), "b")
+    await scoring.score(replace(first, continuation=np.array(second, np.int32)), "b")
     skipped = [request[1].skip_reading_prefix_cache for request in engine.asked]
     assert skipped == [False, not cached]
 

@@ -49,10 +49,10 @@ def rollouts() -> list[Any]:
         spans = (VersionSpan(0, 0, length),) if length else ()
         topk = np.argsort(rng.random((length, 128)), axis=-1)[:, :K].astype(np.int32)
         zeros = np.zeros(length, np.float32)
-        made.append(Rollout(f"{prompt.uid}/0", prompt, ids, zeros, spans, "stop", topk))
+        made.append(Rollout.plain(f"{prompt.uid}/0", prompt, ids, zeros, spans, "stop", topk))
     ids = made[-2].response_ids.copy()
     ids[-3:] = 61, 62, 63
-    made[-1] = replace(made[-2], uid=f"{made[-2].prompt.uid}/1", response_ids=ids)
+    made[-1] = replace(made[-2], uid=f"{made[-2].prompt.uid}/1", continuation=ids)
     return made
 
 

@@ -53,7 +53,7 @@ def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sam
         rest = table.scatter(-1, best.indices, -torch.inf).logsumexp(-1).float().numpy()
         scores = TopK(best.indices.int().numpy(), best.values.float().numpy(), own, rest)
     spans = (VersionSpan(0, 0, response),) if response else ()
-    rollout = Rollout(
+    rollout = Rollout.plain(
         uid=f"p{index}/0",
         prompt=Prompt(
             f"p{index}", "s", "t", random.integers(0, VOCABULARY, prompt, dtype=np.int32)

@@ -166,7 +166,10 @@ def test_whatever_is_in_the_files_it_is_read_or_a_checkpoint_error(
 
 
 LIES = [
-    (b"response_ids", b"response_idz"),
+    (b"continuation", b"continuatiom"),
+    (b"student", b"teacher"),
+    (b"[3, 7, ", b"[3, 9, "),
+    (b"[3, 7, ", b"[2, 7, "),
     (b"TopK", b"Topk"),
     (b"spans", b"spams"),
     (b"bfloat16", b"bfloat61"),

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.errors import LengthError
 from tests.trainer.models import random_sample, tiny_model
 from trainer.packing import pack, plan
 
@@ -36,11 +35,6 @@ def test_packed_samples_do_not_attend_to_each_other(
         ).logits[0]
         alone = torch.cat([model(input_ids=pack([s]).input_ids).logits[0] for s in samples])
     assert (together - alone).abs().max() < 1e-5
-
-
-def test_an_empty_prompt_is_refused() -> None:
-    with pytest.raises(LengthError, match="p0/0"):
-        pack([random_sample(0, 2, prompt=0)])
 
 
 def test_rows_are_those_that_predict_the_response_tokens() -> None:

@@ -12,7 +12,7 @@ from trainer.repetition import repetition
 
 
 def of(ids: list[int]) -> float:
-    rollout = replace(make_rollout(tokens=len(ids)), response_ids=np.array(ids, dtype=np.int32))
+    rollout = replace(make_rollout(tokens=len(ids)), continuation=np.array(ids, dtype=np.int32))
     return repetition(rollout)
 
 

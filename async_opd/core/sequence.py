@@ -1,0 +1,100 @@
+"""Spans of a sequence, and the rows of a model's output that predict its sampled tokens.
+
+    position   0 … 3     4 … 6      7 … 9    10 … 12
+    origin     prompt    student    tool     student
+    row                  3 … 5               9 … 11
+
+Row t - 1 of a causal model (its hidden state, its logits) predicts token t. ``rows_of`` is the only
+place that says so: packing, scoring and endpoints take their rows from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_opd.core.errors import LengthError
+
+PROMPT = "prompt"
+STUDENT = "student"
+
+Range = tuple[int, int]
+"""Indices ``start <= i < end``."""
+
+
+class Span(NamedTuple):
+    """Tokens ``start <= i < end`` of a sequence. ``origin`` names who wrote them.
+
+    ``prompt``: the data source; ``student``: the student sampled them; other names are free.
+    """
+
+    start: int
+    end: int
+    origin: str
+
+
+def spans_of(lengths: Iterable[tuple[str, int]]) -> tuple[Span, ...]:
+    """The spans of a sequence whose parts have these origins and numbers of tokens, in order.
+
+    A part without tokens has no span.
+    """
+    spans: list[Span] = []
+    end = 0
+    for origin, length in lengths:
+        if length:
+            spans.append(Span(end, end + length, origin))
+            end += length
+    return tuple(spans)
+
+
+def check_spans(uid: str, spans: Sequence[Span], prompt: int, tokens: int) -> None:
+    """LengthError unless the spans partition ``0..tokens`` in order, the prompt's span first.
+
+    ``prompt`` is its number of tokens. The first token of a sequence cannot be sampled: no row
+    predicts it.
+    """
+    at = 0
+    for span in spans:
+        if span.start != at:
+            raise LengthError(f"rollout {uid}: {span} does not begin at {at}, where the last ends")
+        if not at < span.end <= tokens:
+            raise LengthError(f"rollout {uid}: {span} is empty or ends beyond {tokens} tokens")
+        at = span.end
+    if at != tokens:
+        raise LengthError(f"rollout {uid}: its spans end at {at}, its tokens at {tokens}")
+    if spans and spans[0].origin == STUDENT:
+        raise LengthError(f"rollout {uid}: its first token is sampled, and no row predicts it")
+    if prompt and spans[0] != (0, prompt, PROMPT):
+        expected = Span(0, prompt, PROMPT)
+        raise LengthError(f"rollout {uid}: its first span is {spans[0]}, its prompt's {expected}")
+
+
+def sampled_of(spans: Sequence[Span]) -> tuple[Range, ...]:
+    """The positions that the student sampled."""
+    return tuple((span.start, span.end) for span in spans if span.origin == STUDENT)
+
+
+def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
+    """The rows of a model's output that predict the sampled tokens, in their order."""
+    return tuple((start - 1, end - 1) for start, end in sampled_of(spans))
+
+
+def count(ranges: Iterable[Range]) -> int:
+    """How many indices are in the ranges."""
+    return sum(end - start for start, end in ranges)
+
+
+def indices(ranges: Sequence[Range]) -> NDArray[np.int64]:
+    """All indices of the ranges, int64, in order."""
+    return np.concatenate([np.empty(0, np.int64), *(np.arange(*one) for one in ranges)])
+
+
+def picked(array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
+    """The array's entries at the ranges, in order; a view of it where there is one range."""
+    parts = [array[start:end] for start, end in ranges]
+    if len(parts) == 1:
+        return parts[0]
+    return np.concatenate(parts) if parts else array[:0]
