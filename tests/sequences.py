@@ -1,0 +1,62 @@
+"""Rollouts of several spans for property tests: prompt, student, tools and users in any order."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import strategies as st
+
+from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.sequence import PROMPT, STUDENT, spans_of
+
+ORIGINS = [STUDENT, STUDENT, "tool", "user"]
+Parts = list[tuple[str, int]]
+
+
+def parts(most: int = 6, longest: int = 4) -> st.SearchStrategy[Parts]:
+    """Origins and numbers of tokens of what follows the prompt."""
+    one = st.tuples(st.sampled_from(ORIGINS), st.integers(0, longest))
+    return st.lists(one, max_size=most)
+
+
+def sequence(
+    uid: str,
+    after: Parts,
+    *,
+    prompt: int = 3,
+    vocabulary: int = 32,
+    top_k: int = 0,
+    seed: int = 0,
+    teacher: str = "t",
+    teacher_ids: bool = False,
+) -> Rollout:
+    """A rollout of these parts with random tokens, log-probabilities, versions and media."""
+    rng = np.random.default_rng(seed)
+    spans = spans_of([(PROMPT, prompt), *after])
+    total, sampled = spans[-1].end, sum(length for origin, length in after if origin == STUDENT)
+    ids = rng.integers(0, vocabulary, total).astype(np.int32)
+    best = rng.random((sampled, vocabulary)).argsort(-1)[:, :top_k].astype(np.int32)
+    other = rng.integers(0, vocabulary, prompt + 2).astype(np.int32) if teacher_ids else None
+    cut = int(rng.integers(0, sampled + 1))
+    versions = (VersionSpan(2, 0, cut), VersionSpan(3, cut, sampled))
+    return Rollout(
+        uid=uid,
+        prompt=Prompt(uid.rpartition("/")[0], "s", teacher, ids[:prompt], None, other),
+        continuation=ids[prompt:],
+        spans=spans,
+        rollout_logprobs=-rng.random(sampled).astype(np.float32),
+        version_spans=tuple(span for span in versions if span.start < span.end),
+        finish_reason="stop",
+        topk_ids=best if top_k else None,
+        media=tuple(f"{seed:02x}{index:062x}" for index in range(seed % 3)),
+    )
+
+
+def sampled_positions(rollout: Rollout) -> list[int]:
+    """Where the student's tokens are, counted one token at a time."""
+    found, at = [], 0
+    for span in rollout.spans:
+        for _ in range(span.end - span.start):
+            if span.origin == STUDENT:
+                found.append(at)
+            at += 1
+    return found
