@@ -1,0 +1,315 @@
+"""Everything that can die: members, their states, and one stream of events.
+
+       ┌──── a probe succeeds: the same incarnation ────┐
+       ▼                                                │
+    SERVING ──── a failure of this incarnation ────► EJECTED ──────────────┐
+       ▲                                                │ no probe succeeds │ nobody can
+       │                                                ▼                   │ rebuild it
+       └──── rebuilt: the next incarnation ──────── REBUILDING ◄─┐          │
+                                                        │   │    │          │
+                                     no try is left ────┤   └────┘          │
+                                                        ▼   a try fails:    │
+                                                      GONE  the next one    │
+                                                        ▲   comes later     │
+                                                        └───────────────────┘
+
+What a kind of member needs is its ``Policy``:
+
+    student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
+    teacher replicas    are pushed and probed: whoever calls reports failures; readmitted or rebuilt
+    queue, scorer       are watched, and restarted; each of them is needed
+    trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``)
+
+Balancer, weight sync and GPU time sharing read the members' states, or listen to the events. A
+failure names the incarnation that it saw: an answer that comes after a rebuild changes nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import math
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from async_opd.core.alarm import Alarm, Timer
+from async_opd.core.config import SupervisionConfig
+from async_opd.core.errors import StageError
+from async_opd.core.supervision import Restarts
+
+T = TypeVar("T")
+
+LONGEST_PAUSE_S = 30.0
+"""Between two probes of a member that may be away for long."""
+
+
+class State(enum.Enum):
+    """See the picture at the top."""
+
+    SERVING = enum.auto()
+    EJECTED = enum.auto()
+    REBUILDING = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One arrow of the picture, of one member.
+
+    ``incarnation`` is the member's after the event. ``cause`` is the failure that led to it, if any
+    did; ``delay_s`` are the seconds before the rebuild that an event to REBUILDING announces.
+    """
+
+    member: str
+    incarnation: int
+    before: State
+    after: State
+    cause: str = ""
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        """The message of ``run.log``."""
+        soon = f" in {self.delay_s:g} s" if self.delay_s else ""
+        words = {
+            (State.SERVING, State.EJECTED): f"is ejected: {self.cause}",
+            (State.EJECTED, State.SERVING): "serves again",
+            (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}",
+            (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}, after: {self.cause}",
+            (State.REBUILDING, State.SERVING): "is rebuilt",
+        }
+        last = f"is gone for good: {self.cause}"
+        return f"{self.member} {words.get((self.before, self.after), last)}"
+
+
+@dataclass(eq=False)
+class Member(Generic[T]):
+    """One place in a set. ``value`` is who has it now, its ``incarnation``-th successor.
+
+    ``failure`` is the newest one, of a call, a probe or a rebuild; None in a member that serves.
+    """
+
+    name: str
+    value: T
+    incarnation: int = 0
+    state: State = State.SERVING
+    failure: Exception | None = None
+
+
+Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
+"""Something that is done with a member."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(Generic[T]):
+    """What a set does with its members; all but ``supervision`` may be left out.
+
+    ``serve`` runs while a member serves: its end or error is the member's failure. ``alive`` raises
+    or hangs if there is no sign of life; it is asked every ``supervision.heartbeat_s``.
+
+    ``leave`` gives back what an ejected member held, before anything else happens to it.
+
+    ``probe`` returns None if an ejected member works, or the error why it does not yet: it is asked
+    at most ``probes`` times, later each time, and not after ``patience_s``. It raises for a member
+    that only a rebuild can help.
+
+    ``rebuild`` ends the member's process for good and returns who takes its place; an error is a
+    failed try. ``reached`` grows with what a member has done; see ``Restarts``.
+
+    ``needed`` members at least must be left: fewer end ``MemberSet.run`` with the last failure.
+    """
+
+    supervision: SupervisionConfig
+    serve: Care[T] | None = None
+    alive: Care[T] | None = None
+    leave: Care[T] | None = None
+    probe: Callable[[Member[T]], Coroutine[Any, Any, Exception | None]] | None = None
+    probes: float = math.inf
+    patience_s: float = math.inf
+    rebuild: Callable[[Member[T]], Coroutine[Any, Any, T]] | None = None
+    reached: Callable[[Member[T]], float] = lambda member: 0.0
+    needed: int = 0
+
+
+@dataclass
+class MemberSet(Generic[T]):
+    """The members of one kind, in the order of ``values``. ``run`` sees to all of them."""
+
+    name: str
+    values: Mapping[str, T]
+    policy: Policy[T]
+    timer: Timer | None = None
+    clock: Callable[[], float] = time.monotonic
+    all: tuple[Member[T], ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """All of them serve."""
+        self.all = tuple(Member(name, value) for name, value in self.values.items())
+        config = self.policy.supervision
+        self._restarts = {member: Restarts(config, self.clock) for member in self.all}
+        self._listeners: list[Callable[[Event], None]] = []
+        self._changed = asyncio.Event()
+
+    def __getitem__(self, name: str) -> Member[T]:
+        return next(member for member in self.all if member.name == name)
+
+    @property
+    def serving(self) -> list[Member[T]]:
+        """Those that work now."""
+        return [member for member in self.all if member.state is State.SERVING]
+
+    @property
+    def left(self) -> list[Member[T]]:
+        """Those that are not gone for good."""
+        return [member for member in self.all if member.state is not State.GONE]
+
+    @property
+    def rebuilds(self) -> int:
+        """Rebuilds since the start that succeeded."""
+        return sum(member.incarnation for member in self.all)
+
+    def listen(self, hear: Callable[[Event], None]) -> None:
+        """``hear`` gets every event from now on, once and in order, after the state has changed."""
+        self._listeners.append(hear)
+
+    async def until(self, so: Callable[[], bool]) -> None:
+        """Returns when ``so()`` is true; it is asked again after every event."""
+        while not so():
+            await self._changed.wait()
+
+    def fail(self, member: Member[T], incarnation: int, error: Exception) -> bool:
+        """Ejects the member, whoever noticed; ``run`` does the rest.
+
+        False, and nothing happens, if it does not serve, or another incarnation of it does.
+        """
+        if member.state is not State.SERVING or member.incarnation != incarnation:
+            return False
+        self._move(member, State.EJECTED, error)
+        return True
+
+    async def run(self) -> None:
+        """Until cancelled, or until fewer members are left than are needed; may be run again."""
+        async with asyncio.TaskGroup() as group:
+            for member in self.left:
+                group.create_task(self._keep(member), name=member.name)
+
+    async def mend(self, member: Member[T]) -> None:
+        """Until an ejected member serves again, itself or another incarnation, or is gone.
+
+        Raises its last failure if fewer are left then than are needed.
+        """
+        policy = self.policy
+        if member.state is State.EJECTED:
+            if policy.leave is not None:
+                await policy.leave(member)
+            if policy.probe is not None and await self._readmitted(member, policy.probe):
+                return
+        if policy.rebuild is None or not await self._rebuilt(member, policy.rebuild):
+            failure = member.failure or StageError(member.name, "cannot be rebuilt")
+            self._move(member, State.GONE, failure)
+            if len(self.left) < policy.needed:
+                raise failure
+
+    # ── one member ─────────────────────────────────────────────────────────────────────────────
+
+    async def _keep(self, member: Member[T]) -> None:
+        """One incarnation after the other."""
+        while member.state is not State.GONE:
+            if member.state is State.SERVING:
+                await self._served(member)
+            await self.mend(member)
+
+    async def _served(self, member: Member[T]) -> None:
+        """Until the member fails, whoever notices."""
+        watching = [self._watch(member, member.incarnation), self._pulse(member)]
+        tasks = [asyncio.create_task(work, name=f"{member.name} is watched") for work in watching]
+        try:
+            await self.until(lambda: member.state is not State.SERVING)
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _watch(self, member: Member[T], incarnation: int) -> None:
+        if self.policy.serve is not None:
+            failure: Exception = StageError(member.name, "its loop ended during the run")
+            try:
+                await self.policy.serve(member)
+            except Exception as error:
+                failure = error
+            self.fail(member, incarnation, failure)
+
+    async def _pulse(self, member: Member[T]) -> None:
+        """Asks for signs of life, until one does not come."""
+        bounds, incarnation = self.policy.supervision, member.incarnation
+        alarm = Alarm(member.name, self.timer)
+        try:
+            while self.policy.alive is not None:
+                await alarm.pause(bounds.heartbeat_s)
+                await alarm.within(bounds.timeout_s, "a sign of life", self.policy.alive(member))
+        except Exception as error:
+            self.fail(member, incarnation, error)
+
+    async def _readmitted(
+        self, member: Member[T], probe: Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
+    ) -> bool:
+        """Probes the member, later each time, until it works. False if that does not help."""
+        failed, deadline = 0, self.clock() + self.policy.patience_s
+        while failed < self.policy.probes and self.clock() < deadline:
+            delay_s = self.policy.supervision.delay_s * (2.0 ** min(failed, 64) - 1)
+            await self._pause(member, min(delay_s, LONGEST_PAUSE_S))
+            try:
+                failure = await probe(member)
+            except Exception as error:
+                member.failure = error
+                return False
+            if failure is None:
+                self._move(member, State.SERVING)
+                return True
+            member.failure = failure
+            failed += 1
+        return False
+
+    async def _rebuilt(self, member: Member[T], rebuild: Callable[[Member[T]], Any]) -> bool:
+        """Another incarnation, tried later each time; False if none of the tries succeeded."""
+        failed: Exception | None = None
+        restarts, reached = self._restarts[member], self.policy.reached
+        while (delay_s := restarts.next_delay(reached(member))) is not None:
+            self._move(member, State.REBUILDING, failed, delay_s)
+            await self._pause(member, delay_s)
+            try:
+                member.value = await rebuild(member)
+            except Exception as error:
+                failed = error
+                continue
+            member.incarnation += 1
+            self._move(member, State.SERVING)
+            return True
+        member.failure = failed or member.failure
+        return False
+
+    async def _pause(self, member: Member[T], seconds: float) -> None:
+        await Alarm(member.name, self.timer).pause(seconds)
+
+    def _move(
+        self,
+        member: Member[T],
+        after: State,
+        failure: Exception | None = None,
+        delay_s: float = 0.0,
+    ) -> None:
+        """The only place where a state changes."""
+        before, member.state = member.state, after
+        member.failure = None if after is State.SERVING else failure or member.failure
+        cause = in_words(failure) if failure is not None else ""
+        event = Event(member.name, member.incarnation, before, after, cause, delay_s)
+        for hear in self._listeners:
+            hear(event)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+
+def in_words(error: Exception) -> str:
+    """An error in one line."""
+    kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:500]

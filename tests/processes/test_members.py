@@ -1,0 +1,372 @@
+"""Members die in any state, in any order: what becomes of them, and what the events say of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.config import SupervisionConfig
+from async_opd.core.errors import StageError, first_cause
+from async_opd.processes.members import LONGEST_PAUSE_S, Event, MemberSet, Policy, State
+from tests.timers import ManualTimer
+
+SERVING, EJECTED, REBUILDING, GONE = State
+ARROWS = {
+    (SERVING, EJECTED),
+    (EJECTED, SERVING),
+    (EJECTED, REBUILDING),
+    (EJECTED, GONE),
+    (REBUILDING, REBUILDING),
+    (REBUILDING, SERVING),
+    (REBUILDING, GONE),
+}
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+@dataclass(eq=False)
+class Process:
+    """Who has a member's place."""
+
+    name: str
+    number: int = 0
+    hangs: bool = False
+    dead: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class World:
+    """Members whose processes, probes and rebuilds fail when told to; time passes when told to."""
+
+    def __init__(self, count: int = 1, *, tries: int = 3, probes: int = 0, **policy: Any) -> None:
+        self.timer = ManualTimer()
+        self.tries = tries
+        self.unfit: set[str] = set()  # fail their probes
+        self.broken: set[str] = set()  # cannot be rebuilt
+        self.reached = 0.0
+        self.left: list[tuple[str, int]] = []
+        self.tried: list[tuple[str, float, float]] = []  # a rebuild: who, when, what was reached
+        self.probed: list[float] = []
+        self.events: list[tuple[float, Event]] = []
+        care: dict[str, Any] = {"serve": self._serve, "alive": self._alive, "leave": self._leave}
+        care |= {"rebuild": self._rebuild, "reached": lambda member: self.reached}
+        care |= {"probe": self._probe, "probes": probes} if probes else {}
+        supervision = SupervisionConfig(
+            tries=tries, delay_s=2, window_s=100, heartbeat_s=10, timeout_s=60
+        )
+        self.members = MemberSet(
+            "world",
+            {f"m/{index}": Process(f"m/{index}") for index in range(count)},
+            Policy(supervision=supervision, **(care | policy)),
+            timer=self.timer,
+            clock=lambda: self.timer.now,
+        )
+        self.members.listen(lambda event: self.events.append((self.timer.now, event)))
+        self.running = asyncio.create_task(self.members.run())
+
+    async def _serve(self, member: Any) -> None:
+        await member.value.dead.wait()
+        raise StageError(member.name, "its process died")
+
+    async def _alive(self, member: Any) -> None:
+        if member.value.hangs:
+            await asyncio.Event().wait()
+
+    async def _leave(self, member: Any) -> None:
+        self.left.append((member.name, member.incarnation))
+
+    async def _probe(self, member: Any) -> Exception | None:
+        self.probed.append(self.timer.now)
+        if member.value.dead.is_set():
+            raise StageError(member.name, "its process died")
+        return StageError(member.name, "wrong answer") if member.name in self.unfit else None
+
+    async def _rebuild(self, member: Any) -> Process:
+        self.tried.append((member.name, self.timer.now, self.reached))
+        await asyncio.sleep(0)
+        if member.name in self.broken:
+            raise StageError(member.name, "out of memory")
+        return Process(member.name, member.value.number + 1)
+
+    async def advance(self, seconds: float) -> None:
+        await settle()
+        for _ in range(int(seconds)):
+            self.timer.advance(1)
+            await settle()
+
+    @property
+    def messages(self) -> list[str]:
+        return [str(event) for _, event in self.events]
+
+    def states(self) -> list[State]:
+        return [member.state for member in self.members.all]
+
+
+async def test_a_member_that_fails_once_and_proves_itself_serves_again_as_the_same() -> None:
+    world = World(probes=1)
+    await settle()
+    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    await settle()
+    assert world.messages == ["m/0 is ejected: m/0: a call failed", "m/0 serves again"]
+    assert (world.members["m/0"].incarnation, world.members["m/0"].failure) == (0, None)
+
+
+async def test_a_member_that_dies_is_rebuilt_without_waiting_for_its_probes() -> None:
+    world = World(probes=5)
+    await settle()
+    world.members["m/0"].value.dead.set()
+    await settle()
+    assert world.messages == [
+        "m/0 is ejected: m/0: its process died",
+        "m/0 is being rebuilt",
+        "m/0 is rebuilt",
+    ]
+    assert world.members["m/0"].incarnation == world.members.rebuilds == 1
+
+
+async def test_a_member_that_gives_no_sign_of_life_is_rebuilt() -> None:
+    world = World()
+    await settle()
+    world.members["m/0"].value.hangs = True
+    await world.advance(70)
+    assert world.messages[0] == (
+        "m/0 is ejected: m/0: a sign of life took longer than 60 s "
+        "→ see supervision and teachers.*.health"
+    )
+    assert world.states() == [SERVING]
+
+
+async def test_a_member_whose_loop_ends_has_failed() -> None:
+    async def ends(member: Any) -> None:
+        if not member.incarnation:
+            return
+        await asyncio.Event().wait()
+
+    world = World(serve=ends)
+    await settle()
+    assert world.messages[0] == "m/0 is ejected: m/0: its loop ended during the run"
+
+
+async def test_a_member_that_keeps_failing_its_probes_is_rebuilt_after_the_last_one() -> None:
+    world = World(probes=3)
+    await settle()
+    world.unfit = {"m/0"}
+    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    await world.advance(8)
+    assert world.probed == [0, 2, 8]
+    assert world.members["m/0"].incarnation == 1
+
+
+async def test_one_that_nobody_can_rebuild_is_probed_30_s_apart_at_most_and_then_given_up() -> None:
+    world = World(probes=1000, patience_s=100, rebuild=None)
+    await settle()
+    world.unfit = {"m/0"}
+    world.members.fail(world.members["m/0"], 0, StageError("m/0", "a call failed"))
+    await world.advance(140)
+    assert world.probed == [0, 2, 8, 22, 52, 82, 112]
+    assert (
+        max(b - a for a, b in zip(world.probed, world.probed[1:], strict=False)) <= LONGEST_PAUSE_S
+    )
+    assert world.messages[-1] == "m/0 is gone for good: m/0: wrong answer"
+
+
+async def test_what_an_ejected_member_held_is_given_back_before_it_is_rebuilt() -> None:
+    given = asyncio.Event()
+
+    async def leave(member: Any) -> None:
+        await given.wait()
+
+    world = World(leave=leave)
+    await settle()
+    world.members["m/0"].value.dead.set()
+    await settle()
+    assert (world.states(), world.tried) == ([EJECTED], [])
+    given.set()
+    await settle()
+    assert world.states() == [SERVING]
+
+
+async def test_an_answer_that_comes_after_a_rebuild_is_not_the_new_ones_failure() -> None:
+    world = World()
+    await settle()
+    world.members["m/0"].value.dead.set()
+    await settle()
+    assert not world.members.fail(world.members["m/0"], 0, StageError("m/0", "late"))
+    assert world.states() == [SERVING]
+
+
+async def test_the_last_member_that_is_needed_ends_the_run_with_the_newest_failure() -> None:
+    world = World(2, tries=1, needed=1)
+    await settle()
+    world.broken = {"m/0", "m/1"}
+    world.members["m/0"].value.dead.set()
+    await world.advance(9)
+    assert (world.states(), world.running.done()) == ([GONE, SERVING], False)
+    world.members["m/1"].value.dead.set()
+    await world.advance(9)
+    with pytest.raises(ExceptionGroup) as caught:
+        await world.running
+    assert str(first_cause(caught.value)) == "m/1: out of memory"
+
+
+async def test_a_run_that_was_cancelled_while_a_member_was_rebuilt_goes_on_with_that() -> None:
+    world = World()
+    await settle()
+    world.broken = {"m/0"}
+    world.members["m/0"].value.dead.set()
+    await settle()
+    world.running.cancel()
+    await settle()
+    world.broken = set()
+    world.running = asyncio.create_task(world.members.run())
+    await world.advance(30)
+    assert world.states() == [SERVING]
+    assert len(world.tried) == 2
+
+
+async def test_who_waits_for_a_state_is_woken_by_the_event_that_makes_it_true() -> None:
+    world = World(2)
+    await settle()
+    world.broken = {"m/0"}
+    world.members["m/0"].value.dead.set()
+    waiting = asyncio.create_task(world.members.until(lambda: len(world.members.serving) == 2))
+    await settle()
+    assert not waiting.done()
+    world.broken = set()
+    await world.advance(2)
+    assert waiting.done()
+
+
+# ── properties ─────────────────────────────────────────────────────────────────────────────────
+
+ACTIONS: dict[str, Callable[[World, int], object]] = {
+    "dies": lambda world, index: world.members.all[index].value.dead.set(),
+    "hangs": lambda world, index: setattr(world.members.all[index].value, "hangs", True),
+    "fails a call": lambda world, index: world.members.fail(
+        world.members.all[index], world.members.all[index].incarnation, StageError("call", "no")
+    ),
+    "fails a call late": lambda world, index: world.members.fail(
+        world.members.all[index], world.members.all[index].incarnation - 1, StageError("call", "no")
+    ),
+    "cannot be rebuilt": lambda world, index: world.broken.add(f"m/{index}"),
+    "can be rebuilt": lambda world, index: world.broken.discard(f"m/{index}"),
+    "fails probes": lambda world, index: world.unfit.add(f"m/{index}"),
+    "passes probes": lambda world, index: world.unfit.discard(f"m/{index}"),
+    "does something": lambda world, index: setattr(world, "reached", world.reached + 1),
+    "run ends": lambda world, index: world.running.cancel(),
+}
+
+
+async def played(world: World, script: list[tuple[str, int, int]]) -> None:
+    """Plays the script, then lets everything heal and so much time pass that nothing is left."""
+    for action, index, seconds in script:
+        before = world.members.all[index].incarnation
+        late = action == "fails a call late"
+        count = len(world.events)
+        ACTIONS[action](world, index)
+        if late:
+            assert (len(world.events), world.members.all[index].incarnation) == (count, before)
+        await settle()
+        if world.running.cancelled():
+            world.running = asyncio.create_task(world.members.run())
+        await world.advance(seconds)
+    world.broken.clear()
+    world.unfit.clear()
+    await world.advance(120)
+
+
+def check_events(world: World) -> None:
+    """Every event is an arrow from where the member was; a rebuild alone makes an incarnation."""
+    at = {member.name: (SERVING, 0) for member in world.members.all}
+    for _, event in world.events:
+        before, number = at[event.member]
+        assert (before, event.after) in ARROWS
+        assert event.before is before
+        rebuilt = (before, event.after) == (REBUILDING, SERVING)
+        assert event.incarnation == number + rebuilt
+        at[event.member] = event.after, event.incarnation
+    assert at == {m.name: (m.state, m.incarnation) for m in world.members.all}
+
+
+def check_backoff(world: World) -> None:
+    """Every rebuild was announced, and began no sooner than was said."""
+    announced = {
+        name: [
+            (when, e.delay_s)
+            for when, e in world.events
+            if e.member == name and e.after is REBUILDING
+        ]
+        for name in {e.member for _, e in world.events}
+    }
+    for name, when, _ in world.tried:
+        said = announced[name]
+        while said and said[0][0] + said[0][1] > when:
+            said.pop(0)
+        assert any(at + delay <= when for at, delay in said), (name, when)
+        said.pop(0)
+
+
+def check_tries(world: World) -> None:
+    """Never more than ``tries`` rebuilds at the same place, nor in a window of 100 s."""
+    for name in {who for who, _, _ in world.tried}:
+        mine = [(when, reached) for who, when, reached in world.tried if who == name]
+        for when, place in mine:
+            assert sum(reached == place for _, reached in mine) <= world.tries
+            assert sum(0 <= other - when <= 100 for other, _ in mine) <= world.tries
+
+
+scripts = st.lists(
+    st.tuples(st.sampled_from(sorted(ACTIONS)), st.integers(0, 2), st.sampled_from([0, 1, 3, 40])),
+    max_size=14,
+)
+
+
+@given(scripts, st.integers(0, 3), st.sampled_from([0, 2]))
+def test_whatever_fails_every_member_serves_or_is_gone_in_the_end_and_the_events_say_how(
+    script: list[tuple[str, int, int]], tries: int, probes: int
+) -> None:
+    async def body() -> None:
+        world = World(3, tries=tries, probes=probes)
+        await settle()
+        await played(world, script)
+        assert len(world.members.all) == 3
+        assert all(member.state in (SERVING, GONE) for member in world.members.all)
+        assert all((m.failure is None) == (m.state is SERVING) for m in world.members.all)
+        check_events(world)
+        check_tries(world)
+        check_backoff(world)
+        ejected = [(e.member, e.incarnation) for _, e in world.events if e.after is EJECTED]
+        assert set(ejected) == set(world.left)
+        world.running.cancel()
+        await settle()
+
+    asyncio.run(body())
+
+
+@given(st.lists(st.integers(0, 30), min_size=1, max_size=12), st.integers(1, 4))
+def test_deaths_while_rebuilding_come_later_and_later_and_to_an_end(
+    pauses: list[int], tries: int
+) -> None:
+    async def body() -> None:
+        world = World(tries=tries)
+        world.broken = {"m/0"}
+        await settle()
+        world.members["m/0"].value.dead.set()
+        for seconds in pauses:
+            await world.advance(seconds)
+        await world.advance(2 * 2**tries)
+        said = [e.delay_s for _, e in world.events if e.after is REBUILDING]
+        assert said == [2 * (2**n - 1) for n in range(tries)]
+        assert [when for _, when, _ in world.tried] == [sum(said[: n + 1]) for n in range(tries)]
+        assert world.states() == [GONE]
+        await settle()
+
+    asyncio.run(body())
