@@ -68,7 +68,6 @@ class Case:
     top_k: int = 16
     warm_up: int = 3
     lengths: Lengths = LENGTHS
-    early_tokens: int = 0
 
     def limits(self, tokens: float) -> dict[str, float]:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
@@ -92,7 +91,6 @@ class Case:
                         "model": "simulated",
                         "replicas": 4 * self.scale,
                         "engine": {"max_num_seqs": 32},
-                        "early_tokens": self.early_tokens,
                     }
                 },
                 "data": {"train": "none.jsonl"},

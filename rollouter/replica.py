@@ -1,10 +1,9 @@
 """One replica of the student: a vLLM engine that answers prompts and takes new weights.
 
     group of a prompt ──rollout──► engine ──finished, one by one──► outbox of its teacher
-                                     ▲  │                             │ put (waits for room)
+                                     ▲                                │ put (waits for room)
               pause · receive · finish · resume                       ▼
-                     (weight sync)      │                     topic rollouts/<teacher>
-                                        └── pieces of long ones ──► topic early/<teacher>
+                     (weight sync)                            topic rollouts/<teacher>
 
 Consumes prompts, produces rollouts with the version of every token, waits for the engine and for
 room in the queue. Unblocked by ``resume`` after a sync.
@@ -37,12 +36,11 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.vitals import Vitals
 from async_opd.core.weights import Rendezvous, WeightMeta
-from rollouter.ahead import Ahead
 from rollouter.feed import Feed
 from rollouter.grading import Grading
-from rollouter.growing import Growing
 from rollouter.load import load_watcher
 from rollouter.nccl_transport import nccl_info
+from rollouter.outputs import rollout_of
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.weights import BACKEND as GLOO
@@ -74,7 +72,6 @@ class StudentReplica:
         fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
         slots = Slots(fixed or adaptive.limit, spec.sampling.n)
         self._slots = slots
-        self._ahead = Ahead(queue)
         self._grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
         grade = self._grading.grade if self._grading else None
         self._feed = Feed(spec.consumer, queue, slots, self._roll, grade=grade)
@@ -113,10 +110,7 @@ class StudentReplica:
 
     async def run(self) -> None:
         """Answers groups from topic ``prompts`` until stopped."""
-        try:
-            await self._vitals.within(self._feed.run())
-        finally:
-            self._ahead.close()
+        await self._vitals.within(self._feed.run())
 
     async def stop(self) -> None:
         """See Feed.stop."""
@@ -127,8 +121,7 @@ class StudentReplica:
         begun = self._activity.clock() - self._held_s
         self._refuse_foreign_tokens(prompt, uid)
         try:
-            early = self._spec.early_tokens.get(prompt.teacher, 0)
-            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k, early)
+            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._request_s += self._activity.clock() - self._held_s - begun
@@ -155,9 +148,8 @@ class StudentReplica:
         )
 
     async def _sample(
-        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0, early: int = 0
+        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0
     ) -> Rollout:
-        """``early``: after how many tokens they go ahead to the teacher; 0: not at all."""
         self._requests += 1
         params = SamplingParams(
             temperature=sampling.temperature,
@@ -170,23 +162,21 @@ class StudentReplica:
             logprobs=top_k,
             flat_logprobs=True,
             detokenize=False,
-            output_kind=RequestOutputKind.DELTA if early else RequestOutputKind.FINAL_ONLY,
-            stream_interval=early or None,
+            output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        growing = Growing(uid, prompt, top_k)
         most = len(prompt.token_ids) + sampling.max_tokens
         self._under_way += most
         try:
             async with self._gate:
-                rollout = await self._answer(growing, params)
+                rollout = await self._answer(prompt, uid, params, top_k)
         finally:
             self._under_way -= most
-            self._ahead.withdraw(growing)
-        return rollout or await self._sample(prompt, uid, sampling, top_k, early)
+        return rollout or await self._sample(prompt, uid, sampling, top_k)
 
-    async def _answer(self, growing: Growing, params: SamplingParams) -> Rollout | None:
+    async def _answer(
+        self, prompt: Prompt, uid: str, params: SamplingParams, top_k: int
+    ) -> Rollout | None:
         """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
-        prompt, uid = growing.prompt, growing.uid
         await self._flowing.wait()
         version = self._version
         request = TokensPrompt(
@@ -194,14 +184,11 @@ class StudentReplica:
         )
         with self._activity.busy():
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
-                growing.add(output.outputs[0])
                 if output.finished:
-                    rollout = growing.rollout(output.outputs[0])
+                    rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
                     self._tokens += len(rollout.response_ids)
                     overtaken = output.num_cached_tokens and _first_version(rollout) > version
                     return None if overtaken else rollout
-                if growing.unsent >= (params.stream_interval or 1):
-                    self._ahead.offer(growing)
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
@@ -313,7 +300,6 @@ class StudentReplica:
             "rollouts": float(self._feed.rollouts),
             "request_s": self._request_s,
             "paused_s": self._paused_s,
-            **self._ahead.drain(),
         }
         self._tokens, self._request_s, self._paused_s = 0, 0.0, 0.0
         self._feed.rollouts = 0

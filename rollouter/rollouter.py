@@ -14,7 +14,6 @@ topic if there are none. Only when all are gone for good does the last one's err
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -28,7 +27,6 @@ from async_opd.core.reports import merge_reports
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
 from async_opd.core.supervision import Restarts
-from rollouter.ahead import REFUSED
 
 REPORT_S = 10.0
 """A replica that does not report in time is left out of this report."""
@@ -121,7 +119,6 @@ class RollouterStage:
         self._joined = asyncio.Event()
         self._rebuilds = 0
         self._several = Several({}, answer_s, timer)
-        self._refused: Counter[str] = Counter()
 
     async def run(self) -> None:
         """Until cancelled, or until the last replica is gone: then its error."""
@@ -174,22 +171,14 @@ class RollouterStage:
         return await self._several()
 
     async def report(self) -> StageReport:
-        """All serving replicas' reports as one.
-
-        ``rebuilds`` and ``early_refused/<kind>`` are totals since the start.
-        """
+        """All serving replicas' reports as one; ``rebuilds`` is a total since the start."""
         seats = self._serving()
         found = await asyncio.gather(*(self._part(seat) for seat in seats))
         merged = merge_reports(report for report in found if report is not None)
-        counters = dict(merged.counters)
-        refused = [key for key in counters if key.startswith(f"{REFUSED}/")]
-        self._refused.update({key: int(counters.pop(key)) for key in refused})
         return replace(
             merged,
-            counters=counters,
             gauges={
                 **merged.gauges,
-                **{key: float(count) for key, count in self._refused.items()},
                 "replicas": float(len(seats)),
                 "rebuilds": float(self._rebuilds),
             },

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -17,8 +16,7 @@ class StudentEngineSpec:
 
     ``top_k`` is how many of its own best tokens it returns at each position, where the objective
     needs them; ``grader`` gives the task reward, where there is one. With a ``seed`` every rollout
-    is drawn by one of its own, from this and its uid. ``early_tokens`` is after how many tokens a
-    rollout's teacher gets them ahead, where it does. ``life`` counts the restarts.
+    is drawn by one of its own, from this and its uid. ``life`` counts the restarts.
     """
 
     name: str
@@ -30,7 +28,6 @@ class StudentEngineSpec:
     top_k: int = 0
     grader: GraderSpec | None = None
     seed: int | None = None
-    early_tokens: Mapping[str, int] = field(default_factory=dict)
     life: int = 0
 
     @property

@@ -11,29 +11,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from async_opd.core.alarm import Timer
 from async_opd.core.balancer import Place
-from async_opd.core.batch import Batch, unpack_pieces
+from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica
 from async_opd.core.payload import calls
 from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Lost, Piece, Prompt, Rollout
+from async_opd.core.samples import Lost, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.homes import REMEMBERED, Homes
-from teachers.replicas import Ahead, Rebuild, Replica, Weights
+from teachers.replicas import Rebuild, Replica, Weights
 from teachers.seats import Health, Seat, Seats, in_words, scored, tokens_of
 
 Result = TypeVar("Result")
-
-EARLY = ("early_rows", "early_used", "early_dropped")
-"""Totals: rows scored ahead, those of them in finished samples, and pieces that were given up."""
 
 
 @dataclass(frozen=True)
@@ -58,11 +53,10 @@ class TeacherPool:
         asleep: bool = False,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
-        remembered: int = REMEMBERED,
     ) -> None:
         """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
 
-        ``tell`` hears what becomes of replicas. ``remembered``: see Homes.
+        ``tell`` hears what becomes of replicas.
         """
         self._name = f"teacher {name}"
         self._health = health
@@ -73,8 +67,6 @@ class TeacherPool:
         self.balancer = self._seats.balancer
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
-        self._homes: Homes[Replica] = Homes(remembered)
-        self._early: Counter[str] = Counter()
 
     @property
     def replicas(self) -> list[Replica]:
@@ -112,26 +104,9 @@ class TeacherPool:
         """The samples, and the rollouts that no replica could score. Raises NoReplica.
 
         The first half of ``health.tries`` is made with the whole batch, the second with each of
-        its rollouts alone, so that one of them cannot take the others with it. Rollouts of which a
-        replica has the beginning are tried there first.
+        its rollouts alone, so that one of them cannot take the others with it.
         """
-        parts = self._by_home(batch) if len(batch) else []
-        return await self._all(parts, self._health.tries)
-
-    async def early(self, batch: Batch) -> None:
-        """Has pieces of rollouts under way scored, each where the one before it was.
-
-        What cannot be is dropped and counted: the finished rollout comes in any case.
-        """
-        serving = self._seats.serving
-        parts: defaultdict[Replica | None, list[Piece]] = defaultdict(list)
-        for piece in unpack_pieces([batch]):
-            parts[self._homes.place(piece, serving)].append(piece)
-        self._early["early_dropped"] += len(parts.pop(None, ()))
-        async with asyncio.TaskGroup() as group:
-            for replica, pieces in parts.items():
-                assert isinstance(replica, Ahead)
-                group.create_task(self._ahead(serving[replica], replica, Batch.pack(pieces)))
+        return await self._score(batch, self._health.tries) if len(batch) else Scored()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the teacher itself answers, each call from one replica."""
@@ -153,35 +128,10 @@ class TeacherPool:
             raise outcome
         return outcome
 
-    async def _ahead(self, seat: Seat, replica: Ahead, batch: Batch) -> None:
-        place = self.balancer.take_on(seat, tokens_of(batch))
-        used = 0
-        if place is not None:
-            with suppress(Exception):  # a failed call is the replica's affair, as any
-                used = await self._seats.call(place, "pieces", lambda _: replica.early(batch))
-        self._early["early_dropped"] += len(batch) - used
-
-    def _by_home(self, batch: Batch) -> list[tuple[Seat | None, Batch]]:
-        if not self._homes.used:
-            return [(None, batch)]
-        serving = self._seats.serving
-        parts: defaultdict[Seat | None, list[Batch]] = defaultdict(list)
-        for one in _singles(batch):
-            home = self._homes.finish(one.headers[0].uid)
-            parts[serving.get(home) if home is not None else None].append(one)
-        return [(seat, Batch.join(ones)) for seat, ones in parts.items()]
-
-    async def _all(self, parts: Iterable[tuple[Seat | None, Batch]], tries: int) -> Scored:
-        found = await asyncio.gather(*(self._score(part, tries, home) for home, part in parts))
-        return Scored(
-            tuple(samples for part in found for samples in part.samples),
-            tuple(lost for part in found for lost in part.lost),
-        )
-
-    async def _score(self, batch: Batch, tries: int, home: Seat | None = None) -> Scored:
+    async def _score(self, batch: Batch, tries: int) -> Scored:
         whole = tries if len(batch) == 1 else math.ceil(tries / 2)
         work = partial(scored, self._name, batch)
-        outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work, home)
+        outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
             self._seats.example = batch.split(1)[0]
             return Scored((outcome,))
@@ -190,7 +140,12 @@ class TeacherPool:
             reason = f"no replica could score it in {self._health.tries} tries: {in_words(outcome)}"
             return Scored(lost=(Lost(batch.headers[0], reason),))
         self._totals["retries"] += 1
-        return await self._all([(None, one) for one in _singles(batch)], tries - whole)
+        left = tries - whole
+        found = await asyncio.gather(*(self._score(one, left) for one in _singles(batch)))
+        return Scored(
+            tuple(samples for part in found for samples in part.samples),
+            tuple(lost for part in found for lost in part.lost),
+        )
 
     async def _tries(
         self,
@@ -199,14 +154,13 @@ class TeacherPool:
         tokens: int,
         group: str | None,
         work: Callable[[Replica], Coroutine[Any, Any, Result]],
-        home: Seat | None = None,
         least_s: float = 0.0,
     ) -> Result | Exception:
         """What the first replica that can makes of the work, or the last error."""
         failure: Exception | None = None
         for _ in range(tries):
             self._totals["retries"] += failure is not None
-            place = await self._place(tokens, group, home if failure is None else None)
+            place = await self._place(tokens, group)
             try:
                 return await self._on_a_replica(place, what, work, least_s)
             except Exception as error:
@@ -214,10 +168,9 @@ class TeacherPool:
         assert failure is not None
         return failure
 
-    async def _place(self, tokens: int, group: str | None, home: Seat | None) -> Place[Seat]:
-        place = None if home is None else self.balancer.take_on(home, tokens)
+    async def _place(self, tokens: int, group: str | None) -> Place[Seat]:
         try:
-            return place or await self.balancer.take(tokens, group)
+            return await self.balancer.take(tokens, group)
         except NoReplica as error:
             raise self._seats.all_gone() from error
 
@@ -245,11 +198,8 @@ class TeacherPool:
         merged = merge_reports(await self._seats.reports())
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
-        self._early.update({key: int(counters.pop(key, 0.0)) for key in EARLY})
         gauges = {**merged.gauges, **self._totals}
         gauges |= {"failures": self._seats.failures, "rebuilds": self._seats.rebuilds}
-        if any(self._early.values()):
-            gauges |= {key: float(self._early[key]) for key in EARLY}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
         if self._seats.weights is not None:

@@ -16,13 +16,12 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.activity import Activity
-from async_opd.core.batch import Batch, unpack_pieces, unpack_rollouts
+from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Piece, Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.agreement import Agreement
-from teachers.kept import Kept
 from teachers.scoring import Scoring, engine_arguments
 from teachers.spec import TeacherEngineSpec
 
@@ -34,7 +33,6 @@ class TeacherReplica:
         self._spec = spec
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
         self._scoring = Scoring(spec, self._engine)
-        self._kept = Kept()
         self._activity = Activity("score")
         self._requests = 0
         self._tokens = 0
@@ -68,36 +66,8 @@ class TeacherReplica:
         """The student's top-k is in the scores then, and travels no further with the rollout."""
         seen, uid = rollout.seen_by_teacher, rollout.uid
         await self._flowing.wait()
-        async with self._kept.turn(uid):
-            known = self._kept.take(uid, seen.prompt.token_ids, self._scoring.ids(seen))
-            scores = await self._scoring.score(seen, self._next_id(uid), known)
+        scores = await self._scoring.score(seen, self._next_id(uid))
         return Sample(rollout.once_scored, scores)
-
-    async def early(self, batch: Batch) -> int:
-        """Scores pieces of rollouts under way, and keeps the rows until ``score`` asks for them.
-
-        Returns how many pieces were of use: not those that follow on one that is missing here.
-        """
-        pieces = unpack_pieces([batch])
-        with self._activity.busy():
-            return sum(await asyncio.gather(*(self._ahead(piece) for piece in pieces)))
-
-    async def _ahead(self, piece: Piece) -> bool:
-        """A piece whose prefix has left the engine's cache is its rollout's last.
-
-        Every further one would compute the whole prefix again.
-        """
-        uid, scoring = piece.uid, self._scoring
-        async with self._kept.turn(uid):
-            begun = self._kept.begun(uid, piece.start, piece.prompt_ids, scoring.ids(piece))
-            if begun is None:
-                return False
-            request_id = self._next_id(uid)
-            found = await scoring.rows(begun.prompt, begun.ids, piece.start, request_id)
-            before = len(begun.prompt) + piece.start if piece.start else 0
-            cold = scoring.is_cold(before, found.cached)
-            self._kept.keep(uid, begun, found.rows, closed=cold)
-        return True
 
     def _next_id(self, uid: str) -> str:
         self._requests += 1
@@ -165,7 +135,6 @@ class TeacherReplica:
             "samples": float(self._samples),
             "batches": float(self._batches),
             **self._agreement.drain(),
-            **self._kept.drain(),
         }
         self._tokens, self._samples, self._batches = 0, 0, 0
         return StageReport(

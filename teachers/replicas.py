@@ -33,13 +33,6 @@ class Reloadable(Replica, Protocol):
 
 
 @runtime_checkable
-class Ahead(Replica, Protocol):
-    """A replica that scores rollouts while they grow."""
-
-    async def early(self, batch: Batch) -> int: ...
-
-
-@runtime_checkable
 class Sleeper(Replica, Protocol):
     """A replica that can leave its GPUs to others for a while."""
 

@@ -1,7 +1,7 @@
 """The scoring stage: moves rollouts through their teachers.
 
     topic rollouts/<teacher> ──lease──► pool ──► topic scored
-    topic early/<teacher> ──lease──────► │ └───► topic dead: what no replica could score
+                                         └─────► topic dead: what no replica could score
 
 A colocated teacher's rollouts are held by its host's ``Shift`` in between, until its turn.
 
@@ -36,10 +36,8 @@ from async_opd.core.stages import (
     Queue,
     SamplingSpec,
     StageReport,
-    early_topic,
     rollouts_topic,
 )
-from teachers.homes import REMEMBERED
 from teachers.pool import Scored, TeacherPool
 from teachers.replicas import Client, Rebuild, Replica, Weights
 from teachers.seats import IN_FLIGHT, Health
@@ -61,18 +59,14 @@ class ScorerStage:
         consumer: str = "",
         hosts: Mapping[str, str] | None = None,
         wave: int = 1,
-        early: Sequence[str] = (),
         call_tokens: Mapping[str, int] | None = None,
-        remembered: int = REMEMBERED,
         timer: Timer | None = None,
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
         ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
         colocated teacher takes turns with, ``wave`` is how many rollouts are enough for a turn.
-        ``early`` are the teachers that score rollouts while they grow. ``call_tokens[teacher]``
-        bounds a call to a replica of it, so that its answer is one message. ``remembered``: see
-        Homes.
+        ``call_tokens[teacher]`` bounds a call to a replica of it: its answer is one message.
         """
         health = health or {}
         self._hosts = dict(hosts or {})
@@ -85,7 +79,6 @@ class ScorerStage:
                 rebuild,
                 tell=self._bulletin.tell,
                 asleep=name in self._hosts,
-                remembered=remembered,
             )
             for name, replicas in teachers.items()
         }
@@ -93,7 +86,6 @@ class ScorerStage:
             host: Shift([name for name, of in self._hosts.items() if of == host], wave)
             for host in self._hosts.values()
         }
-        self._early = early
         self._awake = set(self._hosts)  # maybe
         self._slept = asyncio.Event()
         self._group = asyncio.TaskGroup()
@@ -122,8 +114,6 @@ class ScorerStage:
                 if name in self._hosts:
                     group.create_task(self._hold(name), name=f"teacher {name} holds")
                     continue
-                if name in self._early:
-                    group.create_task(self._ahead(name), name=f"teacher {name} scores ahead")
                 for index in range(IN_FLIGHT * len(pool.balancer.replicas)):
                     group.create_task(self._score(name), name=f"teacher {name} loop {index}")
 
@@ -133,16 +123,6 @@ class ScorerStage:
         while True:
             lease = await self._next(topic, size, done, self._call_tokens.get(teacher))
             await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
-            done = lease.id
-
-    async def _ahead(self, teacher: str) -> None:
-        """Pieces of rollouts under way; one lease at a time, so that they keep their order."""
-        pool, topic = self._pools[teacher], early_topic(teacher)
-        size = self._batch_sizes[teacher] * len(pool.balancer.replicas)
-        done: int | None = None
-        while True:
-            lease = await self._next(topic, size, done)
-            await pool.early(Batch.join(lease.batches))
             done = lease.id
 
     async def _put(self, scored: Scored) -> None:

@@ -15,7 +15,6 @@ which would not fit where a response ends at the model's limit, and knows temper
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -33,7 +31,6 @@ from async_opd.core.samples import (
     Float32,
     HiddenStates,
     Int32,
-    Piece,
     Rollout,
     SampledLogprobs,
     Scores,
@@ -61,17 +58,6 @@ def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
     return spec.kwargs | {"worker_cls": "teachers.worker.ScoringWorker"}
 
 
-@dataclass(frozen=True)
-class Found:
-    """Rows of a response, [rows, columns] as the worker gave them, or [rows, H].
-
-    ``cached`` tokens of the sequence were in the engine's prefix cache.
-    """
-
-    rows: NDArray[Any]
-    cached: int
-
-
 class Scoring:
     """Scores rollouts on one engine."""
 
@@ -84,55 +70,41 @@ class Scoring:
         self._block = int(engine.vllm_config.cache_config.block_size)
         self._heads: dict[int, None] = {}
 
-    async def score(
-        self, rollout: Rollout, request_id: str, known: NDArray[Any] | None = None
-    ) -> Scores:
-        """Its scores; ``request_id`` is new to the engine. An empty response has empty scores.
+    async def score(self, rollout: Rollout, request_id: str) -> Scores:
+        """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
+        ids = self._ids(rollout)
+        return self._scores(ids, await self._rows(rollout.prompt.token_ids, ids, request_id))
 
-        ``known`` are its first rows, if ``rows`` has scored them before.
+    async def _rows(self, prompt: Int32, ids: Int32, request_id: str) -> NDArray[Any]:
+        """The response's rows: [rows, columns] as the worker gave them, or [rows, H].
+
+        The prompt's prefill is shared by the rollouts of a group through the prefix cache. If the
+        cache held a row that is wanted as well, the request goes again without it.
         """
-        ids = self.ids(rollout)
-        first = 0 if known is None else len(known)
-        found = (await self.rows(rollout.prompt.token_ids, ids, first, request_id)).rows
-        return self._scores(ids, found if known is None else np.concatenate([known, found]))
-
-    async def rows(self, prompt: Int32, ids: Int32, first: int, request_id: str) -> Found:
-        """What the engine says of response tokens ``first`` to the last; ``ids`` are of all.
-
-        The prompt's prefill is shared by the rollouts of a group through the prefix cache, and that
-        of the tokens before ``first`` by the pieces of a rollout. If the cache held a row that is
-        wanted as well, the request goes again without it.
-        """
-        wanted = self._wanted(len(prompt) - 1 + first, ids[first:])
+        wanted = self._wanted(len(prompt) - 1, ids)
         if wanted.rows == 0:
-            return Found(self._empty(wanted), 0)
-        cached = self._prompt_only(prompt, ids[:, 0]) or first > 0
+            return self._empty(wanted)
+        cached = self._prompt_only(prompt, ids[:, 0])
         tokens = [*prompt.tolist(), *ids[:-1, 0].tolist()]
-        output = await self._ask(tokens, wanted, request_id, cached=cached)
-        found = output.prompt_token_id_logprobs
+        found = await self._ask(tokens, wanted, request_id, cached=cached)
         if cached and (found is None or len(found) == 0):
-            output = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
-            found = output.prompt_token_id_logprobs
+            found = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
         expected = (wanted.rows, self._width(wanted))
         if found is None or found.shape != expected:
             shape = None if found is None else found.shape
             message = f"scores of shape {shape} in place of {expected} for {request_id}"
             raise StageError(self._spec.name, message)
-        return Found(found, output.num_cached_tokens or 0)
+        return found
 
-    def is_cold(self, tokens: int, cached: int) -> bool:
-        """Whether the cache has lost what it had of so many tokens, but for an unfinished block."""
-        return cached < tokens // 2 - self._block
-
-    def ids(self, item: Rollout | Piece) -> Int32:
+    def _ids(self, rollout: Rollout) -> Int32:
         """Tokens to score, [R, 1 + k]: column 0 the sampled one, which may come again."""
-        sampled = item.response_ids[:, None]
+        sampled = rollout.response_ids[:, None]
         if self._spec.kind != "student_topk":
             return np.ascontiguousarray(sampled, np.int32)
-        if item.topk_ids is None:
-            message = f"rollout {item.uid} came without the student's top-k"
+        if rollout.topk_ids is None:
+            message = f"rollout {rollout.uid} came without the student's top-k"
             raise StageError(self._spec.name, message)
-        return np.hstack([sampled, item.topk_ids]).astype(np.int32, copy=False)
+        return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
 
     def _wanted(self, start: int, ids: Int32) -> Wanted:
         states = self._spec.kind == "hidden"
@@ -163,7 +135,7 @@ class Scoring:
 
     async def _ask(
         self, tokens: list[int], wanted: Wanted, request_id: str, *, cached: bool
-    ) -> RequestOutput:
+    ) -> NDArray[Any] | None:
         params = SamplingParams(
             max_tokens=1,
             temperature=0.0,
@@ -175,7 +147,8 @@ class Scoring:
         request = TokensPrompt(prompt_token_ids=tokens)
         async for output in self._engine.generate(request, params, request_id):
             if output.finished:
-                return output
+                found: NDArray[Any] | None = output.prompt_token_id_logprobs
+                return found
         raise StageError(self._spec.name, f"the engine ended {request_id} without a final output")
 
     def _scores(self, ids: Int32, found: NDArray[Any]) -> Scores:

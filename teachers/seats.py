@@ -107,11 +107,6 @@ class Seats:
                 seat = await self._suspects.get()
                 group.create_task(self._mend(seat), name=f"mend {self._name}/{seat.index}")
 
-    @property
-    def serving(self) -> dict[Replica, Seat]:
-        """Who gets work."""
-        return {seat.replica: seat for seat in self._seats if not seat.mending and not seat.gone}
-
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def call(

@@ -111,7 +111,6 @@ class Boxes:
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
             seed=config.seed if rollout.reproducible else None,
-            early_tokens=config.early_tokens,
             life=life,
         )
         remote = await self._start(

@@ -173,10 +173,6 @@ class TeacherProxy:
         """See TeacherReplica.score; the scoring stage bounds it by its tokens."""
         return cast(Batch, await self._remote.call("score", batch, timeout_s=ENDLESS))
 
-    async def early(self, batch: Batch) -> int:
-        """See TeacherReplica.early; the scoring stage bounds it by its tokens."""
-        return cast(int, await self._remote.call("early", batch, timeout_s=ENDLESS))
-
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See TeacherReplica.generate."""
         rollouts = await self._remote.call("generate", prompts, sampling, timeout_s=ENDLESS)

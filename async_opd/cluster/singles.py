@@ -16,7 +16,6 @@ from typing import Any, Protocol
 from async_opd.cluster.host import Remote
 from async_opd.cluster.keeper import Keeper
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
-from async_opd.core.admission import most_in_flight
 from async_opd.core.alarm import Alarm
 from async_opd.core.config import RunConfig
 from async_opd.core.engine_args import Device
@@ -24,10 +23,9 @@ from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_c
 from async_opd.core.meeting import new_secret
 from async_opd.core.payload import payloads
 from async_opd.core.seat import Seat
-from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, early_topic, rollouts_topic, topics
+from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.core.supervision import Restarts
 from teachers.endpoint import EndpointReplica
-from teachers.homes import REMEMBERED
 from teachers.replicas import Rebuild, Weights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
@@ -56,7 +54,7 @@ class QueueBox:
         """See Single."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        names = topics(config.teachers, config.early_tokens)
+        names = topics(config.teachers)
         args = (names, *limits, None, (PROMPTS, STALE, DEAD))
         path = "async_opd.core.queue:MessageQueue"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
@@ -139,16 +137,14 @@ class ScorerBox:
         health = {name: teacher.health for name, teacher in config.teachers.items()}
         consumer = f"scorer#{self.life}"
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
-        turns = (hosts, config.train.batch_size, tuple(config.early_tokens))
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
-        memory = max(REMEMBERED, most_in_flight(config))
-        bounds = (sizes, health, self.rebuild, consumer, *turns, tokens, memory)
+        bounds = (sizes, health, self.rebuild, consumer, hosts, config.train.batch_size, tokens)
         args = (self.teachers, self.queue, *bounds)
         path = "teachers.scorer:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for life in range(self.released, self.life):
-            for topic in self._topics:
-                await self.queue.release(topic, f"scorer#{life}")
+            for teacher in self.teachers:
+                await self.queue.release(rollouts_topic(teacher), f"scorer#{life}")
         self.released = self.life
         for name, weights in self.weights.items():
             await self.remote.call("load", name, weights)
@@ -163,12 +159,6 @@ class ScorerBox:
         bound += max((teacher.health.timeout_s for teacher in guests), default=0.0)
         found = await self.remote.call("hand_over", timeout_s=bound)
         self.teachers, self.rebuild = found
-
-    @property
-    def _topics(self) -> list[str]:
-        """What it takes leases of."""
-        early = [early_topic(name) for name in self.config.early_tokens]
-        return [*(rollouts_topic(name) for name in self.teachers), *early]
 
 
 @dataclass

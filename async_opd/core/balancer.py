@@ -122,14 +122,6 @@ class Balancer(Generic[Replica]):
                 self.release(future.result())
             raise
 
-    def take_on(self, replica: Replica, tokens: int) -> Place[Replica] | None:
-        """A place on this replica, even if it is full: the work would cost more on any other.
-
-        None if it gets no work, or has left.
-        """
-        member = self._members.get(replica)
-        return None if member is None or member.ejected else self._place(member, tokens, None)
-
     def release(self, place: Place[Replica]) -> None:
         """Gives the place back; a second time does nothing."""
         if not place._held:

@@ -18,10 +18,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Piece, Rollout, Sample
+from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Rollout, Sample
 
-Item = Group | Rollout | Sample | Lost | Piece
-T = TypeVar("T", Group, Rollout, Sample, Lost, Piece)
+Item = Group | Rollout | Sample | Lost
+T = TypeVar("T", Group, Rollout, Sample, Lost)
 Anything = TypeVar("Anything")
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
 
@@ -63,14 +63,14 @@ class Batch:
     @classmethod
     def messages(cls, batches: Iterable[Batch], most: int = MESSAGE_BYTES) -> Iterator[list[Batch]]:
         """The same items, in order, in lists of at most ``most`` bytes, to join; copies nothing."""
-        pieces = (piece for batch in batches for piece in batch._pieces(most))
-        return cut(pieces, lambda piece: piece.nbytes, most)
+        parts = (part for batch in batches for part in batch._parts(most))
+        return cut(parts, lambda part: part.nbytes, most)
 
-    def _pieces(self, most: int) -> Iterator[Batch]:
+    def _parts(self, most: int) -> Iterator[Batch]:
         rest = self
         while len(rest) > 1 and rest.nbytes > most:
-            piece, rest = rest.split(max(rest.first(len(rest), most), 1))
-            yield piece
+            part, rest = rest.split(max(rest.first(len(rest), most), 1))
+            yield part
         if len(rest):
             yield rest
 
@@ -171,9 +171,6 @@ def _row(item: Item, nbytes: int) -> Row:
     if isinstance(item, Lost):
         header = item.header
         return (header.uid, header.tokens, nbytes, header.oldest_version, header.teacher)
-    if isinstance(item, Piece):
-        tokens = len(item.prompt_ids) + len(item.response_ids)
-        return (item.uid, tokens, nbytes, NEVER_OLD, item.teacher)
     rollout = item if isinstance(item, Rollout) else item.rollout
     teacher = rollout.prompt.teacher
     return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
@@ -192,11 +189,6 @@ def unpack_lost(batches: Sequence[Batch]) -> list[Lost]:
 def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
     """The rollouts of several batches, in order; TypeError if there is anything else."""
     return _unpack(batches, Rollout)
-
-
-def unpack_pieces(batches: Sequence[Batch]) -> list[Piece]:
-    """The pieces of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, Piece)
 
 
 def unpack_samples(batches: Sequence[Batch]) -> list[Sample]:

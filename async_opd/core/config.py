@@ -273,12 +273,6 @@ class RunConfig(Section):
         return {name: t.prompt_template for name, t in teachers if t.prompt_template is not None}
 
     @property
-    def early_tokens(self) -> dict[str, int]:
-        """By teacher, where it scores rollouts while they grow."""
-        engines = {n: t for n, t in self.teachers.items() if isinstance(t, EngineTeacher)}
-        return {name: t.early_tokens for name, t in engines.items() if t.early_tokens}
-
-    @property
     def versions(self) -> int:
         """Weight versions the run makes: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)

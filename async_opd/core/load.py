@@ -17,7 +17,14 @@ from pydantic import ValidationError
 from async_opd.core.config import RunConfig, SizesError
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import DEEPEST
-from async_opd.core.schema import default_of, key_of, keys_below, keys_called, kinds_with
+from async_opd.core.schema import (
+    default_of,
+    key_of,
+    keys_below,
+    keys_called,
+    kinds_with,
+    why_removed,
+)
 from async_opd.core.secrets import HIDDEN, Redactor, names_secret, take_out
 from async_opd.core.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.core.yaml_text import YamlError, dump_yaml, load_yaml
@@ -262,7 +269,10 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
 
 
 def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
-    """Of a key that the section does not have; perhaps another kind of it does."""
+    """Of a key that the section does not have; another kind of it, or an older version, may."""
+    removed = why_removed(key)
+    if removed is not None:
+        return f"found {_shown(found)}: {removed}", "delete the key"
     section, _, name = key.rpartition(".")
     others = kinds_with(section, name)
     if not others:

@@ -119,7 +119,7 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
 
     The queue holds no more than the staleness budget has in flight, (1 + s) · K · B samples, and in
     each topic no more than queue.max_mib, or one message; in ``scored`` also two batches, which
-    the trainer takes whatever they weigh. Pieces that are scored ahead weigh a rollout once more.
+    the trainer takes whatever they weigh.
     """
     response, batch = config.rollout.max_tokens, config.train.batch_size
     rest = ITEM_BYTES + NUMBER * prompt_tokens
@@ -128,12 +128,10 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     most, samples = config.queue.max_mib << 20, config.queue.max_samples
     topic = min(samples * rollout, max(most, rollout, MESSAGE_BYTES))
     scored = min(samples * sample, max(most, sample, MESSAGE_BYTES))
-    others = len(config.teachers) + len(config.early_tokens) + 1
-    topics = others * topic + max(scored, 2 * batch * sample)
+    topics = (len(config.teachers) + 1) * topic + max(scored, 2 * batch * sample)
     share = 1 + config.async_.staleness_threshold
     in_flight = floor(share * config.async_.sync_steps * batch)
-    ahead = rollout if config.early_tokens else 0
-    queue = min(topics, in_flight * (max(rollout, sample) + ahead))
+    queue = min(topics, in_flight * max(rollout, sample))
     return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
 
 

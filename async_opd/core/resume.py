@@ -31,7 +31,7 @@ MAY_CHANGE = (
     *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),
     *("teachers.*.replicas", "teachers.*.tensor_parallel", "teachers.*.engine.*"),
     *("teachers.*.urls", "teachers.*.api_key_env", "teachers.*.concurrency"),
-    *("teachers.*.placement", "teachers.*.with", "teachers.*.early_tokens"),
+    *("teachers.*.placement", "teachers.*.with"),
     *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
     *("train.ranks", "train.threads", "train.tokens_per_micro_batch"),
     "train.gradient_checkpointing",

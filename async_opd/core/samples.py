@@ -207,23 +207,6 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tokens of a rollout that is still being sampled, sent ahead to its teacher.
-
-    Only advice: whoever has it may drop it, and scores the whole rollout in the end. ``uid`` is the
-    rollout's, ``response_ids`` int32 [R] are its tokens from ``start`` on, ``topk_ids`` theirs, as
-    in a rollout. ``prompt_ids`` is what the teacher sees, and empty in all but the first piece.
-    """
-
-    uid: str
-    teacher: str
-    start: int
-    prompt_ids: Int32
-    response_ids: Int32
-    topk_ids: Int32 | None = None
-
-
-@dataclass(frozen=True)
 class SampledLogprobs:
     """The teacher's log-probability of each sampled token: float32 [R]."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -12,6 +13,11 @@ from pydantic.fields import FieldInfo
 from async_opd.core.config import RunConfig
 
 ROOT: Any = RunConfig
+REMOVED = {
+    "teachers.*.early_tokens": "scoring while the student decodes was removed: it gained nothing "
+    "where response lengths vary (docs/adr/0008-no-scoring-while-decoding.md)",
+}
+"""Patterns of keys that earlier versions had, and why this one does not."""
 
 
 def key_of(loc: Iterable[int | str]) -> str:
@@ -59,6 +65,11 @@ def default_of(key: str) -> Any:
         if field == name and not info.is_required() and not isinstance(info.default, BaseModel):
             return info.default
     return None
+
+
+def why_removed(key: str) -> str | None:
+    """Why a key of earlier versions is gone; None if there never was one."""
+    return next((why for pattern, why in REMOVED.items() if fnmatchcase(key, pattern)), None)
 
 
 def keys_called(name: str) -> list[str]:

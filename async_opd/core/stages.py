@@ -35,15 +35,9 @@ def rollouts_topic(teacher: str) -> str:
     return f"rollouts/{teacher}"
 
 
-def early_topic(teacher: str) -> str:
-    """The topic of pieces of rollouts under way, where a teacher scores ahead."""
-    return f"early/{teacher}"
-
-
-def topics(teachers: Iterable[str], early: Iterable[str] = ()) -> tuple[str, ...]:
-    """Every topic of a run; ``early`` are the teachers that score ahead."""
-    ahead = (early_topic(name) for name in early)
-    return (PROMPTS, *(rollouts_topic(name) for name in teachers), *ahead, SCORED, STALE, DEAD)
+def topics(teachers: Iterable[str]) -> tuple[str, ...]:
+    """Every topic of a run."""
+    return (PROMPTS, *(rollouts_topic(name) for name in teachers), SCORED, STALE, DEAD)
 
 
 class Queue(Protocol):

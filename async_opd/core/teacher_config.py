@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, ValidationInfo, field_validator, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.core.engine_config import EngineConfig
 from async_opd.core.section import Section
@@ -112,11 +112,6 @@ class EngineTeacher(Teacher):
     with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")
     """The pool whose GPUs a colocated teacher shares, one replica on those of each engine."""
 
-    early_tokens: int = Field(default=0, ge=0)
-    """Scoring while the student decodes: tokens of a rollout after which they go ahead to the
-    teacher, for example 256; 0: a rollout is scored when it is finished. Worth it on-policy,
-    where long responses end together: docs/teachers.md."""
-
     @property
     def gpus(self) -> int:
         return self.tensor_parallel
@@ -131,13 +126,6 @@ class EngineTeacher(Teacher):
         if (self.placement == "colocated") != (self.with_ is not None):
             raise ValueError("'placement: colocated' and 'with: rollout' or 'with: train' together")
         return self
-
-    @field_validator("early_tokens")
-    @classmethod
-    def _awake_while_the_student_decodes(cls, tokens: int, info: ValidationInfo) -> int:
-        if tokens and info.data.get("placement") == "colocated":
-            raise ValueError("0 with 'placement: colocated': it sleeps while the student decodes")
-        return tokens
 
     @property
     def batch_size(self) -> int:
@@ -165,13 +153,6 @@ class SelfTeacher(EngineTeacher):
     refresh_every: int = Field(default=0, ge=0)
     """Weight versions after which it takes the student's newest weights, by way of a copy in the
     run directory; 0: it keeps the initial ones."""
-
-    @field_validator("refresh_every")
-    @classmethod
-    def _one_rollout_one_version(cls, every: int, info: ValidationInfo) -> int:
-        if every and info.data.get("early_tokens"):
-            raise ValueError("0 with early_tokens: a rollout is scored by one version of a teacher")
-        return every
 
 
 class EndpointTeacher(Teacher):

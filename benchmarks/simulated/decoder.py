@@ -42,12 +42,9 @@ class Decoder:
         self._advance()
         return self._tokens
 
-    async def decode(self, length: int, start: float | None = None) -> tuple[VersionSpan, ...]:
-        """Returns when ``length`` tokens are decoded, with the versions that produced them.
-
-        ``start``: of a request that goes on, ``tokens`` when it began, and its own since then.
-        """
-        start = self.tokens if start is None else start
+    async def decode(self, length: int) -> tuple[VersionSpan, ...]:
+        """Returns when ``length`` tokens are decoded, with the versions that produced them."""
+        start = self.tokens
         self._count += 1
         done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._marks, (start + length, self._count, done))

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 
@@ -22,15 +18,12 @@ from async_opd.core.samples import (
     SampledLogprobs,
     Scores,
     TopK,
-    VersionSpan,
 )
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.weights import Rendezvous, WeightMeta
 from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
 from benchmarks.simulated.decoder import Decoder
-from rollouter.ahead import Ahead
 from rollouter.feed import Feed
-from rollouter.growing import Growing
 from rollouter.slots import Slots
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
@@ -54,8 +47,6 @@ class SimulatedStudent:
         self._version = 0
         slots = Slots(speed.slots, spec.sampling.n)
         self._feed = Feed(spec.consumer, queue, slots, self._roll)
-        self._early = spec.early_tokens
-        self._ahead = Ahead(queue)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -75,29 +66,20 @@ class SimulatedStudent:
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._length(prompt)
         with self._activity.busy():
-            rollout = await self._grow(Growing(uid, prompt, 0), length)
+            spans = await self._decoder.decode(length)
         self._tokens += length
-        return rollout
+        return Rollout.plain(
+            uid=uid,
+            prompt=prompt,
+            response_ids=np.zeros(length, dtype=np.int32),
+            rollout_logprobs=np.zeros(length, dtype=np.float32),
+            version_spans=spans,
+            finish_reason="length" if length == self._lengths.most else "stop",
+        )
 
     def _length(self, prompt: Prompt) -> int:
         """Tokens of a response."""
         return self._lengths.sample(self._random)
-
-    async def _grow(self, growing: Growing, length: int) -> Rollout:
-        every = self._early.get(growing.prompt.teacher, length)
-        begun, done = self._decoder.tokens, 0
-        spans: list[VersionSpan] = []
-        while True:
-            part = min(every, length - done)
-            found = await self._decoder.decode(part, begun + done)
-            spans += [VersionSpan(s.version, done + s.start, done + s.end) for s in found]
-            output: Any = _output(part, spans, "length" if length == self._lengths.most else "stop")
-            growing.add(output)
-            done += part
-            if done == length:
-                self._ahead.withdraw(growing)
-                return growing.rollout(output)
-            self._ahead.offer(growing)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Nothing to evaluate."""
@@ -133,28 +115,13 @@ class SimulatedStudent:
         """Tokens and busy time."""
         tokens, self._tokens = self._tokens, 0
         return StageReport(
-            counters={"tokens": float(tokens), **self._ahead.drain()},
+            counters={"tokens": float(tokens)},
             gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
             busy=self._activity.drain(),
         )
 
     async def shutdown(self) -> None:
         """Nothing to end."""
-
-
-def _output(tokens: int, spans: Sequence[VersionSpan], finish: str) -> Any:
-    """What an engine says of zeros."""
-    starts, zeros = list(range(tokens)), [0] * tokens
-    flat = SimpleNamespace(start_indices=starts, token_ids=zeros, logprobs=zeros)
-    return SimpleNamespace(
-        token_ids=zeros, logprobs=flat, weight_versions=_joined(spans), finish_reason=finish
-    )
-
-
-def _joined(spans: Sequence[VersionSpan]) -> list[VersionSpan]:
-    """One for each version."""
-    groups = [list(group) for _, group in groupby(spans, lambda span: span.version)]
-    return [VersionSpan(same[0].version, same[0].start, same[-1].end) for same in groups]
 
 
 class SimulatedTeacher:
@@ -164,7 +131,6 @@ class SimulatedTeacher:
         self._speed = speed
         self._top_k = top_k
         self._free = asyncio.Lock()
-        self._ahead: Counter[str] = Counter()  # tokens scored of rollouts under way
         self._activity = Activity("score")
         self._tokens = 0
 
@@ -172,23 +138,13 @@ class SimulatedTeacher:
         """One worker."""
         return 1
 
-    async def early(self, batch: Batch) -> int:
-        """Takes the time of its tokens, which the finished rollout then takes no more."""
-        await self._work(sum(header.tokens for header in batch.headers))
-        for header in batch.headers:
-            self._ahead[header.uid] += header.tokens
-        return len(batch)
-
     async def score(self, batch: Batch) -> Batch:
         """Takes the time of its tokens."""
-        await self._work(sum(h.tokens - self._ahead.pop(h.uid, 0) for h in batch.headers))
-        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
-
-    async def _work(self, tokens: int) -> None:
         async with self._free:
             with self._activity.busy():
-                await asyncio.sleep(self._speed.seconds(tokens))
-        self._tokens += tokens
+                await asyncio.sleep(self._speed.seconds(batch.tokens))
+        self._tokens += batch.tokens
+        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
 
     def _scores(self, rollout: Rollout) -> Scores:
         length, k = len(rollout.response_ids), self._top_k

@@ -50,23 +50,6 @@ async def test_work_waits_while_every_replica_is_full() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_work_that_belongs_to_a_replica_gets_a_place_there_though_it_is_full() -> None:
-    balancer = Balancer(["a", "b"], 1)
-    await balancer.take(1)
-    place = balancer.take_on("a", 5)
-    assert place is not None
-    assert (place.replica, place.outstanding, balancer.outstanding_tokens) == ("a", 6, (6, 0))
-    balancer.release(place)
-    assert balancer.outstanding_tokens == (1, 0)
-
-
-async def test_a_replica_that_gets_no_work_has_no_place_for_what_belongs_to_it() -> None:
-    balancer = Balancer(["a", "b", "c"], 1)
-    balancer.eject("a")
-    balancer.remove("b")
-    assert (balancer.take_on("a", 1), balancer.take_on("b", 1)) == (None, None)
-
-
 async def test_failed_work_gives_its_share_back() -> None:
     balancer = Balancer(["a"], 1)
     with pytest.raises(RuntimeError):

@@ -9,6 +9,7 @@ import pytest
 from async_opd.core.config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.load import dump_config, load_config
+from async_opd.core.schema import REMOVED, keys_below
 
 MINIMAL = "student: {model: s}\nteachers: {a: {model: t}}\ndata: {train: a.jsonl}\n"
 
@@ -83,3 +84,34 @@ def test_a_name_of_any_look_survives_writing(tmp_path: Path, name: str) -> None:
     config = load(tmp_path).model_copy(update={"name": name})
     (tmp_path / "again.yaml").write_text(dump_config(config), encoding="utf-8")
     assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize("value", ["256", "0"])
+@pytest.mark.parametrize("kind", ["model: t", "kind: self", "kind: endpoint, urls: [http://a]"])
+def test_a_removed_key_is_answered_with_the_reason_and_the_remedy(
+    tmp_path: Path, kind: str, value: str
+) -> None:
+    served = ", served_model: m" if "endpoint" in kind else ""
+    extra = f"teachers: {{a: {{{kind}{served}, early_tokens: {value}}}}}\n"
+    (tmp_path / "c.yaml").write_text("student: {model: s}\ndata: {train: a.jsonl}\n" + extra)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml")
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == (str(tmp_path / "c.yaml"), "teachers.a.early_tokens")
+    assert f"found {value}: scoring while the student decodes was removed" in problem.message
+    assert "docs/adr/0008" in problem.message
+    assert problem.remedy == "delete the key"
+
+
+def test_a_removed_key_is_answered_on_the_command_line_too(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "", "teachers.a.early_tokens=256")
+    assert (problem.where, problem.key) == ("command line", "teachers.a.early_tokens")
+    assert "was removed" in problem.message
+
+
+@pytest.mark.parametrize("pattern", REMOVED)
+def test_no_removed_key_is_a_key(pattern: str) -> None:
+    parent, _, name = pattern.rpartition(".")
+    known = keys_below(parent)
+    assert known
+    assert name not in known

@@ -126,12 +126,6 @@ def test_the_queue_holds_no_more_than_is_in_flight() -> None:
     assert found.queue == 2 * 4 * 64 * found.sample
 
 
-def test_pieces_that_are_scored_ahead_weigh_a_rollout_once_more() -> None:
-    made = config(*long(), "queue.max_mib=1000000", "teachers.sort.early_tokens=256")
-    found = traffic(made, payloads(made, "cpu"), 0)
-    assert found.queue == 2 * 4 * 64 * (found.sample + found.rollout)
-
-
 def test_the_queue_holds_no_more_than_its_bounds_and_what_the_trainer_has_taken() -> None:
     made = config(*long(), "queue.max_mib=32")
     found = traffic(made, payloads(made, "cpu"), 0)

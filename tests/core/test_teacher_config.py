@@ -214,29 +214,3 @@ def test_another_number_of_gpus_than_the_hosts_is_refused() -> None:
 def test_a_refreshed_teacher_cannot_be_colocated() -> None:
     (problem,) = problems(SELF | COLOCATED | {"refresh_every": 1})
     assert problem.key == "teachers.sort.refresh_every"
-
-
-def test_early_tokens_are_known_by_teacher_and_off_by_default() -> None:
-    assert load_config(EXAMPLE).early_tokens == {}
-    assert load_config(EXAMPLE, ["teachers.sort.early_tokens=256"]).early_tokens == {"sort": 256}
-
-
-def test_a_frozen_copy_of_the_student_may_score_ahead() -> None:
-    assert load({"kind": "self", "early_tokens": 64}).early_tokens == {"sort": 64}
-
-
-@pytest.mark.parametrize(
-    ("teacher", "key", "words"),
-    [
-        ({"model": "m", "placement": "colocated", "with": "train"}, "early_tokens", "it sleeps"),
-        ({"kind": "self", "refresh_every": 1}, "refresh_every", "one version of a teacher"),
-        (SERVER, "early_tokens", "unknown key"),
-    ],
-)
-def test_who_cannot_score_ahead_is_refused(teacher: dict[str, Any], key: str, words: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load(teacher | {"early_tokens": 64})
-    (problem,) = caught.value.problems
-    assert problem.key == f"teachers.sort.{key}"
-    assert words in problem.message
-    assert problem.remedy

@@ -265,17 +265,6 @@ async def test_progress_counts_the_tokens_of_all_replicas_and_of_those_before_th
     assert await world.stage.progress() == Progress(24, 2)
 
 
-async def test_the_report_has_totals_of_refused_pieces_and_no_rates() -> None:
-    world = World(2)
-    await settle()
-    for replica in world.replicas.values():
-        replica.counters = {"early_refused/QueueClosed": 2.0, "tokens": 1.0}
-    await world.stage.report()
-    report = await world.stage.report()
-    assert report.gauges["early_refused/QueueClosed"] == 8
-    assert report.counters == {"tokens": 2}
-
-
 @given(deaths=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
 def test_whoever_dies_or_hangs_everybody_serves_in_the_end_and_gave_everything_back(
     deaths: list[tuple[int, bool, bool]],

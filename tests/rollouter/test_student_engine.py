@@ -28,7 +28,6 @@ pytestmark = pytest.mark.engine
 K = 16
 MODES = ("keep", "recompute", "finish")
 MANY, AT_ONCE = 64, 8  # some are in flight whenever a sync comes
-EARLY = 3
 
 
 @dataclass
@@ -45,7 +44,6 @@ class Seen:
     stopped: list[bool] = field(default_factory=list)
     after_a_pause: float = 0.0
     topk: list[TopK] = field(default_factory=list)
-    pieces: dict[str, list[Any]] = field(default_factory=dict)  # by uid
     without_topk: bool = False
     refused: dict[str, str] = field(default_factory=dict)  # uid -> reason
     broken_off: tuple[str, float] = ("", 1.0)
@@ -96,7 +94,7 @@ class Sender:
 class World:
     """A student engine, its queue, and the same weights in transformers."""
 
-    def __init__(self, path: Path, early: int) -> None:
+    def __init__(self, path: Path) -> None:
         import torch
         from transformers import AutoModelForCausalLM
 
@@ -108,20 +106,11 @@ class World:
         from trainer.publish import GlooTransport, Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        topics = ("prompts", "rollouts/sort", "early/sort", "dead")
-        self.queue = MessageQueue(topics, 1000, 1 << 30, 60.0)
+        self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
         long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
-        ahead = {"sort": early}
         spec = StudentEngineSpec(
-            "student/0",
-            kwargs(path),
-            long,
-            EOS,
-            "gloo",
-            concurrency=AT_ONCE,
-            top_k=K,
-            early_tokens=ahead,
+            "student/0", kwargs(path), long, EOS, "gloo", concurrency=AT_ONCE, top_k=K
         )
         self.replica = StudentReplica(spec, self.queue)
         self.publisher = publisher = Publisher(
@@ -201,17 +190,6 @@ class World:
             for r in rollouts
         ]
 
-    async def pieces(self) -> dict[str, list[Any]]:
-        """What was sent ahead, by rollout."""
-        from async_opd.core.batch import unpack_pieces
-
-        found: dict[str, list[Any]] = {}
-        if not (await self.queue.stats())["early/sort"].ready:
-            return found
-        for piece in unpack_pieces((await self.queue.get("early/sort", 1000)).batches):
-            found.setdefault(piece.uid, []).append(piece)
-        return found
-
     async def refused(self) -> dict[str, str]:
         """What becomes of prompts that are longer than the model, or have no such token."""
         from async_opd.core.batch import Batch, unpack_lost
@@ -242,8 +220,8 @@ class World:
 
 
 @asynccontextmanager
-async def world(path: Path, early: int) -> AsyncIterator[World]:
-    made = World(path, early)
+async def world(path: Path) -> AsyncIterator[World]:
+    made = World(path)
     try:
         await made.replica.ready()
         await made.sync.connect()
@@ -271,12 +249,12 @@ async def decoding(replica: Any) -> None:
             await asyncio.sleep(0)
 
 
-async def scenario(path: Path, early: int) -> Seen:
+async def scenario(path: Path) -> Seen:
     from async_opd.core.batch import Batch, unpack_rollouts
     from async_opd.core.stages import SamplingSpec
 
     seen = Seen()
-    async with world(path, early) as w:
+    async with world(path) as w:
         seen.before = await w.error()
         tempered = SamplingSpec(12, 0.5, 1.0, 1)
         cold = await w.replica.generate(prompts(4), tempered)
@@ -290,7 +268,6 @@ async def scenario(path: Path, early: int) -> Seen:
         seen.without_topk = all(rollout.topk_ids is None for rollout in many)
         feed = asyncio.create_task(w.replica.run())
         seen.topk = await w.topk()
-        seen.pieces = await w.pieces()
         seen.refused = await asyncio.wait_for(w.refused(), 60)
         for name, parameter in w.model.named_parameters():
             family = name.split("layers.0.")[-1] if "layers.0." in name else name
@@ -327,9 +304,9 @@ async def scenario(path: Path, early: int) -> Seen:
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     path = QUICKSTART / "models" / "student"
-    if request.param == "untied":  # this one sends pieces ahead, too
+    if request.param == "untied":
         path = untied_copy(tmp_path_factory.mktemp("models"))
-    return asyncio.run(scenario(path, EARLY if request.param == "untied" else 0))
+    return asyncio.run(scenario(path))
 
 
 def test_a_transfer_that_breaks_off_half_way_leaves_the_old_weights_generating(seen: Seen) -> None:
@@ -380,25 +357,6 @@ def test_log_probabilities_beside_a_top_k_are_those_of_the_sampled_tokens(seen: 
     for found in seen.topk:
         own = found.table[np.arange(len(found.table)), found.rollout.response_ids]
         np.testing.assert_allclose(found.rollout.rollout_logprobs, own, atol=1e-4)
-
-
-def test_pieces_are_the_beginning_of_their_rollout(seen: Seen) -> None:
-    for found in (f.rollout for f in seen.topk if f.rollout.uid in seen.pieces):
-        pieces = seen.pieces[found.uid]
-        for name in ("response_ids", "topk_ids"):
-            joined = np.concatenate([getattr(piece, name) for piece in pieces])
-            np.testing.assert_array_equal(joined, getattr(found, name)[: len(joined)])
-        np.testing.assert_array_equal(pieces[0].prompt_ids, found.prompt.token_ids)
-        assert min(len(piece.response_ids) for piece in pieces) >= EARLY
-
-
-def test_rollouts_that_are_long_enough_send_pieces_where_they_are_wanted(
-    seen: Seen, request: pytest.FixtureRequest
-) -> None:
-    wanted = "untied" in request.node.name
-    long = [f.rollout.uid for f in seen.topk if len(f.rollout.response_ids) > EARLY + 1]
-    assert long
-    assert [uid in seen.pieces for uid in long] == [wanted] * len(long)
 
 
 def test_evaluation_carries_no_top_k(seen: Seen) -> None:

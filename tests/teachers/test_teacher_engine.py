@@ -28,8 +28,6 @@ class Seen:
     """What the engine returned."""
 
     samples: dict[str, list[Any]]
-    early: dict[str, list[Any]]
-    ahead: dict[str, tuple[float, float]]
     answers: list[Any]
     tokens: float
     tokenizer: Any
@@ -56,36 +54,6 @@ def rollouts() -> list[Any]:
     return made
 
 
-def pieces(rollout: Any, ends: tuple[int, ...]) -> list[Any]:
-    """Its tokens up to each of these numbers, as the student sends them ahead."""
-    from async_opd.core.samples import Piece
-
-    made, starts = [], (0, *ends)
-    for start, end in zip(starts, ends, strict=False):
-        if end <= len(rollout.response_ids):
-            prompt = rollout.prompt.token_ids[: None if start == 0 else 0]
-            ids, topk = rollout.response_ids[start:end], rollout.topk_ids[start:end]
-            made.append(Piece(rollout.uid, "sort", start, prompt, ids, topk))
-    return made
-
-
-async def in_pieces(teacher: Any, kind: str) -> tuple[list[Any], tuple[float, float]]:
-    """All rollouts, scored ahead as far as they go; rows ahead, and rows of use."""
-    from async_opd.core.batch import Batch, unpack_samples
-    from teachers.scoring import Scoring
-
-    whole = teacher._scoring
-    teacher._scoring = Scoring(replace(teacher._spec, kind=kind), teacher._engine)
-    await teacher._engine.reset_prefix_cache()
-    for rollout in rollouts():
-        for piece in pieces(rollout, (2, 40, 81, 100)):
-            assert await teacher.early(Batch.pack([piece])) == 1
-    samples = unpack_samples([await teacher.score(Batch.pack(rollouts()))])
-    teacher._scoring = whole
-    counters = (await teacher.report()).counters
-    return samples, (counters["early_rows"], counters["early_used"])
-
-
 async def scenario() -> Seen:
     from async_opd.core.batch import Batch, unpack_samples
     from async_opd.core.samples import Sample
@@ -106,7 +74,6 @@ async def scenario() -> Seen:
                 Sample(rollout, await scoring.score(rollout, f"{kind} {rollout.uid}"))
                 for rollout in rollouts()
             ]
-        early = {kind: await in_pieces(teacher, kind) for kind in samples}
         warm = Scoring(replace(spec, temperature=WARM), teacher._engine)
         samples["warm"] = [Sample(r, await warm.score(r, f"warm {r.uid}")) for r in rollouts()]
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
@@ -117,8 +84,6 @@ async def scenario() -> Seen:
         tokenizer = teacher._engine.tokenizer
         return Seen(
             samples=samples | {"reloaded": reloaded},
-            early={kind: found for kind, (found, _) in early.items()},
-            ahead={kind: counted for kind, (_, counted) in early.items()},
             answers=answers,
             tokens=tokens,
             tokenizer=tokenizer,
@@ -247,21 +212,6 @@ def test_the_full_vocabulary_divergence_is_that_of_the_transformers_teacher(
 def kl(p: Any, q: Any) -> Any:
     """KL(p ‖ q) of each row."""
     return (np.exp(p) * (p - q)).sum(-1)
-
-
-@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
-def test_scores_in_pieces_are_those_of_the_whole(seen: Seen, kind: str) -> None:
-    for found, whole in zip(seen.early[kind], seen.samples[kind], strict=True):
-        assert found.rollout.uid == whole.rollout.uid
-        for name, array in vars(whole.scores).items():
-            if isinstance(array, np.ndarray):
-                np.testing.assert_allclose(getattr(found.scores, name), array, atol=1e-4)
-
-
-@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
-def test_every_row_that_was_scored_ahead_is_of_use(seen: Seen, kind: str) -> None:
-    ahead = sum(max(end for end in (0, 2, 40, 81, 100) if end <= n) for n in LENGTHS)
-    assert seen.ahead[kind] == (ahead, ahead)
 
 
 def test_the_teacher_answers_prompts_itself(seen: Seen) -> None:

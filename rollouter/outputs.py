@@ -1,0 +1,35 @@
+"""The engine's final output of a request as a rollout: its lists become arrays."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_opd.core.samples import Prompt, Rollout, VersionSpan
+
+if TYPE_CHECKING:
+    from vllm.outputs import CompletionOutput
+
+
+def rollout_of(uid: str, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
+    """The rollout of a finished request that asked for ``top_k`` flat log-probabilities.
+
+    At each position the engine lists the sampled token first, then its ``top_k`` best tokens, with
+    the sampled one perhaps among them.
+    """
+    ids = np.asarray(output.token_ids, dtype=np.int32)
+    flat: Any = output.logprobs
+    shape = (len(ids), 1 + top_k)
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(shape)[:, 0]
+    topk_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:] if top_k else None
+    spans = output.weight_versions or ()
+    return Rollout.plain(
+        uid=uid,
+        prompt=prompt,
+        response_ids=ids,
+        rollout_logprobs=np.ascontiguousarray(logprobs),
+        version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in spans),
+        finish_reason="stop" if output.finish_reason == "stop" else "length",
+        topk_ids=None if topk_ids is None else np.ascontiguousarray(topk_ids),
+    )
