@@ -14,11 +14,11 @@ WEIGHTS = np.random.default_rng(0).integers(2**63, dtype=np.uint64, size=GRAM) *
 def repetition(rollout: Rollout) -> float:
     """Share of the response's 8-grams that occurred in it before: 0 none, near 1 a loop.
 
-    0 for a response of fewer than 9 tokens.
+    No 8-gram reaches over tokens that the student did not sample. 0 where there are fewer than 2.
     """
-    ids = rollout.response_ids
-    if len(ids) <= GRAM:
+    turns = [turn for turn in rollout.turns if len(turn) >= GRAM]
+    if not turns:
         return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(ids, GRAM)
+    grams = np.concatenate([np.lib.stride_tricks.sliding_window_view(one, GRAM) for one in turns])
     hashes = (grams.astype(np.uint64) * WEIGHTS).sum(axis=1, dtype=np.uint64)  # modulo 2^64
     return 1 - len(np.unique(hashes)) / len(hashes)

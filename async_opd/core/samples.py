@@ -24,7 +24,6 @@ from async_opd.core.sequence import (
     Span,
     check_spans,
     count,
-    picked,
     rows_of,
     sampled_of,
     spans_of,
@@ -170,11 +169,17 @@ class Rollout:
         return rows_of(self.spans)
 
     @property
-    def response_ids(self) -> Int32:
-        """The tokens that the student sampled, int32 [R]."""
+    def turns(self) -> list[Int32]:
+        """The tokens of each span that the student sampled, views of the continuation."""
         first = len(self.prompt.token_ids)
-        own = [(start - first, end - first) for start, end in sampled_of(self.spans)]
-        return picked(self.continuation, own)
+        own = sampled_of(self.spans)
+        return [self.continuation[start - first : end - first] for start, end in own]
+
+    @property
+    def response_ids(self) -> Int32:
+        """The tokens that the student sampled, int32 [R]; a view where they are one span."""
+        turns = self.turns
+        return turns[0] if len(turns) == 1 else np.concatenate([self.continuation[:0], *turns])
 
     @property
     def seen_by_teacher(self) -> Rollout:

@@ -11,7 +11,7 @@ place that says so: packing, scoring and endpoints take their rows from it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,11 +90,3 @@ def count(ranges: Iterable[Range]) -> int:
 def indices(ranges: Sequence[Range]) -> NDArray[np.int64]:
     """All indices of the ranges, int64, in order."""
     return np.concatenate([np.empty(0, np.int64), *(np.arange(*one) for one in ranges)])
-
-
-def picked(array: NDArray[Any], ranges: Sequence[Range]) -> NDArray[Any]:
-    """The array's entries at the ranges, in order; a view of it where there is one range."""
-    parts = [array[start:end] for start, end in ranges]
-    if len(parts) == 1:
-        return parts[0]
-    return np.concatenate(parts) if parts else array[:0]

@@ -1,0 +1,250 @@
+"""Sequences of several spans: loss and gradients are those of their rows, computed one by one.
+
+The oracle runs each sequence alone, unpacked, in float64; it takes one sampled token after the
+other, the row before it, and the formula of the objective.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.core.config import (
+    ForwardKLConfig,
+    JSDConfig,
+    K1Config,
+    ReverseKLConfig,
+    RewardConfig,
+    SampledConfig,
+    TrainConfig,
+)
+from async_opd.core.loss_config import score_kind
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    HiddenStates,
+    Rollout,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+)
+from tests.sequences import Parts, parts, sampled_positions, sequence
+from tests.trainer.models import VOCABULARY, tiny_model
+from tests.trainer.oracle import Identity
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.packing import plan
+from trainer.rank import Part, Rank
+from trainer.repetition import repetition
+from trainer.shares import Shares
+
+K, MU_CAP = 5, 1.3
+CPU = torch.device("cpu")
+TOP: dict[str, Any] = {"top_k": K, "importance": "off"}
+FAMILIES: dict[str, Any] = {
+    "k1": K1Config(kind="k1", importance_cap=MU_CAP),
+    "k2": SampledConfig(kind="k2", importance="off"),
+    "k3": SampledConfig(kind="k3", importance_cap=MU_CAP),
+    "k3 as an advantage": SampledConfig(kind="k3", gradient="policy_gradient"),
+    "abs": SampledConfig(kind="abs", importance="off"),
+    "k1 of whole responses": K1Config(kind="k1", importance="sequence", importance_cap=MU_CAP),
+    "top-k, bucket": ForwardKLConfig(**TOP),
+    "top-k, ignore": ReverseKLConfig(kind="reverse_kl", tail="ignore", **TOP),
+    "top-k, renormalize": JSDConfig(kind="jsd", tail="renormalize", **TOP),
+    "candidates": ReverseKLConfig(kind="reverse_kl", support="student_topk", **TOP),
+    "candidates, weighed": JSDConfig(
+        kind="jsd", support="student_topk", top_k=K, importance="truncated"
+    ),
+    "vocabulary, forward": ForwardKLConfig(support="full_vocab", reduction="seq_mean_token_mean"),
+    "vocabulary, reverse": ReverseKLConfig(kind="reverse_kl", support="full_vocab"),
+    "vocabulary, jsd": JSDConfig(kind="jsd", support="full_vocab", reduction="seq_mean_token_sum"),
+    "reward": K1Config(kind="k1", reduction="seq_mean_token_sum_norm"),
+}
+REWARD = RewardConfig(weight=0.7)
+MAX_TOKENS = 9
+
+PLAIN = st.integers(0, 4).map(lambda length: [("student", length)])
+BATCHES = st.lists(PLAIN | parts(), min_size=1, max_size=4).filter(
+    lambda batch: any(length for one in batch for origin, length in one if origin == "student")
+)
+MODEL = tiny_model().double().eval()
+
+
+def scores_of(kind: str, rollout: Rollout, seed: int) -> Scores:
+    """A random teacher's, of the sampled positions."""
+    sampled = rollout.response_ids
+    logits = torch.from_numpy(np.random.default_rng(seed).normal(size=(len(sampled), VOCABULARY)))
+    if kind == "hidden":
+        return HiddenStates(logits.float().numpy(), "float32")
+    table = logits.log_softmax(-1)
+    own = table.numpy()[np.arange(len(sampled)), sampled].astype(np.float32)
+    if kind == "sampled":
+        return SampledLogprobs(own)
+    if kind == "teacher_topk":
+        ids = table.topk(K, dim=-1).indices
+    else:
+        assert rollout.topk_ids is not None
+        ids = torch.from_numpy(rollout.topk_ids).long()
+    rest = table.scatter(-1, ids, -torch.inf).logsumexp(-1).float().numpy()
+    made = TopK if kind == "teacher_topk" else CandidateLogprobs
+    return made(ids.int().numpy(), table.gather(-1, ids).float().numpy(), own, rest)
+
+
+def samples(kind: str, batch: list[Parts]) -> list[Sample]:
+    """With rewards; all are rollouts of one prompt."""
+    made = []
+    for index, after in enumerate(batch):
+        rollout = sequence(f"p/{index}", after, prompt=1 + index, seed=index, top_k=K)
+        rollout = replace(rollout, reward=float(index % 2))
+        made.append(Sample(rollout.once_scored, scores_of(kind, rollout, seed=index)))
+    return made
+
+
+# ── one row after the other ────────────────────────────────────────────────────────────────────
+
+
+def double(array: Any) -> torch.Tensor:
+    return torch.from_numpy(np.asarray(array)).double()
+
+
+def outcomes(loss: Any, log_q: torch.Tensor, scores: Any, i: int) -> tuple[Any, Any]:
+    """log p and log q of what a divergence sums over, in row i of the scores."""
+    if loss.support == "full_vocab":
+        return double(scores.states[i]).log_softmax(-1), log_q
+    ids = torch.from_numpy(scores.ids[i]).long()
+    log_p, own = double(scores.logprobs[i]), log_q[ids]
+    if loss.tail == "renormalize":
+        return log_p.log_softmax(-1), own.log_softmax(-1)
+    if loss.tail == "ignore":
+        return log_p, own
+    rest = torch.stack([log_q[j] for j in range(VOCABULARY) if j not in ids.tolist()]).logsumexp(0)
+    log_p = torch.cat([log_p, double(scores.rest_logprobs[i : i + 1])])
+    return log_p, torch.cat([own, rest[None]])
+
+
+def divergence(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    p, q = log_p.exp(), log_q.exp()
+    if loss.kind == "forward_kl":
+        return (p * (log_p - log_q)).sum()
+    if loss.kind == "reverse_kl":
+        return (q * (log_q - log_p)).sum()
+    middle = (loss.beta * p + (1 - loss.beta) * q).log()
+    both = loss.beta * p * (log_p - middle), (1 - loss.beta) * q * (log_q - middle)
+    return (both[0] + both[1]).sum()
+
+
+def estimate(loss: Any, log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    gap = log_q - log_p
+    value = {
+        "k1": gap,
+        "k2": gap**2 / 2,
+        "k3": (-gap).exp() - 1 + gap,
+        "abs": gap.abs(),
+    }[loss.kind]
+    return value.detach() * log_q if loss.gradient == "policy_gradient" else value
+
+
+def weight_of(loss: Any, responses: list[int], length: int) -> float:
+    """Of one token of a response of ``length`` tokens, in a batch of responses."""
+    some = sum(n > 0 for n in responses)
+    return {
+        "token_mean": 1 / sum(responses),
+        "seq_mean_token_mean": 1 / (some * length),
+        "seq_mean_token_sum": 1 / some,
+        "seq_mean_token_sum_norm": 1 / (some * MAX_TOKENS),
+    }[loss.reduction]
+
+
+def oracle(model: Any, loss: Any, batch: list[Sample], rewarded: bool) -> torch.Tensor:
+    """The loss with its gradient."""
+    responses = [len(sampled_positions(sample.rollout)) for sample in batch]
+    rewards = np.array([sample.rollout.reward for sample in batch])
+    advantages = (rewards - rewards.mean()) / max(rewards.std(), 1e-12)
+    total = torch.zeros((), dtype=torch.float64)
+    for sample, advantage, length in zip(batch, advantages, responses, strict=True):
+        rollout = sample.rollout
+        table = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].log_softmax(-1)
+        rows: list[Any] = []
+        for i, at in enumerate(sampled_positions(rollout)):
+            log_q, token = table[at - 1], int(rollout.token_ids[at])
+            ratio = (log_q[token] - double(rollout.rollout_logprobs)[i]).exp()
+            if score_kind(loss) == "sampled":
+                log_p = double(sample.scores.logprobs)[i]  # type: ignore[union-attr]
+                value = estimate(loss, log_p, log_q[token])
+            else:
+                value = divergence(loss, *outcomes(loss, log_q, sample.scores, i))
+            rows.append((value, ratio))
+        whole = torch.stack([r for _, r in rows]).prod() if rows else None
+        for value, ratio in rows:
+            corrected = ratio if loss.importance != "sequence" else whole
+            sampled = loss.importance == "auto" and score_kind(loss) == "sampled"
+            if sampled or loss.importance in ("truncated", "sequence"):
+                value = value * corrected.detach().clamp_max(loss.importance_cap)
+            weight = weight_of(loss, responses, length)
+            total = total + weight * value
+            if rewarded:
+                low, high = 1 - REWARD.clip_low, 1 + REWARD.clip_high
+                gain = torch.minimum(ratio * advantage, ratio.clamp(low, high) * advantage)
+                if advantage < 0:
+                    assert REWARD.dual_clip is not None
+                    gain = gain.clamp_min(REWARD.dual_clip * advantage)
+                total = total - REWARD.weight * weight * gain
+    return total
+
+
+def gradients(model: Any) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=8)
+@given(batch=BATCHES, budget=st.sampled_from([1, 24, 10**6]))
+def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
+    name: str, batch: list[Parts], budget: int
+) -> None:
+    loss, reward = FAMILIES[name], REWARD if name == "reward" else None
+    made = samples(score_kind(loss), batch)
+    reference = copy.deepcopy(MODEL)
+    expected = oracle(reference, loss, made, reward is not None)
+    expected.backward()
+
+    shares, _ = Shares.of(loss, reward, MAX_TOKENS)(made)
+    heads = {"t": Identity(VOCABULARY)}
+    settings = TrainConfig(max_grad_norm=1e9)
+    rank = Rank(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
+    groups = plan([sample.rollout.tokens for sample in made], budget)
+    found = rank.backward(
+        [Part(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups]
+    )
+    total = sum(float(report["total"].sum()) for report in found.reports if report)
+    assert total == pytest.approx(float(expected.detach()), rel=1e-7, abs=1e-9)
+    torch.testing.assert_close(gradients(rank.model), gradients(reference), rtol=1e-6, atol=1e-9)
+
+
+# ── what a step says of them ───────────────────────────────────────────────────────────────────
+
+
+def test_a_step_counts_sampled_tokens_as_the_response_and_all_tokens_as_work() -> None:
+    batch = samples("teacher_topk", [[("student", 2), ("tool", 3), ("student", 1)]])
+    learner = Learner(tiny_model(), build_objective(FAMILIES["top-k, bucket"]), TrainConfig(), CPU)
+    metrics = learner.train_batch(batch).metrics
+    assert (metrics["train/response_tokens"], metrics["train/tokens"]) == (3, 7)
+
+
+def test_a_loop_of_a_tool_is_no_repetition_of_the_student() -> None:
+    rollout = sequence("p/0", [("student", 6), ("tool", 300), ("student", 6)])
+    looped = np.concatenate([np.arange(6), np.zeros(300), np.arange(6, 12)]).astype(np.int32)
+    assert repetition(replace(rollout, continuation=looped)) == 0
+
+
+def test_the_same_turn_twice_is_repetition() -> None:
+    rollout = sequence("p/0", [("student", 20), ("tool", 1), ("student", 20)], prompt=1)
+    turns = np.concatenate([np.arange(20), [77], np.arange(20)]).astype(np.int32)
+    assert repetition(replace(rollout, continuation=turns)) == pytest.approx(1 / 2)
