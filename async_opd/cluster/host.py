@@ -113,11 +113,11 @@ class Host:
         self._object = getattr(_imported(module), name)(*args)
         self._built.set()
 
-    async def call(self, method: str, args: tuple[Any, ...]) -> Any:
+    async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         """Awaits a method of the object; in a process that was restarted, until it is built."""
         await self._built.wait()
         try:
-            return await getattr(self._object, method)(*args)
+            return await getattr(self._object, method)(*args, **named)
         except ExceptionGroup as group:
             raise first_cause(group) from group
 
@@ -214,18 +214,22 @@ class Remote:
         found = await self._bounded(listen, timeout_s, "listening", START)
         return cast(tuple[str, int, int], found)
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
+    ) -> Any:
         """Calls a method with the default or another bound, supervision's; ``inf`` for none."""
         bound = self._timeout_s if timeout_s is None else timeout_s
         key = REQUEST if timeout_s is None else LIFE
-        call = partial(self._handle.call.remote, method, args)
+        call = partial(self._handle.call.remote, method, args, named)
         return await self._bounded(call, bound, method, key)
 
-    async def call_again(self, method: str, *args: Any, timeout_s: float | None = None) -> Any:
+    async def call_again(
+        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
+    ) -> Any:
         """As ``call``, made again whenever the process dies under it and another one comes."""
         while True:
             try:
-                return await self.call(method, *args, timeout_s=timeout_s)
+                return await self.call(method, *args, timeout_s=timeout_s, **named)
             except ProcessRestarts as error:
                 if error.stage != self.name:
                     raise

@@ -1,0 +1,90 @@
+"""A proxy's methods have the types of the stage's own, and reach it as they were called."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mypy import api
+
+from async_opd.cluster import proxies
+from async_opd.cluster.host import Host
+from async_opd.cluster.proxies import Proxy, remote
+
+PROXIES = Path(proxies.__file__)
+
+USE = """
+from async_opd.cluster.proxies import Proxy, remote
+
+class Stage:
+    async def score(self, rows: list[int], fast: bool = False) -> float:
+        return 0.5
+
+class StageProxy(Proxy):
+    score = remote(Stage.score)
+    scores = remote(Stage.scores)  # has no attribute "scores"
+
+async def use(stage: StageProxy) -> None:
+    right: float = await stage.score([1], fast=True)
+    await stage.score(["a"])  # incompatible type "str"
+    await stage.score([1], slow=True)  # Unexpected keyword argument "slow"
+    await stage.score()  # Too few arguments
+    wrong: str = await stage.score([1])  # Incompatible types in assignment
+"""
+
+
+@pytest.mark.slow
+def test_what_the_stage_does_not_have_is_a_type_error(tmp_path: Path) -> None:
+    source = tmp_path / "use_of_a_proxy.py"
+    source.write_text(USE)
+    options = ["--strict", "--follow-imports=skip", f"--cache-dir={tmp_path}", "--config-file="]
+    found, errors, _ = api.run([*options, str(PROXIES), str(source)])
+    assert not errors
+    said = re.findall(rf"{source.name}:(\d+): error: (.*)", found)
+    expected = [
+        (str(number), line.partition("  # ")[2])
+        for number, line in enumerate(USE.splitlines(), 1)
+        if "  # " in line
+    ]
+    assert [number for number, _ in said] == [number for number, _ in expected]
+    assert all(words in text for (_, text), (_, words) in zip(said, expected, strict=True))
+
+
+class Stage:
+    async def score(self, rows: list[int], fast: bool = False) -> tuple[list[int], bool]:
+        return rows, fast
+
+
+class StageProxy(Proxy):
+    score = remote(Stage.score, 5.0)
+    again = remote(Stage.score, again=True)
+
+
+class Process:
+    """What a proxy needs of a ``Remote``: a Host in this process."""
+
+    def __init__(self) -> None:
+        self.host = Host()
+        self.bounds: list[tuple[str, float | None]] = []
+
+    async def call(self, method: str, *args: Any, timeout_s: float | None, **named: Any) -> Any:
+        self.bounds.append(("call", timeout_s))
+        return await self.host.call(method, args, named)
+
+    async def call_again(
+        self, method: str, *args: Any, timeout_s: float | None, **named: Any
+    ) -> Any:
+        self.bounds.append(("call_again", timeout_s))
+        return await self.host.call(method, args, named)
+
+
+class TestCalls:
+    async def test_arguments_by_name_arrive_by_name_and_with_the_bound_of_the_method(self) -> None:
+        process: Any = Process()
+        await process.host.build(f"{__name__}:Stage", ())
+        stage = StageProxy(process)
+        assert await stage.score([1], fast=True) == ([1], True)
+        assert await stage.again([2]) == ([2], False)
+        assert process.bounds == [("call", 5.0), ("call_again", None)]
