@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from uuid import uuid4
 
-from async_opd.core.interruption import descendants
+import psutil
 
 NAME = "ASYNC_OPD_FAMILY"
 END_S = 10.0
@@ -60,7 +60,7 @@ class Family:
     def note(self) -> None:
         """Everybody below this process now belongs to it, with or without its mark."""
         assert self.watcher.stdin is not None
-        for pid in descendants(os.getpid()):
+        for pid in (process.pid for process in psutil.Process().children(recursive=True)):
             if pid != self.watcher.pid:
                 with suppress(OSError, IndexError):  # it, or the watcher, ended meanwhile
                     start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

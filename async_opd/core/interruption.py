@@ -10,11 +10,11 @@ import asyncio
 import os
 import signal
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
+
+import psutil
 
 EXIT_CODE = 130
 """Of a process that is ended, if its last words fail."""
@@ -58,36 +58,9 @@ class Interruption:
         """Also from the timer's thread, when the event loop is stuck."""
         code = EXIT_CODE
         try:
-            for pid in descendants(os.getpid()):
-                _kill(pid)
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+                    process.kill()
             code = self._last_words(why)
         finally:
             os._exit(code)
-
-
-def descendants(pid: int) -> list[int]:
-    """Every process below ``pid``, the nearest first."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for child, parent in _parents():
-        children[parent].append(child)
-    found: list[int] = []
-    level = [pid]
-    while level:
-        level = [child for parent in level for child in children[parent]]
-        found += level
-    return found
-
-
-def _parents() -> Iterator[tuple[int, int]]:
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdecimal():
-            try:
-                stat = (folder / "stat").read_text()
-            except OSError:
-                continue  # it ended meanwhile
-            yield int(folder.name), int(stat.rpartition(")")[2].split()[1])
-
-
-def _kill(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)

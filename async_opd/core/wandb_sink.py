@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import netrc
 import os
-import signal
 from collections.abc import Mapping, Sequence
 from contextlib import chdir, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
 
+import psutil
+
 from async_opd.core.background import Background
 from async_opd.core.config import RunConfig
-from async_opd.core.interruption import descendants
 from async_opd.core.run_files import make_folder
 from async_opd.core.secrets import without_secrets
 from async_opd.core.sink import Summary
@@ -162,10 +162,10 @@ class WandbSink:
 
 
 def _end_service() -> None:
-    for pid in descendants(os.getpid()):
-        with suppress(OSError):  # it ended meanwhile
-            if Path(f"/proc/{pid}/comm").read_text().strip() == SERVICE:
-                os.kill(pid, signal.SIGKILL)
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.name() == SERVICE:
+                process.kill()
 
 
 _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}

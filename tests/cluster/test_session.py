@@ -9,12 +9,12 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 import ray
 
 from async_opd.cluster.host import Remote
 from async_opd.cluster.session import ray_session
-from async_opd.core.interruption import descendants
 from async_opd.core.load import load_config
 
 pytestmark = pytest.mark.engine
@@ -46,8 +46,7 @@ class Ray:
         session = Path(node.get_session_dir_path())
         token = (session.parents[1] / "token").read_text()
         commands = [
-            Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            for pid in descendants(os.getpid())
+            "\0".join(process.cmdline()) for process in psutil.Process().children(recursive=True)
         ]
         accepted = {one: accepts(node.gcs_address, one) for one in (token, "0" * 64)}
         return cls(session, session.parents[1].stat().st_mode & 0o777, token, commands, accepted)

@@ -206,19 +206,19 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
 
 
 HANGS = """
-import os, signal, sys
+import sys
 from contextlib import suppress
 from pathlib import Path
-from async_opd.core.interruption import descendants
+import psutil
 from async_opd.core.wandb_sink import WandbSink
 from tests.core.test_wandb_sink import SUMMARY, config
 hasty = config()
 bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
 sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), Path(sys.argv[1]))
 sink.start()
-for pid in descendants(os.getpid()):
-    with suppress(ProcessLookupError):  # one that was there for a moment only
-        os.kill(pid, signal.SIGSTOP)
+for process in psutil.Process().children(recursive=True):
+    with suppress(psutil.NoSuchProcess):  # one that was there for a moment only
+        process.suspend()
 for step in range(1, 2000):
     sink.log(step, {f"a{number}": 1.0 for number in range(300)})
 assert "did not take" in (sink.close(SUMMARY) or "")
