@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from async_opd import __version__
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
-from async_opd.core.outlet import tell
 from async_opd.core.printable import escaped, indented
-from async_opd.core.secrets import Redactor
+from async_opd.processes.output import write_stderr
 
 if TYPE_CHECKING:
-    from async_opd.core.engine_args import Device
+    from async_opd.models.engine_args import Device
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -42,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.command(arguments))
     except ConfigError as error:
-        tell(indented(arguments.redacted(str(error))))
+        write_stderr(indented(arguments.redacted(str(error))))
         return BAD_INPUT
     except (AsyncOPDError, OSError) as error:  # before a run has its own record to say it in
-        tell(indented(arguments.redacted(f"failed: {error}")))
+        write_stderr(indented(arguments.redacted(f"failed: {error}")))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -90,7 +90,7 @@ def _refuse(problems: list[Problem]) -> None:
 
 
 def _load(arguments: argparse.Namespace) -> RunConfig:
-    from async_opd.core.load import load_config
+    from async_opd.config.load import load_config
 
     config = load_config(arguments.config, _overrides(arguments))
     arguments.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
@@ -111,13 +111,13 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _check(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from async_opd.core.console import terminal_on
-    from async_opd.core.devices import resolve_device
-    from async_opd.core.hub import naming_faults
-    from async_opd.core.load import dump_config
-    from async_opd.core.pools import pools
-    from async_opd.core.preflight import preflight
-    from teachers.endpoint_check import check_endpoints
+    from async_opd.checks.devices import resolve_device
+    from async_opd.checks.preflight import preflight
+    from async_opd.checks.resources import pools
+    from async_opd.config.load import dump_config
+    from async_opd.models.hub import naming_faults
+    from async_opd.observability.console import terminal_on
+    from teachers.endpoint.check import check_endpoints
 
     config = _load(arguments)
     named = naming_faults(config, arguments.config)
@@ -140,7 +140,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
     """What a step moves, and what the queue holds."""
-    from async_opd.core.payload import in_mib, payloads, traffic
+    from async_opd.queue.sizes import in_mib, payloads, traffic
 
     found = payloads(config, device)
     unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
@@ -174,9 +174,9 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from async_opd.core.hub import localize
-    from async_opd.core.preflight import preflight
-    from teachers.endpoint_check import check_endpoints
+    from async_opd.checks.preflight import preflight
+    from async_opd.models.hub import localize
+    from teachers.endpoint.check import check_endpoints
 
     config = _load(arguments)
     if arguments.resume and config.run_dir is None:

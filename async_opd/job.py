@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_opd.core.checkpoint import Checkpoint, Checkpoints
-from async_opd.core.config import RunConfig
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.lines import whole_lines
-from async_opd.core.preflight import Inputs
-from async_opd.core.runlog import DEAD_LETTERS, RunLog
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.checkpoint.store import Checkpoint, Checkpoints
+from async_opd.checks.preflight import Inputs
+from async_opd.config.run_config import RunConfig
+from async_opd.files.lines import whole_lines
+from async_opd.observability.run_log import DEAD_LETTERS, RunLog
 
 
 @dataclass(frozen=True)

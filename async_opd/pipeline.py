@@ -28,17 +28,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from async_opd.core.accounts import Accounts
-from async_opd.core.batch import Batch, unpack_lost
-from async_opd.core.checkpoint import Checkpoint
-from async_opd.core.checkpointer import Checkpointer
-from async_opd.core.config import RunConfig
+from async_opd.accounting.ledger import JournalWriter
+from async_opd.accounting.replacements import ReplayablePrompts
+from async_opd.accounting.run_state import RunState
+from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.store import Checkpoint
+from async_opd.config.run_config import RunConfig
+from async_opd.core.batch import Batch, unpack_dead_letters
 from async_opd.core.errors import AsyncOPDError, StageError, first_cause
-from async_opd.core.evaluation import Evaluation, Measured
-from async_opd.core.evaluations import Evaluations
-from async_opd.core.ledger import Record
-from async_opd.core.metering import Metering
-from async_opd.core.samples import Group, Lost
+from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
@@ -49,12 +47,14 @@ from async_opd.core.stages import (
     StepReport,
     TeacherScorer,
 )
-from async_opd.core.stall import Stall, teachers_s
-from async_opd.core.supply import Prompts
+from async_opd.grading.evaluation import Evaluation, EvaluationResult
+from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.observability.metering import Metering
+from async_opd.observability.stall import StallDetector, teachers_s
 
 Result = TypeVar("Result")
 
-LAST_NEWS_S = 5.0
+LAST_EVENTS_S = 5.0
 """The wait for a scoring stage that may not answer any more, when the run fails anyway."""
 
 
@@ -64,10 +64,10 @@ class Pipeline:
 
     config: RunConfig
     stages: Stages
-    prompts: Prompts
+    prompts: ReplayablePrompts
     evaluation: Evaluation | None
     log: Log
-    record: Record | None = None
+    journal: JournalWriter | None = None
     checkpointer: Checkpointer | None = None
     start: Checkpoint | None = None
     """Where the run goes on from; ``prompts`` stands at its cursor."""
@@ -79,28 +79,28 @@ class Pipeline:
     def __post_init__(self) -> None:
         """The control plane: accounts and meters."""
         cut = None if self.start is None else self.start.cut
-        self.accounts = Accounts(self.config, self.prompts, self.log, self.record, cut)
+        self.run_state = RunState(self.config, self.prompts, self.log, self.journal, cut)
         self.evaluations = Evaluations(self.config, self.log, self.evaluated)
         self.metering = Metering()
-        self._step = self.accounts.step
-        self._heard: Counter[int] = Counter()  # by who told it
+        self._step = self.run_state.step
+        self._seen_events: Counter[int] = Counter()  # by who told it
         self._issued = self.start is None
         self._pushing: asyncio.Task[None] | None = None
         self._arrows = asyncio.TaskGroup()
         asked = 0 if self.evaluation is None else len(self.evaluation.prompts)
-        self._stall = Stall(self.config, self.stages, self.metering, asked)
+        self._stall = StallDetector(self.config, self.stages, self.metering, asked)
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
-        kept = self.stages.keep(self._reissue, lambda: self.accounts.step)
+        kept = self.stages.supervise(self._reissue, lambda: self.run_state.step)
         try:
             async with self._arrows as arrows:
                 endless: list[asyncio.Task[None]] = [
                     arrows.create_task(_endless("supervision", kept)),
                     arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     arrows.create_task(_endless("scorer", self.stages.scorer.run())),
-                    arrows.create_task(self._tell(self.stages.scorer)),
-                    arrows.create_task(self._tell(self.stages.queue)),
+                    arrows.create_task(self._forward_events(self.stages.scorer)),
+                    arrows.create_task(self._forward_events(self.stages.queue)),
                 ]
                 if self.start is None:
                     await self._first_weights()
@@ -109,7 +109,7 @@ class Pipeline:
                 else:
                     await self._resume(self.start)
                 endless.append(arrows.create_task(self._admit()))
-                endless.append(arrows.create_task(self._rerun()))
+                endless.append(arrows.create_task(self._requeue_stale()))
                 endless.append(arrows.create_task(self._replace()))
                 await self._train()
                 if self.evaluations.is_last_missing:
@@ -119,13 +119,13 @@ class Pipeline:
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as errors:
-            await self._hear_the_last()
+            await self._forward_last_events()
             raise first_cause(errors) from errors
 
     @property
     def is_trained(self) -> bool:
         """Whether the last step is trained; its evaluation may be missing."""
-        return self.accounts.step == self.config.train.steps
+        return self.run_state.step == self.config.train.steps
 
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
@@ -134,7 +134,7 @@ class Pipeline:
         """
         if self.checkpointer is not None:
             await self.checkpointer.settled()
-            await self.checkpointer.take(self.accounts.cut)
+            await self.checkpointer.take(self.run_state.cut)
             await self.checkpointer.settled()
 
     async def _resume(self, start: Checkpoint) -> None:
@@ -144,7 +144,10 @@ class Pipeline:
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         self._issued = True
-        groups = [*self.accounts.ledger.again(finished), *self.accounts.supply.complete()]
+        groups = [
+            *self.run_state.ledger.unfinished_groups(finished),
+            *self.run_state.supply.complete(),
+        ]
         self._arrows.create_task(self._issue(groups))  # for room in the queue they need training
         if self.evaluations.is_missing(start.cut):
             self._pushing = self._arrows.create_task(self._evaluate("eval", start.cut.step))
@@ -159,8 +162,8 @@ class Pipeline:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
         group = self.config.rollout.n
         while True:
-            groups = await self.accounts.admission.admit(group, at_most_groups=64)
-            await self._issue(self.accounts.supply.groups(groups))
+            groups = await self.run_state.admission.admit(group, at_most_groups=64)
+            await self._issue(self.run_state.supply.groups(groups))
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
@@ -169,15 +172,15 @@ class Pipeline:
         on from a checkpoint and has not pushed its weights yet has issued nothing: it will.
         """
         if self._issued:
-            await self._issue(self.accounts.ledger.again(()))
+            await self._issue(self.run_state.ledger.unfinished_groups(()))
 
-    async def _rerun(self) -> None:
+    async def _requeue_stale(self) -> None:
         """Trainer ──stale──► prompts: samples that came too late are sampled again."""
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
-            await self._issue(self.accounts.ledger.requeued(headers))
+            await self._issue(self.run_state.ledger.requeued(headers))
             done = lease.id
 
     async def _replace(self) -> None:
@@ -186,20 +189,20 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
             groups: list[Group] = []
-            for lost in unpack_lost(lease.batches):
-                groups += await self._instead_of(lost)
+            for lost in unpack_dead_letters(lease.batches):
+                groups += await self._replacements_for(lost)
             await self._issue(groups)
             done = lease.id
 
-    async def _instead_of(self, lost: Lost) -> list[Group]:
+    async def _replacements_for(self, lost: DeadLetter) -> list[Group]:
         """What runs in place of a lost rollout; nothing if the trainer has a copy of it.
 
         The trainer is asked first: once it has let go, no copy can be trained.
         """
-        ended = self.accounts.supply.ended_by(lost)
+        ended = self.run_state.supply.ended_by(lost)
         if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
             return []
-        return self.accounts.supply.replace(lost)
+        return self.run_state.supply.replace(lost)
 
     async def _issue(self, groups: Iterable[Group]) -> None:
         """Groups ──► prompts, a message at a time."""
@@ -214,18 +217,18 @@ class Pipeline:
         first = self._step + 1
         for self._step in range(first, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
-            self.accounts.settle(report)
+            self.run_state.settle(report)
             if self._step % sync_steps == 0 or self._step == steps:
                 with self.metering.timed("sync/trainer_wait_s"):
-                    await self._pushed()
-                    version = self.accounts.admission.version + 1
+                    await self._wait_for_push()
+                    version = self.run_state.admission.version + 1
                     await self.stages.sync.snapshot(version)
                 self._pushing = self._arrows.create_task(self._push())
                 await self._checkpoint(version)
             if metering is not None:
                 await metering  # of the step before: it ran beside this one
             metering = self._arrows.create_task(self._meter(report))
-        await self._pushed()
+        await self._wait_for_push()
         if metering is not None:
             await metering
 
@@ -238,17 +241,17 @@ class Pipeline:
         if last:
             await self._bounded("the checkpoint before", self.checkpointer.settled())
         if last or version % every == 0:
-            await self._bounded("a checkpoint", self.checkpointer.take(self.accounts.cut))
+            await self._bounded("a checkpoint", self.checkpointer.take(self.run_state.cut))
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then the budget of the new version is open."""
         report = await self.stages.sync.push()
-        self.accounts.admission.advance(report.version)
+        self.run_state.admission.advance(report.version)
         self.metering.synced(report)
         if self.evaluations.is_due(report.version):
             await self._evaluate("eval", self.evaluations.step_of(report.version))
 
-    async def _pushed(self) -> None:
+    async def _wait_for_push(self) -> None:
         """Waits until the push before is done: versions go out one by one."""
         if self._pushing is not None:
             await self._bounded("the weight sync before", self._pushing)
@@ -270,29 +273,29 @@ class Pipeline:
             measured = await self._bounded("the evaluation of the teachers", work, least_s)
             self._publish(measured, 0)
 
-    def _publish(self, measured: Measured, step: int) -> None:
-        self.accounts.supply.ungraded(measured.lost)
-        self.evaluations.log(measured.metrics, step, self.accounts.admission.version)
+    def _publish(self, measured: EvaluationResult, step: int) -> None:
+        self.run_state.supply.ungraded(measured.lost)
+        self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
 
-    async def _tell(self, who: Queue | TeacherScorer) -> None:
+    async def _forward_events(self, who: Queue | TeacherScorer) -> None:
         """What becomes of teachers' replicas and of leases, at once: no step may end meanwhile."""
         while True:
-            await self._hear(who)
+            await self._forward_once(who)
 
-    async def _hear(self, who: Queue | TeacherScorer, wait: bool = True) -> bool:
-        """Whether there was any news."""
-        news = await who.news(self._heard[id(who)], wait)
-        self._heard[id(who)] = news.heard
-        for line in news.lines:
+    async def _forward_once(self, who: Queue | TeacherScorer, wait: bool = True) -> bool:
+        """Whether there was any events."""
+        events = await who.events(self._seen_events[id(who)], wait)
+        self._seen_events[id(who)] = events.seen
+        for line in events.lines:
             self.log.message(line)
-        return bool(news.lines)
+        return bool(events.lines)
 
-    async def _hear_the_last(self) -> None:
+    async def _forward_last_events(self) -> None:
         """What came just before the error that ends the run, where it may be explained."""
         with suppress(AsyncOPDError, TimeoutError):
-            async with asyncio.timeout(LAST_NEWS_S):
+            async with asyncio.timeout(LAST_EVENTS_S):
                 for who in (self.stages.scorer, self.stages.queue):
-                    while await self._hear(who, wait=False):
+                    while await self._forward_once(who, wait=False):
                         pass
 
     async def _meter(self, report: StepReport) -> None:
@@ -306,15 +309,15 @@ class Pipeline:
         pools["train"] = trainer
         metrics = self.metering.step(report, pools, topics)
         self.log.busy({pool: found.busy for pool, found in pools.items()})
-        warnings = self.accounts.guardrail.observe(metrics)
-        metrics |= self.accounts.metrics
+        warnings = self.run_state.guardrail.observe(metrics)
+        metrics |= self.run_state.metrics
         if self.checkpointer is not None:
             metrics |= self.checkpointer.metrics
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
-        self._heed(report.step, warnings)
+        self._apply_guardrail(report.step, warnings)
 
-    def _heed(self, step: int, warnings: list[str]) -> None:
+    def _apply_guardrail(self, step: int, warnings: list[str]) -> None:
         """Tells of responses that run away; StageError if the config says stop."""
         for warning in warnings:
             self.log.message(f"step {step}: {warning}")

@@ -18,12 +18,14 @@ from typing import Any
 
 import uvloop
 
-from async_opd.cluster.launch import Stages, launch
-from async_opd.core.atomic_file import write_atomically
-from async_opd.core.checkpoint import CONFIG, Checkpoint, Checkpoints
-from async_opd.core.claim import claimed
-from async_opd.core.config import RunConfig
-from async_opd.core.devices import resolve_device
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
+from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints
+from async_opd.checks.devices import resolve_device
+from async_opd.checks.preflight import Inputs
+from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.load import dump_config
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
@@ -33,22 +35,20 @@ from async_opd.core.errors import (
     StageTimeout,
     first_cause,
 )
-from async_opd.core.interruption import Interruption
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.load import dump_config
-from async_opd.core.preflight import Inputs
 from async_opd.core.printable import on_one_line
-from async_opd.core.resume import cut_files, identity, refuse_changes, refuse_impossible
-from async_opd.core.run_files import private_files, read_text
-from async_opd.core.runlog import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
-from async_opd.core.sink import Status
 from async_opd.core.stages import TRAINER
-from async_opd.core.text import Text
+from async_opd.files.atomic import write_atomically
+from async_opd.files.safe_open import private_files, read_text
 from async_opd.job import Job
+from async_opd.models.tokenizer import Text
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
+from async_opd.observability.sinks import Status
 from async_opd.pipeline import Pipeline
+from async_opd.processes.run_lock import run_lock
+from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 
-LEFT_BY_A_RUN = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
+RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
 """Of a run directory: what is there once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -62,7 +62,7 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
         _refuse_another(config, inputs, run_dir)
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
-    with private_files(), claimed(run_dir):
+    with private_files(), run_lock(run_dir):
         return _run_in(run_dir, config, inputs, resume)
 
 
@@ -86,7 +86,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
 
 
 def _start(
-    config: RunConfig, inputs: Inputs, run_dir: Path, resume: bool, tell: Callable[[str], None]
+    config: RunConfig, inputs: Inputs, run_dir: Path, resume: bool, notify: Callable[[str], None]
 ) -> Checkpoint | None:
     """Where the run begins: at a checkpoint of its own, or at the start.
 
@@ -94,20 +94,20 @@ def _start(
     """
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     if not resume:
-        found = [name for name in LEFT_BY_A_RUN if (run_dir / name).exists()]
+        found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
         found += ["checkpoints"] if store.steps() else []
         if found:
             message = f"{run_dir} holds an earlier run: {', '.join(found)}"
             remedy = "--resume goes on with it; another run takes another --run-dir"
             raise ConfigError([Problem("command line", "run_dir", message, remedy)])
         return None
-    start = store.newest(tell)
+    start = store.newest(notify)
     if start is None:
-        tell(f"{store.folder} holds no checkpoint: the run starts from the beginning")
+        notify(f"{store.folder} holds no checkpoint: the run starts from the beginning")
         return None
     refuse_changes(start.config, identity(config, inputs.train))
     refuse_impossible(start.cut, config)
-    tell(f"going on after step {start.cut.step}, weight version {start.cut.version}")
+    notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
 
 
@@ -141,18 +141,18 @@ class _Outcome:
 
     def finish(self, error: BaseException) -> int:
         """The exit code, after the log is finished."""
-        status, words, code = _verdict(self.error or error)
+        status, words, code = _exit_status(self.error or error)
         self.log.finish(status, words)
         return code
 
     def give_up(self, why: str) -> int:
-        """The exit code of a process that is ended: see Interruption."""
-        status, words, code = _verdict(self.error or asyncio.CancelledError())
+        """The exit code of a process that is ended: see SignalHandler."""
+        status, words, code = _exit_status(self.error or asyncio.CancelledError())
         self.log.give_up(status, f"{words}; {why}" if self.error else why)
         return code
 
 
-def _verdict(error: BaseException) -> tuple[Status, str, int]:
+def _exit_status(error: BaseException) -> tuple[Status, str, int]:
     """Status, words and exit code of a run that an error has ended, or a signal."""
     if isinstance(error, asyncio.CancelledError):
         return "interrupted", "by a signal", INTERRUPTED
@@ -165,13 +165,13 @@ def _verdict(error: BaseException) -> tuple[Status, str, int]:
 async def _run(job: Job) -> int:
     log, outcome = job.log, _Outcome(job.log)
     work = asyncio.create_task(_distil(job, outcome))
-    interruption = Interruption(work, job.config.shutdown.grace_s, outcome.give_up)
+    signals = SignalHandler(work, job.config.shutdown.grace_s, outcome.give_up)
     try:
         await work
     except (asyncio.CancelledError, Exception) as error:
         return outcome.finish(error)
     finally:
-        interruption.over()
+        signals.over()
     return COMPLETED if log.finish("completed") == "completed" else FAILED
 
 
@@ -183,7 +183,7 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     log.message("starting Ray and the engines")
     ends = text.response_ends()
     device = resolve_device(config)
-    async with launch(config, device=device, eos_ids=ends, tell=log.message) as stages:
+    async with launch(config, device=device, eos_ids=ends, notify=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
         training = Training(job, stages, text)
@@ -192,21 +192,21 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
             await training.run()
         except asyncio.CancelledError:
             grace_s = config.shutdown.grace_s
-            await _keep(training.pipeline, log, grace_s, "shutdown.grace_s")
-            await _save_what_there_is(stages, job)
+            await _checkpoint_at_end(training.pipeline, log, grace_s, "shutdown.grace_s")
+            await _save_partial_model(stages, job)
             raise
         except Exception as error:
             outcome.error = error
-            await _keep_after(error, training.pipeline, log)
+            await _checkpoint_after_failure(error, training.pipeline, log)
             if training.pipeline.is_trained:
-                await _save_what_there_is(stages, job)
+                await _save_partial_model(stages, job)
             raise
         finally:
             log.summarize({"perf/run_s": time.time() - began})
-        await _unbroken(_save(stages, job.run_dir, log))
+        await _shielded(_save(stages, job.run_dir, log))
 
 
-async def _keep(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
+async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
     """A checkpoint of a run that ends before its time, if its trainer still answers.
 
     In at most ``bound_s``, which ``key`` of the config sets.
@@ -216,14 +216,14 @@ async def _keep(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> No
         return
     try:
         async with asyncio.timeout(bound_s):
-            await _sign_of_life(pipeline)
+            await _check_trainer_alive(pipeline)
             await pipeline.checkpoint()
     except Exception as error:  # whatever it was, the model is still to be saved
         cause = str(error) or f"not written within {bound_s:g} s ({key})"
         log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
 
 
-async def _sign_of_life(pipeline: Pipeline) -> None:
+async def _check_trainer_alive(pipeline: Pipeline) -> None:
     """StageTimeout if the trainer gives none: it may hang, or have died and have no state."""
     bound_s = pipeline.config.supervision.timeout_s
     try:
@@ -233,7 +233,7 @@ async def _sign_of_life(pipeline: Pipeline) -> None:
         raise StageTimeout(TRAINER, f"gave no sign of life within {bound_s:g} s") from error
 
 
-async def _keep_after(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
+async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
     """A checkpoint of a run that has failed, in the time of any other.
 
     A signal that comes meanwhile leaves it ``shutdown.grace_s``; the run has failed all the same.
@@ -244,7 +244,9 @@ async def _keep_after(error: Exception, pipeline: Pipeline, log: RunLog) -> None
         return
     log.message(f"the run has failed: {str(cause) or type(cause).__name__}")
     bound_s = config.checkpoint.timeout_s
-    keeping = asyncio.create_task(_keep(pipeline, log, bound_s, "checkpoint.timeout_s"))
+    keeping = asyncio.create_task(
+        _checkpoint_at_end(pipeline, log, bound_s, "checkpoint.timeout_s")
+    )
     try:
         await asyncio.shield(keeping)
     except asyncio.CancelledError:
@@ -256,14 +258,14 @@ async def _keep_after(error: Exception, pipeline: Pipeline, log: RunLog) -> None
             task.uncancel()
 
 
-async def _save_what_there_is(stages: Stages, job: Job) -> None:
+async def _save_partial_model(stages: LaunchedStages, job: Job) -> None:
     try:
         await _save(stages, job.run_dir, job.log)
     except StageError as error:
         job.message(f"the student of the run that broke off could not be saved: {error}")
 
 
-async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
+async def _shielded(work: Coroutine[Any, Any, None]) -> None:
     """A signal that comes meanwhile waits until the work is done."""
     task = asyncio.ensure_future(work)
     try:
@@ -273,6 +275,6 @@ async def _unbroken(work: Coroutine[Any, Any, None]) -> None:
         raise
 
 
-async def _save(stages: Stages, run_dir: Path, log: RunLog) -> None:
+async def _save(stages: LaunchedStages, run_dir: Path, log: RunLog) -> None:
     await stages.trainer.save(str(run_dir / "model"))
     log.message(f"the student is in {run_dir / 'model'}")

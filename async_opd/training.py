@@ -1,6 +1,6 @@
 """The training of a run: its pipeline, and after its trainer died the next one.
 
-Job, Stages ──► Pipeline ──run──► every step is trained
+Job, LaunchedStages ──► Pipeline ──run──► every step is trained
                     ▲                │ the trainer died
                     └── rewind ◄─────┘ to the newest checkpoint; the engines stay
 """
@@ -10,20 +10,20 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, replace
 
-from async_opd.cluster.launch import Stages
-from async_opd.core.checkpointer import Checkpointer
-from async_opd.core.config import RunConfig
+from async_opd.accounting.journal import LEDGER
+from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
+from async_opd.checks.preflight import Inputs
+from async_opd.cluster.launch import LaunchedStages
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied
-from async_opd.core.evaluation import Evaluation
-from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.journal import LEDGER
-from async_opd.core.preflight import Inputs
-from async_opd.core.prompts import PromptStream, to_prompt
-from async_opd.core.resume import cut_files, identity, last_evaluation
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import TRAINER, SamplingSpec
-from async_opd.core.text import Text
+from async_opd.data.prompts import PromptStream, to_prompt
+from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.job import Job
+from async_opd.models.tokenizer import Text
 from async_opd.pipeline import Pipeline
 
 
@@ -32,7 +32,7 @@ class Training:
     """The pipeline of a run; after its trainer died another one, from the newest checkpoint."""
 
     job: Job
-    stages: Stages
+    stages: LaunchedStages
     text: Text
 
     def __post_init__(self) -> None:
@@ -44,13 +44,13 @@ class Training:
     async def run(self) -> None:
         """Until every step is trained. Raises the first error, but for the trainer's deaths."""
         try:
-            while not await self._completes():
+            while not await self._run_until_trainer_dies():
                 pass
         finally:
             if self._evaluation is not None:
                 self._evaluation.close()
 
-    async def _completes(self) -> bool:
+    async def _run_until_trainer_dies(self) -> bool:
         """False if the trainer died, and everything went back to a checkpoint."""
         try:
             await self.pipeline.run()
@@ -117,13 +117,13 @@ def _prompts(job: Job, text: Text) -> PromptStream:
     )
 
 
-def _checkpointer(job: Job, stages: Stages) -> Checkpointer:
+def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
     return Checkpointer(
         job.store,
         stages.trainer,
         config=identity(job.config, job.inputs.train),
         timeout_s=job.config.checkpoint.timeout_s,
-        tell=job.message,
+        notify=job.message,
         sizes=job.sizes,
         sync=job.journal.sync,
     )

@@ -25,13 +25,13 @@ import numpy as np
 import ray
 import uvloop
 
-from async_opd.cluster.host import Remote
+from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
-from async_opd.core.balancer import Balancer
+from async_opd.config.run_config import HealthConfig
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.config import HealthConfig
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
+from teachers.balancer import Balancer
 from teachers.pool import TeacherPool
 
 REQUESTS, AT_ONCE, REPLICAS = 400, 32, 4
@@ -93,12 +93,12 @@ async def decisions_per_s(replicas: int, count: int = 100_000) -> float:
     balancer = Balancer(range(replicas), AT_ONCE)
     random_ = random.Random(0)
     sizes = [random_.randint(*SHORT) for _ in range(1000)]
-    held = [await balancer.take(sizes[i % 1000]) for i in range(replicas * AT_ONCE // 2)]
+    held = [await balancer.reserve(sizes[i % 1000]) for i in range(replicas * AT_ONCE // 2)]
     order = [random_.randrange(len(held)) for _ in range(count)]
     started = time.perf_counter()
     for index, slot in enumerate(order):
         balancer.release(held[slot])
-        held[slot] = await balancer.take(sizes[index % 1000])
+        held[slot] = await balancer.reserve(sizes[index % 1000])
     return count / (time.perf_counter() - started)
 
 

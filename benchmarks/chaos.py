@@ -35,7 +35,7 @@ from typing import Any
 
 import psutil
 
-from async_opd.core.audit import audit
+from async_opd.accounting.audit import audit
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 OVERRIDES = (
@@ -110,7 +110,7 @@ class Run:
         found = {}
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                if child.environ().get("ASYNC_OPD_BOX") == box:
+                if child.environ().get("ASYNC_OPD_ACTOR") == box:
                     words = f"{child.name()} {child.cmdline()}"
                     for role, word in (("actor", "ray::"), ("engine", "EngineCore")):
                         if word in words:

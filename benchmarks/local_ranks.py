@@ -1,7 +1,7 @@
 """Ranks of a trainer in processes of this machine, joined by pipes where a run has Ray.
 
-this process ──fork──► rank 0: lead(seat, crew) ──pipe──► its result
-               └─────► rank 1 … N-1: follow(seat) ◄──pipes── orders of rank 0's learner
+this process ──fork──► rank 0: lead(spec, rank_group) ──pipe──► its result
+               └─────► rank 1 … N-1: follow(spec) ◄──pipes── orders of rank 0's learner
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from async_opd.core.errors import StageError
-from async_opd.core.seat import Seat
-from trainer.crew import ALONE, Crew
+from async_opd.core.rank_spec import RankSpec
 from trainer.rank import Follower
+from trainer.rank_group import SINGLE_RANK, RankGroup
 
-Lead = Callable[[Seat | None, Crew], Any]
-Follow = Callable[[Seat], Follower]
+Lead = Callable[[RankSpec | None, RankGroup], Any]
+Follow = Callable[[RankSpec], Follower]
 
 
 class Pipes:
@@ -31,13 +31,15 @@ class Pipes:
         self.ranks = len(ends) + 1
         self._ends = ends
 
-    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        """See trainer.crew.Crew."""
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        """See trainer.rank_group.RankGroup."""
         for end, given in zip(self._ends, arguments, strict=True):
             end.send((method, given))
         return lambda: [end.recv() for end in self._ends]
 
-    def give_up(self) -> None:
+    def mark_broken(self) -> None:
         """Whoever waits for them fails too."""
 
     async def failure(self) -> StageError:
@@ -52,8 +54,8 @@ def in_processes(ranks: int, lead: Lead, follow: Follow, timeout_s: float) -> An
     """
     context = multiprocessing.get_context("fork")  # hands sockets and functions down
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        seats = [
-            Seat(
+        specs = [
+            RankSpec(
                 rank,
                 ranks,
                 *listener.getsockname(),
@@ -64,12 +66,12 @@ def in_processes(ranks: int, lead: Lead, follow: Follow, timeout_s: float) -> An
             )
             for rank in range(ranks)
         ]
-        pipes = [context.Pipe() for _ in seats[1:]]
+        pipes = [context.Pipe() for _ in specs[1:]]
         answer, question = context.Pipe(duplex=False)
-        crew = Pipes([here for here, _ in pipes])
-        works: list[Callable[[], Any]] = [lambda: _lead(seats[0], crew, lead, question)]
+        rank_group = Pipes([here for here, _ in pipes])
+        works: list[Callable[[], Any]] = [lambda: _lead(specs[0], rank_group, lead, question)]
         works += [
-            _following(s, follow, there) for s, (_, there) in zip(seats[1:], pipes, strict=True)
+            _following(s, follow, there) for s, (_, there) in zip(specs[1:], pipes, strict=True)
         ]
         with _started([context.Process(target=work) for work in works]):
             question.close()
@@ -90,15 +92,15 @@ def _started(processes: Sequence[Any]) -> Iterator[None]:
             process.join()
 
 
-def _lead(seat: Seat, crew: Pipes, lead: Lead, answer: Connection) -> None:
-    alone = crew.ranks == 1
-    answer.send(lead(None if alone else seat, ALONE if alone else crew))
+def _lead(spec: RankSpec, rank_group: Pipes, lead: Lead, answer: Connection) -> None:
+    alone = rank_group.ranks == 1
+    answer.send(lead(None if alone else spec, SINGLE_RANK if alone else rank_group))
     os._exit(0)  # gloo's threads may abort an interpreter that is finalized
 
 
-def _following(seat: Seat, follow: Follow, orders: Connection) -> Callable[[], None]:
+def _following(spec: RankSpec, follow: Follow, orders: Connection) -> Callable[[], None]:
     def work() -> None:
-        follower = follow(seat)
+        follower = follow(spec)
         while True:
             method, given = orders.recv()
             orders.send(asyncio.run(getattr(follower, method)(*given)))

@@ -33,12 +33,12 @@ import numpy as np
 import psutil
 import uvloop
 
-from async_opd.cluster.boxes import Factories, Factory
-from async_opd.cluster.launch import Stages, launch
-from async_opd.core.config import RunConfig
+from async_opd.cluster.actor_factory import Factories, Factory
+from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.pipeline import Pipeline
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
 
 PROMPT_TOKENS = 100
 LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)
@@ -187,7 +187,7 @@ class Log:
             await self.changed.wait()
 
 
-async def control_plane(stages: Stages) -> list[psutil.Process]:
+async def control_plane(stages: LaunchedStages) -> list[psutil.Process]:
     """Driver, queue and scorer."""
     proxies: list[Any] = [stages.queue, stages.scorer]
     pids = [await proxy._remote._handle.pid.remote() for proxy in proxies]

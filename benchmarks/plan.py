@@ -23,10 +23,10 @@ from typing import Any
 
 import uvloop
 
-from async_opd.core.plan_config import PlanConfig
+from async_opd.config.plan import PlanConfig
 from async_opd.plan.inputs import setting_of
 from async_opd.plan.setting import Setting
-from async_opd.plan.simulation import simulate
+from async_opd.plan.sim.simulation import simulate
 from benchmarks.pipeline import (
     CASES,
     LENGTHS,

@@ -27,7 +27,7 @@ import numpy as np
 import ray
 import uvloop
 
-from async_opd.cluster.host import Remote
+from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.batch import Batch
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, TopK, VersionSpan
@@ -142,7 +142,7 @@ async def through_queue(
     producer, consumer = clients
     remote = Remote.create("queue", timeout_s=60)
     limits = (DEPTH * batch, 4 << 30, 600.0)
-    await remote.build("async_opd.core.queue:MessageQueue", (("t",), *limits), 60)
+    await remote.build("async_opd.queue.message_queue:MessageQueue", (("t",), *limits), 60)
     queue, calls = QueueProxy(remote), samples // batch
     await producer.prepare.remote(case, batch)
     started = time.perf_counter()

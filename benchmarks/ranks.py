@@ -24,15 +24,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.config import ForwardKLConfig, TrainConfig
+from async_opd.config.run_config import ForwardKLConfig, TrainConfig
+from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
-from async_opd.core.seat import Seat
 from benchmarks.local_ranks import in_processes
-from trainer.crew import Crew
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
-from trainer.sharding import join
+from trainer.rank_group import RankGroup
+from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")
 VOCABULARY, K = 32_000, 64
@@ -97,10 +97,10 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Seen:
     """Steps of a trainer with so many ranks."""
     objective = build_objective(ForwardKLConfig())
 
-    def lead(seat: Seat | None, crew: Crew) -> Seen:
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Seen:
         model = student(sizes.layers)
-        mesh = None if seat is None else join(seat, CPU)
-        learner = Learner(model, objective, TRAIN, CPU, mesh=mesh, crew=crew)
+        mesh = None if spec is None else join_mesh(spec, CPU)
+        learner = Learner(model, objective, TRAIN, CPU, mesh=mesh, rank_group=rank_group)
         batches = [batch(seed, sizes.batch, sizes.tokens) for seed in range(sizes.steps)]
         seconds = []
         for samples in batches:
@@ -111,9 +111,9 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Seen:
         tokens = sum(sample.rollout.tokens for sample in batches[-1])
         return Seen(seconds[1:], tokens, held(learner), weights)
 
-    def follow(seat: Seat) -> Follower:
+    def follow(spec: RankSpec) -> Follower:
         model = student(sizes.layers)
-        return Follower(Rank(model, objective, TRAIN, CPU, mesh=join(seat, CPU)))
+        return Follower(Rank(model, objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
 
     found: Seen = in_processes(ranks, lead, follow, 600)
     return found

@@ -37,12 +37,12 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 
+from async_opd.config.run_config import EngineConfig
 from async_opd.core.batch import Batch, unpack_samples
-from async_opd.core.config import EngineConfig
-from async_opd.core.engine_args import engine_env, engine_kwargs
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.models.engine_args import engine_env, engine_kwargs
 from benchmarks.random_model import make_model
-from teachers.checks import check
+from teachers.answers import check
 
 K = 64
 SEED = itertools.count()

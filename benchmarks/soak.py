@@ -35,19 +35,19 @@ from typing import Any
 import psutil
 import uvloop
 
-from async_opd.cluster.boxes import Factories, Factory
-from async_opd.cluster.launch import Stages, launch
-from async_opd.core.audit import audit
-from async_opd.core.config import RunConfig
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.loop_lag import LoopLag
-from async_opd.core.runlog import RunLog
+from async_opd.accounting.audit import audit
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.cluster.actor_factory import Factories, Factory
+from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
-from async_opd.core.sink import Summary
 from async_opd.core.stages import Interval, Queue
-from async_opd.core.trace import TraceSink
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Summary
+from async_opd.observability.trace import TraceSink
 from async_opd.pipeline import Pipeline
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.processes.loop_lag import LoopLag
 from benchmarks.pipeline import Prompts
 from benchmarks.simulated.replicas import SimulatedStudent
 from rollouter.spec import StudentEngineSpec
@@ -204,7 +204,7 @@ class Memory:
 class Lags:
     """Of driver, queue and scorer, the longest so far."""
 
-    def __init__(self, stages: Stages) -> None:
+    def __init__(self, stages: LaunchedStages) -> None:
         proxies: dict[str, Any] = {"queue": stages.queue, "scorer": stages.scorer}
         self._remotes = {name: proxy._remote for name, proxy in proxies.items()}
         self._driver = LoopLag()

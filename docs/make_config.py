@@ -1,4 +1,4 @@
-"""Writes docs/config.md from the docstrings under the fields of ``async_opd.core.config``.
+"""Writes docs/config.md from the docstrings under the fields of ``async_opd.config.run_config``.
 
 python docs/make_config.py
 """
@@ -13,7 +13,7 @@ from typing import Any, get_args
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
 
 HEAD = """# Config
 

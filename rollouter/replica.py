@@ -27,24 +27,24 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 
-from async_opd.core.activity import Activity
-from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.gate import Gate
-from async_opd.core.patience import Progress
+from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
-from async_opd.core.vitals import Vitals
-from async_opd.core.weights import Rendezvous, WeightMeta
-from rollouter.feed import Feed
-from rollouter.grading import Grading
-from rollouter.load import load_watcher
-from rollouter.nccl_transport import nccl_info
+from async_opd.models.engine_args import sleep_level
+from async_opd.observability.activity import Activity
+from async_opd.processes.exit_watch import ExitWatch
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from rollouter.engine_load import load_watcher
 from rollouter.outputs import rollout_of
+from rollouter.rewards import RewardGrader
+from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
-from rollouter.weights import BACKEND as GLOO
-from rollouter.weights import UNTOUCHED, gloo_info, register
+from rollouter.transports.gloo import BACKEND as GLOO
+from rollouter.transports.gloo import WEIGHTS_UNCHANGED, gloo_info, register
+from rollouter.transports.nccl import nccl_info
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -72,10 +72,10 @@ class StudentReplica:
         fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
         slots = Slots(fixed or adaptive.limit, spec.sampling.n)
         self._slots = slots
-        self._grading = Grading(spec.grader, spec.kwargs["model"]) if spec.grader else None
-        grade = self._grading.grade if self._grading else None
-        self._feed = Feed(spec.consumer, queue, slots, self._roll, grade=grade)
-        self._computed = self._under_way = 0  # tokens since the start; at most still to come
+        self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
+        grade = self._grader.grade if self._grader else None
+        self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll, grade=grade)
+        self._computed = self._pending_tokens = 0  # tokens since the start; at most still to come
 
         def observe(load: EngineLoad) -> None:
             if fixed is None:
@@ -83,19 +83,19 @@ class StudentReplica:
 
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
-        self._vitals = Vitals(spec.name, _sentinels(self._engine))
+        self._exit_watch = ExitWatch(spec.name, _sentinels(self._engine))
         self._activity = Activity("generate")
         self._version = 0
         self._requests = 0
         self._tokens = 0
         self._request_s = 0.0
         self._paused_s = 0.0
-        self._held_s = 0.0  # all pauses since the start
+        self._total_paused_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
         self._syncs = 0
-        self._flowing = asyncio.Event()
+        self._unpaused = asyncio.Event()
         self._syncing = asyncio.Event()
-        self._flowing.set()
+        self._unpaused.set()
         self._gate = Gate()
 
     async def ready(self) -> int:
@@ -110,21 +110,21 @@ class StudentReplica:
 
     async def run(self) -> None:
         """Answers groups from topic ``prompts`` until stopped."""
-        await self._vitals.within(self._feed.run())
+        await self._exit_watch.within(self._worker.run())
 
     async def stop(self) -> None:
-        """See Feed.stop."""
-        await self._feed.stop()
+        """See RolloutWorker.stop."""
+        await self._worker.stop()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         """RolloutFault for a prompt that the engine refuses."""
-        begun = self._activity.clock() - self._held_s
+        begun = self._activity.clock() - self._total_paused_s
         self._refuse_foreign_tokens(prompt, uid)
         try:
             rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
-        self._request_s += self._activity.clock() - self._held_s - begun
+        self._request_s += self._activity.clock() - self._total_paused_s - begun
         return rollout
 
     def _refuse_foreign_tokens(self, prompt: Prompt, uid: str) -> None:
@@ -165,19 +165,19 @@ class StudentReplica:
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
         most = len(prompt.token_ids) + sampling.max_tokens
-        self._under_way += most
+        self._pending_tokens += most
         try:
             async with self._gate:
                 rollout = await self._answer(prompt, uid, params, top_k)
         finally:
-            self._under_way -= most
+            self._pending_tokens -= most
         return rollout or await self._sample(prompt, uid, sampling, top_k)
 
     async def _answer(
         self, prompt: Prompt, uid: str, params: SamplingParams, top_k: int
     ) -> Rollout | None:
         """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
-        await self._flowing.wait()
+        await self._unpaused.wait()
         version = self._version
         request = TokensPrompt(
             prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
@@ -202,7 +202,7 @@ class StudentReplica:
         maker = gloo_info if self._spec.transfer_backend == "gloo" else nccl_info
         info |= maker(rendezvous)
         request = WeightTransferInitRequest(init_info=info)
-        await self._vitals.within(self._engine.init_weight_transfer_engine(request))
+        await self._exit_watch.within(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self, on_sync: str) -> None:
         """Stops sampling; ``on_sync`` says what happens to requests in flight.
@@ -210,17 +210,17 @@ class StudentReplica:
         New ones wait outside of the engine: one that entered now would be salted with the old
         version, and could find prefix-cache blocks of the old weights.
         """
-        self._flowing.clear()
+        self._unpaused.clear()
         self._syncing.set()
         self._pause_started = self._activity.clock()
-        await self._vitals.within(self._engine.pause_generation(**PAUSE[on_sync]))
+        await self._exit_watch.within(self._engine.pause_generation(**PAUSE[on_sync]))
 
     async def receive(self, meta: WeightMeta) -> None:
         """Takes the new weights while the sender sends them.
 
         TransferAborted if they did not come and the engine still has all of its old ones.
         """
-        await self._vitals.within(self._engine.start_weight_update())
+        await self._exit_watch.within(self._engine.start_weight_update())
         update = {
             "names": list(meta.names),
             "dtype_names": list(meta.dtype_names),
@@ -228,17 +228,17 @@ class StudentReplica:
         }
         try:
             request = WeightTransferUpdateRequest(update_info=update)
-            await self._vitals.within(self._engine.update_weights(request))
+            await self._exit_watch.within(self._engine.update_weights(request))
         except Exception as error:
-            if UNTOUCHED in str(error) and self._workers == 1:
+            if WEIGHTS_UNCHANGED in str(error) and self._workers == 1:
                 raise TransferAborted(self._spec.name, str(error)) from error
             raise
 
     async def finish(self, version: int) -> None:
         """Names the new weights and checks that the engine does too."""
         finishing = self._engine.finish_weight_update(weight_version=str(version))
-        await self._vitals.within(finishing)
-        told = await self._vitals.within(self._engine.get_weight_version())
+        await self._exit_watch.within(finishing)
+        told = await self._exit_watch.within(self._engine.get_weight_version())
         if told != str(version):
             raise WeightSyncError(
                 self._spec.name, f"the engine reports version {told} after the sync to {version}"
@@ -248,12 +248,12 @@ class StudentReplica:
 
     async def resume(self) -> None:
         """Goes on sampling."""
-        await self._vitals.within(self._engine.resume_generation())
+        await self._exit_watch.within(self._engine.resume_generation())
         self._syncing.clear()
-        self._flowing.set()
+        self._unpaused.set()
         paused_s = self._activity.clock() - self._pause_started
         self._paused_s += paused_s
-        self._held_s += paused_s
+        self._total_paused_s += paused_s
 
     # ── turns with teachers on the same GPUs ───────────────────────────────────────────────────
 
@@ -261,7 +261,7 @@ class StudentReplica:
         """Returns when the engine has nothing to do."""
         await self._gate.empty()
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Finishes what is in flight, and leaves the GPU; new requests wait."""
         await self._gate.close()
         await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
@@ -275,8 +275,8 @@ class StudentReplica:
         self._computed += tokens
 
     async def progress(self) -> Progress:
-        """See async_opd.core.turns.Host."""
-        return Progress(self._computed, self._under_way)
+        """See teachers.time_sharing.GpuHost."""
+        return Progress(self._computed, self._pending_tokens)
 
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 
@@ -297,12 +297,12 @@ class StudentReplica:
         await self._engine.check_health()
         counters = {
             "tokens": float(self._tokens),
-            "rollouts": float(self._feed.rollouts),
+            "rollouts": float(self._worker.rollouts),
             "request_s": self._request_s,
             "paused_s": self._paused_s,
         }
         self._tokens, self._request_s, self._paused_s = 0, 0.0, 0.0
-        self._feed.rollouts = 0
+        self._worker.rollouts = 0
         return StageReport(
             counters=counters,
             gauges={
@@ -316,8 +316,8 @@ class StudentReplica:
 
     async def shutdown(self) -> None:
         """Ends the engine's processes, and the grader's."""
-        if self._grading is not None:
-            self._grading.close()
+        if self._grader is not None:
+            self._grader.close()
         self._engine.shutdown()
 
 

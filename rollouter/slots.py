@@ -34,28 +34,28 @@ class Slots:
             self.limit = limit
             self._settle()
 
-    def turn(self) -> Turn:
+    def reserve(self) -> SlotReservation:
         """Queues up for a slot, now; enter it with ``async with``."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(ready)
         self._settle()
-        return Turn(self, ready)
+        return SlotReservation(self, ready)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """A slot is free again."""
         self.running -= 1
         self._settle()
 
     def _settle(self) -> None:
         while self._waiting and self.running < self.limit:
-            turn = self._waiting.popleft()
-            if not turn.done():
+            ready = self._waiting.popleft()
+            if not ready.done():
                 self.running += 1
-                turn.set_result(None)
+                ready.set_result(None)
         self._changed.set()
 
 
-class Turn:
+class SlotReservation:
     """A place in the queue for a slot, then the slot."""
 
     def __init__(self, slots: Slots, ready: asyncio.Future[None]) -> None:
@@ -67,11 +67,11 @@ class Turn:
             await self._ready
         except asyncio.CancelledError:
             if self._ready.done() and not self._ready.cancelled():
-                self._slots.leave()  # it was our turn, and we do not take it
+                self._slots.release()  # it was our turn, and we do not take it
             raise
 
     async def __aexit__(self, *error: object) -> None:
-        self._slots.leave()
+        self._slots.release()
 
 
 @dataclass(frozen=True)
@@ -104,8 +104,8 @@ class AdaptiveLimit:
     KV_LOW = 0.9
 
     def __post_init__(self) -> None:
-        self.most = self.max_num_seqs + max(1, self.max_num_seqs // 16)
-        self.limit = self.limit or self.most
+        self.max_limit = self.max_num_seqs + max(1, self.max_num_seqs // 16)
+        self.limit = self.limit or self.max_limit
 
     def observe(self, load: EngineLoad) -> int:
         """The limit after this engine step."""
@@ -113,5 +113,5 @@ class AdaptiveLimit:
         if load.preempted or (load.waiting and not full and load.kv_cache > self.KV_LOW):
             self.limit = max(1, load.running)
         elif load.running + load.waiting >= self.limit and load.kv_cache < self.KV_LOW:
-            self.limit = min(self.most, self.limit + 1)
+            self.limit = min(self.max_limit, self.limit + 1)
         return self.limit

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
-from async_opd.core.grading import GraderSpec
 from async_opd.core.stages import SamplingSpec
+from async_opd.grading.grader_pool import GraderSpec
 
 
 @dataclass(frozen=True)
 class StudentEngineSpec:
-    """One replica. ``kwargs`` come from ``async_opd.core.engine_args``.
+    """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
     ``top_k`` is how many of its own best tokens it returns at each position, where the objective
     needs them; ``grader`` gives the task reward, where there is one. With a ``seed`` every rollout
-    is drawn by one of its own, from this and its uid. ``life`` counts the restarts.
+    is drawn by one of its own, from this and its uid. ``incarnation`` counts the restarts.
     """
 
     name: str
@@ -28,12 +28,12 @@ class StudentEngineSpec:
     top_k: int = 0
     grader: GraderSpec | None = None
     seed: int | None = None
-    life: int = 0
+    incarnation: int = 0
 
     @property
     def consumer(self) -> str:
         """What the queue knows it by: another one after each restart, for it has left for good."""
-        return f"{self.name}#{self.life}"
+        return f"{self.name}#{self.incarnation}"
 
     def seed_of(self, uid: str) -> int | None:
         """The seed of a rollout: 63 bits of BLAKE2b over the run's seed and the uid."""

@@ -3,7 +3,7 @@
     batch ──balancer──► replica.score ──► checked samples
                              └── fails: another replica; in the end each rollout alone
 
-What becomes of a replica that fails is the affair of ``teachers.seats``.
+What becomes of a replica that fails is the affair of ``teachers.replica_slots``.
 """
 
 from __future__ import annotations
@@ -17,26 +17,33 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from async_opd.core.alarm import Timer
-from async_opd.core.balancer import Place
 from async_opd.core.batch import Batch
+from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica
-from async_opd.core.payload import calls
-from async_opd.core.reports import merge_reports
-from async_opd.core.samples import Lost, Prompt, Rollout
+from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.replicas import Rebuild, Replica, Weights
-from teachers.seats import Health, Seat, Seats, in_words, scored, tokens_of
+from async_opd.observability.pool_report import merge_reports
+from async_opd.queue.sizes import calls
+from teachers.balancer import Reservation
+from teachers.protocols import RebuildTeacher, ScoringReplica, TeacherWeights
+from teachers.replica_slots import (
+    Health,
+    ReplicaSlot,
+    ReplicaSlots,
+    one_line,
+    score_checked,
+    tokens_of,
+)
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoreResult:
     """What became of a batch: samples, and rollouts that no replica could score."""
 
     samples: tuple[Batch, ...] = ()
-    lost: tuple[Lost, ...] = ()
+    lost: tuple[DeadLetter, ...] = ()
 
 
 class TeacherPool:
@@ -45,68 +52,68 @@ class TeacherPool:
     def __init__(
         self,
         name: str,
-        replicas: Sequence[Replica],
+        replicas: Sequence[ScoringReplica],
         health: Health,
-        rebuild: Rebuild | None = None,
+        rebuild: RebuildTeacher | None = None,
         *,
-        tell: Callable[[str], None] = lambda text: None,
+        notify: Callable[[str], None] = lambda text: None,
         asleep: bool = False,
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
 
-        ``tell`` hears what becomes of replicas.
+        ``notify`` hears what becomes of replicas.
         """
         self._name = f"teacher {name}"
         self._health = health
         self._clock = clock
-        self._seats = Seats(
-            name, replicas, health, rebuild, tell=tell, asleep=asleep, timer=timer, clock=clock
+        self._slots = ReplicaSlots(
+            name, replicas, health, rebuild, notify=notify, asleep=asleep, timer=timer, clock=clock
         )
-        self.balancer = self._seats.balancer
+        self.balancer = self._slots.balancer
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
 
     @property
-    def replicas(self) -> list[Replica]:
+    def replicas(self) -> list[ScoringReplica]:
         """All of them, also those that do not serve."""
-        return self._seats.replicas
+        return self._slots.replicas
 
     @property
     def tokens(self) -> int:
         """Of all calls to replicas that succeeded."""
-        return self._seats.tokens
+        return self._slots.tokens
 
     async def run(self) -> None:
         """Mends replicas as they fail."""
-        await self._seats.run()
+        await self._slots.run()
 
-    async def load(self, weights: Weights) -> None:
+    async def load(self, weights: TeacherWeights) -> None:
         """New weights for all replicas. One that does not take them is rebuilt, and takes them."""
-        await self._seats.load(weights)
+        await self._slots.load(weights)
 
     async def wake(self) -> None:
         """The replicas have their GPUs; one that does not wake is mended, as any that fails."""
-        await self._seats.wake()
+        await self._slots.wake()
 
     async def sleep(self) -> None:
         """Waits for what is being mended, then all replicas leave their GPUs."""
-        await self._seats.sleep()
+        await self._slots.sleep()
 
-    async def rest(self) -> None:
+    async def sleep_serving(self) -> None:
         """Those that serve leave their GPUs, and nothing is mended any more."""
-        await self._seats.rest()
+        await self._slots.sleep_serving()
 
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
-    async def score(self, batch: Batch) -> Scored:
+    async def score(self, batch: Batch) -> ScoreResult:
         """The samples, and the rollouts that no replica could score. Raises NoReplica.
 
         The first half of ``health.tries`` is made with the whole batch, the second with each of
         its rollouts alone, so that one of them cannot take the others with it.
         """
-        return await self._score(batch, self._health.tries) if len(batch) else Scored()
+        return await self._score(batch, self._health.tries) if len(batch) else ScoreResult()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """What the teacher itself answers, each call from one replica."""
@@ -128,21 +135,21 @@ class TeacherPool:
             raise outcome
         return outcome
 
-    async def _score(self, batch: Batch, tries: int) -> Scored:
+    async def _score(self, batch: Batch, tries: int) -> ScoreResult:
         whole = tries if len(batch) == 1 else math.ceil(tries / 2)
-        work = partial(scored, self._name, batch)
+        work = partial(score_checked, self._name, batch)
         outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
-            self._seats.example = batch.split(1)[0]
-            return Scored((outcome,))
+            self._slots.probe_batch = batch.split(1)[0]
+            return ScoreResult((outcome,))
         if len(batch) == 1:
             self._totals["dead_letters"] += 1
-            reason = f"no replica could score it in {self._health.tries} tries: {in_words(outcome)}"
-            return Scored(lost=(Lost(batch.headers[0], reason),))
+            reason = f"no replica could score it in {self._health.tries} tries: {one_line(outcome)}"
+            return ScoreResult(lost=(DeadLetter(batch.headers[0], reason),))
         self._totals["retries"] += 1
         left = tries - whole
         found = await asyncio.gather(*(self._score(one, left) for one in _singles(batch)))
-        return Scored(
+        return ScoreResult(
             tuple(samples for part in found for samples in part.samples),
             tuple(lost for part in found for lost in part.lost),
         )
@@ -153,7 +160,7 @@ class TeacherPool:
         what: str,
         tokens: int,
         group: str | None,
-        work: Callable[[Replica], Coroutine[Any, Any, Result]],
+        work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
     ) -> Result | Exception:
         """What the first replica that can makes of the work, or the last error."""
@@ -168,21 +175,21 @@ class TeacherPool:
         assert failure is not None
         return failure
 
-    async def _place(self, tokens: int, group: str | None) -> Place[Seat]:
+    async def _place(self, tokens: int, group: str | None) -> Reservation[ReplicaSlot]:
         try:
-            return await self.balancer.take(tokens, group)
+            return await self.balancer.reserve(tokens, group)
         except NoReplica as error:
-            raise self._seats.all_gone() from error
+            raise self._slots.all_gone() from error
 
     async def _on_a_replica(
         self,
-        place: Place[Seat],
+        place: Reservation[ReplicaSlot],
         what: str,
-        work: Callable[[Replica], Coroutine[Any, Any, Result]],
+        work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
     ) -> Result:
         started = self._clock()
-        result = await self._seats.call(place, what, work, least_s)
+        result = await self._slots.call(place, what, work, least_s)
         self._seconds.append(self._clock() - started)
         place.replica.rebuilds = 0
         return result
@@ -195,15 +202,15 @@ class TeacherPool:
         ``agreement`` is the mean over response tokens of log p(teacher) - log q(rollout), in nats,
         where the scores hold the sampled token's log-probability.
         """
-        merged = merge_reports(await self._seats.reports())
+        merged = merge_reports(await self._slots.reports())
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
         gauges = {**merged.gauges, **self._totals}
-        gauges |= {"failures": self._seats.failures, "rebuilds": self._seats.rebuilds}
+        gauges |= {"failures": self._slots.failures, "rebuilds": self._slots.rebuilds}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
-        if self._seats.weights is not None:
-            gauges["version"] = float(self._seats.weights.version)
+        if self._slots.weights is not None:
+            gauges["version"] = float(self._slots.weights.version)
         gauges["serving"] = float(self.balancer.serving)
         gauges["waiting"] = float(self.balancer.waiting)
         gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
@@ -212,7 +219,7 @@ class TeacherPool:
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
         waits = merged.waits_for if self.balancer.serving else "a replica that works"
-        waits = "its turn" if self._seats.asleep else waits
+        waits = "its turn" if self._slots.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 

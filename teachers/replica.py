@@ -15,14 +15,14 @@ from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.engine_args import sleep_level
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.models.engine_args import sleep_level
+from async_opd.observability.activity import Activity
 from teachers.agreement import Agreement
-from teachers.scoring import Scoring, engine_arguments
+from teachers.scoring import RequestScoring, engine_arguments
 from teachers.spec import TeacherEngineSpec
 
 
@@ -32,15 +32,15 @@ class TeacherReplica:
     def __init__(self, spec: TeacherEngineSpec) -> None:
         self._spec = spec
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
-        self._scoring = Scoring(spec, self._engine)
+        self._scoring = RequestScoring(spec, self._engine)
         self._activity = Activity("score")
         self._requests = 0
         self._tokens = 0
         self._samples = 0
         self._batches = 0
         self._agreement = Agreement()
-        self._flowing = asyncio.Event()
-        self._flowing.set()
+        self._unpaused = asyncio.Event()
+        self._unpaused.set()
 
     async def ready(self) -> int:
         """Waits until the engine's own process answers. Returns its number of workers.
@@ -65,9 +65,9 @@ class TeacherReplica:
     async def _score(self, rollout: Rollout) -> Sample:
         """The student's top-k is in the scores then, and travels no further with the rollout."""
         seen, uid = rollout.seen_by_teacher, rollout.uid
-        await self._flowing.wait()
+        await self._unpaused.wait()
         scores = await self._scoring.score(seen, self._next_id(uid))
-        return Sample(rollout.once_scored, scores)
+        return Sample(rollout.without_teacher_inputs, scores)
 
     def _next_id(self, uid: str) -> str:
         self._requests += 1
@@ -98,7 +98,7 @@ class TeacherReplica:
         )
         seen = prompt.seen_by_teacher.token_ids
         request = TokensPrompt(prompt_token_ids=seen.tolist())
-        await self._flowing.wait()
+        await self._unpaused.wait()
         with self._activity.busy():
             async for output in self._engine.generate(request, params, self._next_id(uid)):
                 if output.finished:
@@ -110,11 +110,11 @@ class TeacherReplica:
 
         After an error the weights may be half of each: the replica must be replaced.
         """
-        self._flowing.clear()
+        self._unpaused.clear()
         await self._engine.pause_generation(mode="wait", clear_cache=True)
         await self._engine.collective_rpc("reload_from", args=(directory,))
         await self._engine.resume_generation()
-        self._flowing.set()
+        self._unpaused.set()
 
     async def sleep(self) -> None:
         """Leaves the GPU to others: weights go to the host's memory, the KV cache is dropped.

@@ -18,17 +18,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-ARGUMENT = "async_opd_rows"
+EXTRA_ARGS_KEY = "async_opd_rows"
 """Key of ``SamplingParams.extra_args``."""
 CHUNK_BYTES = {"cpu": 16 << 20}
 CHUNK_BYTES_GPU = 256 << 20
 """Most bytes of float32 logits at a time. On a CPU larger chunks leave the cache: at a vocabulary
 of 131,072 a row takes 1.4 ms with 16 MiB and 1.8 ms with 64; with 8 the product is too thin."""
-NOTHING = torch.empty((0, 0), dtype=torch.int32)
+NO_ROWS = torch.empty((0, 0), dtype=torch.int32)
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowRequest:
     """What is asked of a request: the last ``rows`` rows of its prompt, from ``start`` on.
 
     ``ids`` are int32 [rows, columns] as bytes: tokens to score, the sampled one first. ``top_k`` is
@@ -45,12 +45,12 @@ class Wanted:
 
     def arguments(self) -> dict[str, Any]:
         """As ``SamplingParams.extra_args``."""
-        return {ARGUMENT: vars(self)}
+        return {EXTRA_ARGS_KEY: vars(self)}
 
     @classmethod
-    def of(cls, extra_args: dict[str, Any] | None) -> Wanted | None:
+    def of(cls, extra_args: dict[str, Any] | None) -> RowRequest | None:
         """What ``arguments`` gave, or None for a request of another kind."""
-        found = (extra_args or {}).get(ARGUMENT)
+        found = (extra_args or {}).get(EXTRA_ARGS_KEY)
         return None if found is None else cls(**found)
 
     @property
@@ -88,19 +88,19 @@ class Chunk:
 
 
 @dataclass
-class _Open:
+class _OpenRequest:
     """A request that is not answered yet. ``filled`` rows are known.
 
     ``missed``: some never will be, because the engine read them from its prefix cache.
     """
 
-    wanted: Wanted
+    wanted: RowRequest
     ids: torch.Tensor
     filled: int = 0
     found: torch.Tensor | None = None
     missed: bool = False
 
-    def meet(self, chunk: Chunk) -> None:
+    def note_chunk(self, chunk: Chunk) -> None:
         """Notices rows before this chunk that were not seen."""
         self.missed = self.missed or chunk.start - self.wanted.start > self.filled
 
@@ -114,20 +114,20 @@ class _Open:
 
     def answer(self) -> torch.Tensor:
         """All rows, or none if some were missed."""
-        return NOTHING if self.missed or self.found is None else self.found
+        return NO_ROWS if self.missed or self.found is None else self.found
 
 
 @dataclass(frozen=True)
-class _Part:
+class _ChunkPart:
     """The rows ``low <= i < high`` of a request that a chunk has."""
 
     chunk: Chunk
-    request: _Open
+    request: _OpenRequest
     low: int
     high: int
 
     @classmethod
-    def of(cls, chunk: Chunk, request: _Open) -> _Part:
+    def of(cls, chunk: Chunk, request: _OpenRequest) -> _ChunkPart:
         wanted = request.wanted
         low, high = max(wanted.start, chunk.start), min(wanted.start + wanted.rows, chunk.end)
         return cls(chunk, request, low, high)
@@ -154,13 +154,13 @@ class RowScores:
 
     logits: Callable[[torch.Tensor], torch.Tensor]
     vocabulary: int
-    _open: dict[str, _Open] = field(default_factory=dict)
+    _open: dict[str, _OpenRequest] = field(default_factory=dict)
 
-    def add(self, request_id: str, wanted: Wanted) -> None:
+    def add(self, request_id: str, wanted: RowRequest) -> None:
         """A request begins; again the same one changes nothing."""
         if request_id not in self._open:
             ids = np.frombuffer(wanted.ids, np.int32).reshape(wanted.rows, wanted.columns).copy()
-            self._open[request_id] = _Open(wanted, torch.from_numpy(ids).long())
+            self._open[request_id] = _OpenRequest(wanted, torch.from_numpy(ids).long())
 
     def keep_only(self, alive: Collection[str]) -> None:
         """Forgets every request that is not among these: it was aborted."""
@@ -181,10 +181,12 @@ class RowScores:
         It has no rows at all where the engine read the first of them from its prefix cache: such a
         request has to come again without it.
         """
-        seen = [_Part.of(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open]
-        same: defaultdict[tuple[int, int, float], list[_Part]] = defaultdict(list)
+        seen = [
+            _ChunkPart.of(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open
+        ]
+        same: defaultdict[tuple[int, int, float], list[_ChunkPart]] = defaultdict(list)
         for part in seen:
-            part.request.meet(part.chunk)
+            part.request.note_chunk(part.chunk)
             if part.low < part.high and not part.request.missed:
                 same[part.request.wanted.form].append(part)
         for parts in same.values():
@@ -192,7 +194,7 @@ class RowScores:
         last = {part.chunk.request_id for part in seen if part.is_last}
         return {request_id: self._open.pop(request_id).answer() for request_id in last}
 
-    def _fill(self, hidden: torch.Tensor, parts: list[_Part]) -> None:
+    def _fill(self, hidden: torch.Tensor, parts: list[_ChunkPart]) -> None:
         """Scores the rows of several requests together."""
         states = torch.cat([part.states(hidden) for part in parts])
         wanted = parts[0].request.wanted
@@ -208,7 +210,7 @@ class RowScores:
     def score(
         self, states: torch.Tensor, ids: torch.Tensor, top_k: int, temperature: float = 1.0
     ) -> torch.Tensor:
-        """Int32 bits [n, ``Wanted.width``] of states [n, H] and ids [n, columns].
+        """Int32 bits [n, ``RowRequest.width``] of states [n, H] and ids [n, columns].
 
         Float32 log-probabilities of softmax(logits / temperature) over the vocabulary; -inf for a
         token that the head has no row for, and for a rest without any. A given support is distinct

@@ -37,16 +37,16 @@ from async_opd.core.samples import (
     StateDtype,
     TopK,
 )
-from teachers.rows import Wanted, logprobs_of
+from teachers.rows import RowRequest, logprobs_of
 from teachers.spec import TeacherEngineSpec
 
-UNKNOWN = -100.0
+UNKNOWN_LOGPROB = -100.0
 """Log-probability of a token that the teacher has no row for, where the student's vocabulary is
 padded further, and of a rest of such tokens alone. As good as never (4e-44), and finite: sums and
 gradients stay so."""
-HEADS = 1 << 16
+MAX_SEEN_PREFIXES = 1 << 16
 """Beginnings of sequences that are remembered, by their hashes."""
-NAMES: dict[torch.dtype, StateDtype] = {
+DTYPE_NAMES: dict[torch.dtype, StateDtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -55,10 +55,10 @@ NAMES: dict[torch.dtype, StateDtype] = {
 
 def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
     """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and the worker that scores."""
-    return spec.kwargs | {"worker_cls": "teachers.worker.ScoringWorker"}
+    return spec.kwargs | {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
 
 
-class Scoring:
+class RequestScoring:
     """Scores rollouts on one engine."""
 
     def __init__(self, spec: TeacherEngineSpec, engine: AsyncLLM) -> None:
@@ -66,9 +66,9 @@ class Scoring:
         self._engine = engine
         model = engine.vllm_config.model_config
         self._hidden = int(model.get_hidden_size())
-        self._dtype = NAMES[model.dtype]
+        self._dtype = DTYPE_NAMES[model.dtype]
         self._block = int(engine.vllm_config.cache_config.block_size)
-        self._heads: dict[int, None] = {}
+        self._seen_prefixes: dict[int, None] = {}
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
         """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
@@ -106,9 +106,9 @@ class Scoring:
             raise StageError(self._spec.name, message)
         return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
 
-    def _wanted(self, start: int, ids: Int32) -> Wanted:
+    def _wanted(self, start: int, ids: Int32) -> RowRequest:
         states = self._spec.kind == "hidden"
-        return Wanted(
+        return RowRequest(
             start=start,
             rows=len(ids),
             ids=b"" if states else ids.tobytes(),
@@ -127,14 +127,14 @@ class Scoring:
         if len(prompt) + len(response) - 1 < end:
             return True
         head = hash(np.concatenate([prompt, response[: end - len(prompt)]]).tobytes())
-        known = head in self._heads
-        self._heads[head] = None
-        if len(self._heads) > HEADS:
-            del self._heads[next(iter(self._heads))]
+        known = head in self._seen_prefixes
+        self._seen_prefixes[head] = None
+        if len(self._seen_prefixes) > MAX_SEEN_PREFIXES:
+            del self._seen_prefixes[next(iter(self._seen_prefixes))]
         return not known
 
     async def _ask(
-        self, tokens: list[int], wanted: Wanted, request_id: str, *, cached: bool
+        self, tokens: list[int], wanted: RowRequest, request_id: str, *, cached: bool
     ) -> NDArray[Any] | None:
         params = SamplingParams(
             max_tokens=1,
@@ -167,15 +167,15 @@ class Scoring:
         candidates = np.ascontiguousarray(ids[:, 1:])
         return CandidateLogprobs(candidates, finite(support), finite(sampled), rest)
 
-    def _width(self, wanted: Wanted) -> int:
+    def _width(self, wanted: RowRequest) -> int:
         return self._hidden if wanted.states else wanted.width
 
-    def _empty(self, wanted: Wanted) -> NDArray[Any]:
+    def _empty(self, wanted: RowRequest) -> NDArray[Any]:
         bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
         dtype = bits[self._dtype] if wanted.states else np.int32
         return np.zeros((0, self._width(wanted)), dtype)
 
 
 def finite(logprobs: Float32) -> Float32:
-    """-inf becomes ``UNKNOWN``."""
-    return np.maximum(logprobs, np.float32(UNKNOWN), dtype=np.float32)
+    """-inf becomes ``UNKNOWN_LOGPROB``."""
+    return np.maximum(logprobs, np.float32(UNKNOWN_LOGPROB), dtype=np.float32)

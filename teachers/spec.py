@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from async_opd.core.loss_config import ScoreKind
+from async_opd.config.loss import ScoreKind
 
 
 @dataclass(frozen=True)
 class TeacherEngineSpec:
-    """One replica. ``kwargs`` come from ``async_opd.core.engine_args``.
+    """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
     ``kind`` is what it returns for a rollout; ``top_k`` is 0 where it needs none. ``temperature``
     is that of its log-probabilities; hidden states have none.

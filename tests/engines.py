@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.core.config import EngineConfig
-from async_opd.core.engine_args import engine_env, engine_kwargs
+from async_opd.config.run_config import EngineConfig
 from async_opd.core.samples import Prompt
-from async_opd.core.text import Text
+from async_opd.models.engine_args import engine_env, engine_kwargs
+from async_opd.models.tokenizer import Text
 
 os.environ.update(engine_env("cpu"))
 

@@ -12,9 +12,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from async_opd.core.audit import Audit
-from async_opd.core.graders import GradeError
-from async_opd.core.samples import NEVER_OLD, Header, Lost, Prompt, Rollout
+from async_opd.accounting.audit import Audit
+from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt, Rollout
+from async_opd.grading.graders import GradeError
 from async_opd.pipeline import Pipeline
 from tests.test_pipeline import TEACHERS, FakePrompts, World
 
@@ -28,15 +28,15 @@ class FaultyPrompts(FakePrompts):
         super().__init__(cursor)
         self.bad = bad
 
-    def next(self, count: int) -> list[Prompt | Lost]:  # type: ignore[override]
+    def next(self, count: int) -> list[Prompt | DeadLetter]:  # type: ignore[override]
         first, self.cursor = self.cursor, self.cursor + count
         return [self._one(number) for number in range(first, self.cursor)]
 
-    def _one(self, number: int) -> Prompt | Lost:
+    def _one(self, number: int) -> Prompt | DeadLetter:
         if number not in self.bad:
             return self.find(f"p{number}")
-        header = Header(f"p{number}", 0, 0, NEVER_OLD, TEACHERS[number % 2])
-        return Lost(header, "no tokens", "prompt")
+        header = Header(f"p{number}", 0, 0, NO_VERSION, TEACHERS[number % 2])
+        return DeadLetter(header, "no tokens", "prompt")
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Faults:
         for teacher in world.teachers.values():
             teacher.poison = set(self.answers)
         for student in world.students:
-            student.feed._grade = grade
+            student.worker._grade = grade
 
     @contextmanager
     def striking(self, pipeline: Callable[[], Pipeline]) -> Iterator[None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from async_opd.core.engine_args import engine_env
+from async_opd.models.engine_args import engine_env
 
 UP_S = 240
 ENV = {**os.environ, **engine_env("cpu"), "TORCHDYNAMO_DISABLE": "1"}

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 
 from async_opd import run as module
 from async_opd.core.errors import StageError
-from async_opd.core.preflight import Inputs
-from tests.core.test_checkpoint import ROWS, config
+from async_opd.checks.preflight import Inputs
+from tests.checkpoint.test_store import ROWS, config
 from tests.test_run_ends import FakeText, FakeTrainer, FakeTraining
 
 when, run_dir = sys.argv[1:]

@@ -9,8 +9,8 @@ import pytest
 
 from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.stages import StageReport
-from async_opd.run import _keep, _keep_after
-from tests.core.test_checkpoint import config
+from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end
+from tests.checkpoint.test_store import config
 
 BROKEN = StageError("guardrail", "responses run away")
 
@@ -44,7 +44,7 @@ class Ending:
 
 
 def after(made: Any, error: Exception = BROKEN) -> asyncio.Task[None]:
-    return asyncio.create_task(_keep_after(error, made, made))
+    return asyncio.create_task(_checkpoint_after_failure(error, made, made))
 
 
 async def test_the_checkpoint_after_an_error_is_not_bounded_by_the_grace() -> None:
@@ -98,7 +98,7 @@ async def test_a_trainer_that_gives_no_sign_of_life_is_not_waited_for() -> None:
 
 async def test_the_checkpoint_after_a_signal_is_bounded_by_the_grace() -> None:
     made: Any = Ending(grace_s=0.01)
-    await _keep(made, made, 0.01, "shutdown.grace_s")
+    await _checkpoint_at_end(made, made, 0.01, "shutdown.grace_s")
     assert "not written within 0.01 s (shutdown.grace_s)" in made.told[-1]
 
 

@@ -17,17 +17,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
-from async_opd.core.config import RunConfig
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
-from async_opd.core.evaluation import Evaluation
-from async_opd.core.graders import GradeError
-from async_opd.core.patience import Progress
-from async_opd.core.queue import MessageQueue
-from async_opd.core.sample_file import read_samples, write_samples
+from async_opd.core.liveness import Progress
 from async_opd.core.samples import (
+    DeadLetter,
     Header,
-    Lost,
     Prompt,
     Rollout,
     Sample,
@@ -38,20 +34,24 @@ from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     Captured,
-    News,
+    Events,
     SamplingSpec,
     StageReport,
     StepReport,
     SyncReport,
     topics,
 )
+from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.graders import GradeError
 from async_opd.pipeline import Pipeline
-from rollouter.feed import Feed
-from rollouter.rollouter import RollouterStage
+from async_opd.queue.message_queue import MessageQueue
+from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import Slots
-from teachers.scorer import ScorerStage
+from rollouter.stage import RollouterStage
+from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
-from trainer.intake import Intake
+from trainer.batcher import Batcher
+from trainer.saving.sample_file import read_samples, write_samples
 
 TEACHERS = ("a", "b")
 
@@ -68,19 +68,19 @@ class Pace:
 
 
 class FakeStudent:
-    """The real feed, and no engine."""
+    """The real worker, and no engine."""
 
     def __init__(self, name: str, queue: MessageQueue, n: int, pace: Pace) -> None:
         self.name = self.consumer = name
         self.version = 0
         self.pace = pace
-        self.feed = Feed(name, queue, Slots(4, n), self._sample)
+        self.worker = RolloutWorker(name, queue, Slots(4, n), self._sample)
         self.fail_at: int | None = None
         self.started: list[tuple[str, int]] = []
         self.tokens = 0
 
     async def run(self) -> None:
-        await self.feed.run()
+        await self.worker.run()
 
     async def alive(self) -> None: ...
     async def stop(self) -> None: ...
@@ -173,10 +173,10 @@ class FakeTeacher:
 
 
 class FakeTrainer:
-    """The real intake, and no learner."""
+    """The real batcher, and no learner."""
 
-    def __init__(self, intake: Intake, pace: Pace) -> None:
-        self.intake, self.pace = intake, pace
+    def __init__(self, batcher: Batcher, pace: Pace) -> None:
+        self.batcher, self.pace = batcher, pace
         self.version = self.steps = 0
         self.staleness: list[int] = []
         self.metrics = {"loss/total": 1.0}
@@ -188,13 +188,13 @@ class FakeTrainer:
     async def step(self) -> StepReport:
         if self.hang:
             await asyncio.Event().wait()
-        taken = await self.intake.take(self.version)
+        taken = await self.batcher.take(self.version)
         await self.pace.wait()
         staleness = tuple(header.staleness(self.version) for header in taken.headers)
         self.staleness += staleness
         self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
         self.steps, self.last = self.steps + 1, len(taken.samples)
-        await self.intake.done()
+        await self.batcher.done()
         return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
@@ -203,18 +203,18 @@ class FakeTrainer:
         return Progress(0)
 
     async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
-        return await self.intake.drop(lost, others)
+        return await self.batcher.drop(lost, others)
 
     async def capture(self) -> Captured:
         last = self.trained[-self.last :] if self.last else []
         headers = tuple(Header(uid, 1, 1, version, "a") for uid, version in last)
-        self.state = (self.steps, self.version, self.intake.held)
+        self.state = (self.steps, self.version, self.batcher.held)
         return Captured(self.steps, headers)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         steps, version, held = self.state
         await self.pace.wait()
-        queued = [one async for part in self.intake.queued(in_flight) for one in part]
+        queued = [one async for part in self.batcher.queued(in_flight) for one in part]
         found = {s.rollout.uid: s for s in (*queued, *held) if s.rollout.uid in in_flight}
         (Path(directory) / "trainer.json").write_text(json.dumps([steps, version]))
         await self.pace.wait()
@@ -225,7 +225,7 @@ class FakeTrainer:
         await self.pace.wait()
         self.steps, self.version = json.loads((Path(directory) / "trainer.json").read_text())
         samples = read_samples(Path(directory) / "scored.safetensors")
-        self.intake.hold(samples)
+        self.batcher.hold(samples)
         await self.pace.wait()
         return frozenset(sample.rollout.uid for sample in samples)
 
@@ -274,7 +274,7 @@ class FakeLog:
     def message(self, text: str) -> None:
         self.told.append(text)
 
-    def dead_letter(self, lost: Lost) -> None:
+    def dead_letter(self, lost: DeadLetter) -> None:
         self.dead.append(lost.header.uid)
 
 
@@ -346,10 +346,10 @@ def world(
     )
     students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
     teachers = {name: FakeTeacher(pace) for name in TEACHERS}
-    intake = Intake(
+    batcher = Batcher(
         queue, batch_size=batch_size, max_version_lag=max_lag, group_size=n if groups else 1
     )
-    trainer = FakeTrainer(intake, pace)
+    trainer = FakeTrainer(batcher, pace)
     sync = FakeSync(trainer, students, pace)
     rollouter = RollouterStage({student.name: student for student in students}, queue)
     scorer = ScorerStage(
@@ -360,7 +360,7 @@ def world(
     parts.queue, parts.rollouter, parts.scorer = queue, rollouter, scorer
     parts.trainer, parts.sync = trainer, sync
 
-    async def keep(
+    async def supervise(
         reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
         while True:
@@ -368,7 +368,7 @@ def world(
             queue.died.clear()
             await reissue()
 
-    parts.keep = keep
+    parts.supervise = supervise
     pipeline = Pipeline(config, parts, FakePrompts(), evaluation, log)
     return World(pipeline, students, teachers, trainer, sync, queue, log, rollouter, scorer, pace)
 
@@ -382,7 +382,7 @@ async def test_a_run_trains_every_step_and_then_ends() -> None:
 async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
     run = world()
     await run.pipeline.run()
-    assert run.pipeline.accounts.ledger.counts == {
+    assert run.pipeline.run_state.ledger.counts == {
         "in_flight": 0,
         "trained": 24,
         "dead_lettered": 0,
@@ -416,16 +416,16 @@ async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
 ) -> None:
     run = world(seed)
     run.teachers["a"].fail = True
-    news = run.scorer.news
+    news = run.scorer.events
 
-    async def slow(heard: int, wait: bool = True) -> News:
+    async def slow(seen: int, wait: bool = True) -> Events:
         """The error overtakes the answer, as between processes."""
-        answer = await news(heard, wait)
+        answer = await news(seen, wait)
         for _ in range(20):
             await asyncio.sleep(0)
         return answer
 
-    monkeypatch.setattr(run.scorer, "news", slow)
+    monkeypatch.setattr(run.scorer, "events", slow)
     with pytest.raises(NoReplica):
         await asyncio.wait_for(run.pipeline.run(), 5)
     told = [line.partition(":")[0] for line in run.log.told if line.startswith("teacher")]
@@ -435,14 +435,14 @@ async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("async_opd.pipeline.LAST_NEWS_S", 0.01)
+    monkeypatch.setattr("async_opd.pipeline.LAST_EVENTS_S", 0.01)
     run = world(replicas=1)
     run.students[0].fail_at = 3
 
-    async def never(heard: int, wait: bool = True) -> News:
+    async def never(seen: int, wait: bool = True) -> Events:
         return await asyncio.get_running_loop().create_future()
 
-    monkeypatch.setattr(run.scorer, "news", never)
+    monkeypatch.setattr(run.scorer, "events", never)
     with pytest.raises(StageError, match="student/0: its process died"):
         await asyncio.wait_for(run.pipeline.run(), 5)
 
@@ -451,7 +451,7 @@ async def test_a_rollout_that_no_teacher_can_score_is_replaced_and_recorded() ->
     run = world()
     run.teachers["a"].poison = {"p0/0", "p4/1"}
     await asyncio.wait_for(run.pipeline.run(), 5)
-    counts = run.pipeline.accounts.ledger.counts
+    counts = run.pipeline.run_state.ledger.counts
     assert sorted(run.log.dead) == ["p0/0", "p4/1"]
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (24, 2, 0)
 
@@ -468,7 +468,7 @@ async def test_with_a_reward_what_cannot_be_scored_is_sampled_again() -> None:
 
     run.teachers["a"].score = fails_for_a_while  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 5)
-    assert (run.log.dead, run.pipeline.accounts.ledger.counts["requeued"]) == ([], 1)
+    assert (run.log.dead, run.pipeline.run_state.ledger.counts["requeued"]) == ([], 1)
     assert_each_trained_once(run, 6)
 
 
@@ -479,7 +479,7 @@ async def test_with_a_reward_a_group_that_cannot_be_completed_is_replaced_by_ano
     assert sorted(run.log.dead) == ["p0/0", "p0/1"]
     assert not {"p0/0", "p0/1"} & {uid for uid, _ in run.trainer.trained}
     assert_each_trained_once(run, 6)
-    assert run.trainer.intake._held == {}
+    assert run.trainer.batcher._held == {}
 
 
 async def test_rollouts_that_cannot_be_graded_are_replaced_and_recorded() -> None:
@@ -491,7 +491,7 @@ async def test_rollouts_that_cannot_be_graded_are_replaced_and_recorded() -> Non
         return rollout
 
     for student in run.students:
-        student.feed._grade = grade
+        student.worker._grade = grade
     await asyncio.wait_for(run.pipeline.run(), 5)
     assert sorted(run.log.dead) == ["p0/0", "p3/1"]
     assert run.log.last["dead_letters/grader"] == 2
@@ -505,7 +505,7 @@ async def test_a_grader_that_always_fails_ends_the_run_with_its_reason() -> None
         raise GradeError("grader", f"rollout {rollout.uid}: it raised")
 
     for student in run.students:
-        student.feed._grade = grade
+        student.worker._grade = grade
     with pytest.raises(StageError, match=r"11 rollouts of teacher . are dead letters.* it raised"):
         await asyncio.wait_for(run.pipeline.run(), 5)
 
@@ -520,7 +520,7 @@ async def test_a_step_that_was_left_out_is_counted_and_its_samples_are_dead_lett
 
     run.trainer.step = third_is_left_out  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 5)
-    counts = run.pipeline.accounts.ledger.counts
+    counts = run.pipeline.run_state.ledger.counts
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (20, 4, 0)
     assert len(run.log.dead) == 4
 
@@ -707,7 +707,7 @@ def test_whatever_straggles_no_sample_is_trained_beyond_the_hard_bound(
 
 def test_samples_that_straggle_beyond_the_bound_run_again_and_are_counted() -> None:
     made = finished(seed=1, steps=12, s=1.0, k=1, n=1, max_lag=0, pace=Straggling(1))
-    assert made.pipeline.accounts.ledger.counts["requeued"] > 0
+    assert made.pipeline.run_state.ledger.counts["requeued"] > 0
     assert_each_trained_once(made, 12)
 
 
@@ -777,7 +777,7 @@ def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
 
     made = asyncio.run(run())
     assert_each_trained_once(made, shape["steps"])
-    assert made.pipeline.accounts.ledger.counts["in_flight"] == 0
+    assert made.pipeline.run_state.ledger.counts["in_flight"] == 0
 
 
 async def turns(count: int) -> None:
@@ -786,9 +786,9 @@ async def turns(count: int) -> None:
         await asyncio.sleep(0)
 
 
-def lost(uid: str) -> Lost:
+def lost(uid: str) -> DeadLetter:
     """A copy of a rollout that no teacher can score."""
-    return Lost(Header(uid, 6, 0, 0, TEACHERS[int(uid[1]) % 2]), "cannot be scored")
+    return DeadLetter(Header(uid, 6, 0, 0, TEACHERS[int(uid[1]) % 2]), "cannot be scored")
 
 
 @pytest.mark.parametrize("groups", [False, True])
@@ -796,7 +796,7 @@ async def test_a_copy_that_is_lost_while_the_other_one_is_trained_changes_nothin
     groups: bool,
 ) -> None:
     run = world(groups=groups)
-    take = run.trainer.intake.take
+    take = run.trainer.batcher.take
 
     async def lost_meanwhile(version: int) -> Any:
         taken = await take(version)
@@ -805,25 +805,25 @@ async def test_a_copy_that_is_lost_while_the_other_one_is_trained_changes_nothin
         await turns(200)
         return taken
 
-    run.trainer.intake.take = lost_meanwhile  # type: ignore[method-assign]
+    run.trainer.batcher.take = lost_meanwhile  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)
-    counts = run.pipeline.accounts.ledger.counts
+    counts = run.pipeline.run_state.ledger.counts
     assert (counts["trained"], counts["dead_lettered"]) == (24, 0)
     assert run.log.dead == []
 
 
 async def test_a_copy_that_is_lost_while_the_trainer_holds_the_other_one_changes_nothing() -> None:
     run = world(batch_size=4, n=1)
-    receive, told = run.trainer.intake._receive, []
+    receive, told = run.trainer.batcher._receive, []
 
     async def lost_meanwhile() -> None:
         await receive()
         if not told:
-            told.extend(run.trainer.intake._held)
+            told.extend(run.trainer.batcher._held)
             await run.queue.put(DEAD, Batch.pack(map(lost, told)))
             await turns(200)
 
-    run.trainer.intake._receive = lost_meanwhile  # type: ignore[method-assign]
+    run.trainer.batcher._receive = lost_meanwhile  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)
     assert told
     assert run.log.dead == []
@@ -861,7 +861,7 @@ async def test_a_step_that_is_left_out_ends_its_samples_once_although_copies_are
 
     run.trainer.step = third_is_left_out  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)
-    counts = run.pipeline.accounts.ledger.counts
+    counts = run.pipeline.run_state.ledger.counts
     assert (counts["trained"], counts["dead_lettered"], counts["in_flight"]) == (20, 4, 0)
     assert len(run.log.dead) == 4
 
@@ -894,7 +894,7 @@ def test_whatever_cannot_be_scored_every_other_sample_is_trained_once(
     made = asyncio.run(run())
     assert_each_trained_once(made, shape["steps"])
     assert not {uid for uid, _ in made.trainer.trained} & set(made.log.dead)
-    assert made.pipeline.accounts.ledger.counts["in_flight"] == 0
+    assert made.pipeline.run_state.ledger.counts["in_flight"] == 0
 
 
 async def test_a_lease_that_expires_is_told_in_the_log() -> None:
@@ -902,7 +902,7 @@ async def test_a_lease_that_expires_is_told_in_the_log() -> None:
     queue = run.queue._queue  # type: ignore[attr-defined]
     await queue.put("rollouts/a", Batch.pack([make_rollout("lost/0", "a")]))
     lease = await queue.get("rollouts/a", 1, consumer="somebody")
-    queue._topics["rollouts/a"]._loans._expire(lease.id)
+    queue._topics["rollouts/a"]._leases._expire(lease.id)
     with suppress(StageError):  # nobody has admitted it
         await run.pipeline.run()
     (line,) = (told for told in run.log.told if "went back" in told)

@@ -1,7 +1,7 @@
 """Kill the pipeline anywhere, resume it, again and again: nothing is lost, nothing trained twice.
 
-On fakes in one process, with real files: queue, feed, intake, ledger, journal and checkpoints are
-the real ones.
+On fakes in one process, with real files: queue, worker, batcher, ledger, journal and checkpoints
+are the real ones.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import async_opd.core.checkpoint as checkpoint
-from async_opd.core.audit import audit
-from async_opd.core.checkpoint import Checkpoints
-from async_opd.core.checkpointer import Checkpointer
+import async_opd.checkpoint.store as checkpoint
+from async_opd.accounting.audit import audit
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.resume import cut_files, last_evaluation, refuse_impossible
+from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageError
-from async_opd.core.evaluation import Evaluation
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.resume import cut_files, last_evaluation, refuse_impossible
-from async_opd.core.runlog import METRICS, RunLog
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.grading.evaluation import Evaluation
+from async_opd.observability.run_log import METRICS, RunLog
 from async_opd.pipeline import Pipeline
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
@@ -135,7 +135,7 @@ class Life:
             made.trainer,
             config="{}",
             timeout_s=60,
-            tell=self.messages.append,
+            notify=self.messages.append,
             sizes=lambda: {LEDGER: journal.size},
             sync=journal.sync,
         )

@@ -16,11 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd import training as trainings
-from async_opd.core.audit import audit
+from async_opd.accounting.audit import audit
+from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.core.errors import ProcessDied
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.runlog import RunLog
 from async_opd.job import Job
+from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world

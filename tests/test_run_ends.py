@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 
 from async_opd import run as module
-from async_opd.core import runlog
-from async_opd.core.checkpoint import Checkpoints
-from async_opd.core.claim import claimed
-from async_opd.core.config import RunConfig
+from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.checks.preflight import Inputs
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
-from async_opd.core.preflight import Inputs
-from async_opd.core.resume import identity
 from async_opd.core.stages import Interval, StageReport
 from async_opd.job import Job
-from async_opd.run import BAD_INPUT, _is_completed, _start, _unbroken, run
-from tests.core.test_checkpoint import ROWS, config, cut
-from tests.core.test_runlog import Recorder
+from async_opd.observability import run_log as runlog
+from async_opd.processes.run_lock import run_lock
+from async_opd.run import BAD_INPUT, _is_completed, _shielded, _start, run
+from tests.checkpoint.test_store import ROWS, config, cut
+from tests.observability.test_run_log import Recorder
 
 
 async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
@@ -33,7 +33,7 @@ async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
         await asyncio.sleep(0.05)
         saved.append("model")
 
-    work = asyncio.create_task(_unbroken(save()))
+    work = asyncio.create_task(_shielded(save()))
     await asyncio.sleep(0)
     work.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -87,7 +87,7 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
 
 def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
     for resume in (False, True):
-        with claimed(tmp_path), pytest.raises(ConfigError, match="a run is going on"):
+        with run_lock(tmp_path), pytest.raises(ConfigError, match="a run is going on"):
             run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
 
 

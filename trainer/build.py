@@ -12,58 +12,68 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from async_opd.core.positions import Positions, max_model_len
-from async_opd.core.seat import Seat
-from trainer.crew import ALONE, Crew
-from trainer.heads import load_heads
+from async_opd.core.rank_spec import RankSpec
+from async_opd.models.rope import Positions, max_model_len
+from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import Head, Objective, build_objective
 from trainer.rank import Follower, Rank
-from trainer.sharding import join
-from trainer.shares import Shares
-from trainer.student import load_student
-from trainer.student_check import check_student
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.student.check import check_student
+from trainer.student.loading import load_student
+from trainer.student.sharding import join_mesh
+from trainer.teacher_heads import load_heads
 
 if TYPE_CHECKING:
-    from async_opd.core.config import RunConfig
+    from async_opd.config.run_config import RunConfig
 
 
 def build_learner(
-    config: RunConfig, device_name: str, seat: Seat | None = None, crew: Crew = ALONE
+    config: RunConfig,
+    device_name: str,
+    spec: RankSpec | None = None,
+    rank_group: RankGroup = SINGLE_RANK,
 ) -> Learner:
     """Seeds torch, loads the student in float32 and checks that its logits come out right.
 
-    With a ``seat`` it is the first of several ranks, and waits until all have come together.
+    With a ``spec`` it is the first of several ranks, and waits until all have come together.
     """
-    made = _Ingredients.of(config, device_name)
-    if seat is not None:
+    made = _RankInputs.of(config, device_name)
+    if spec is not None:
         check_student(
             made.model, torch.device("cpu"), nullcontext(), made.longest
         )  # not yet sharded
-    mesh = None if seat is None else join(seat, made.device)
-    shares = Shares.of(
+    mesh = None if spec is None else join_mesh(spec, made.device)
+    weighting = TokenWeighting.of(
         config.loss,
         config.reward,
         config.rollout.max_tokens,
         {name: teacher.weight for name, teacher in config.teachers.items()},
     )
     learner = Learner(
-        made.model, made.objective, config.train, made.device, shares, made.heads, mesh, crew
+        made.model,
+        made.objective,
+        config.train,
+        made.device,
+        weighting,
+        made.heads,
+        mesh,
+        rank_group,
     )
-    if seat is None:
+    if spec is None:
         learner.check(made.longest)
     return learner
 
 
-def build_follower(config: RunConfig, device_name: str, seat: Seat) -> Follower:
+def build_follower(config: RunConfig, device_name: str, spec: RankSpec) -> Follower:
     """Another rank than the first; waits until all have come together."""
-    made = _Ingredients.of(config, device_name)
-    mesh = join(seat, made.device)
+    made = _RankInputs.of(config, device_name)
+    mesh = join_mesh(spec, made.device)
     return Follower(Rank(made.model, made.objective, config.train, made.device, made.heads, mesh))
 
 
 @dataclass(frozen=True)
-class _Ingredients:
+class _RankInputs:
     """What every rank is made of."""
 
     model: Any
@@ -74,7 +84,7 @@ class _Ingredients:
     """Tokens of the longest sequence of the student's engines."""
 
     @classmethod
-    def of(cls, config: RunConfig, device_name: str) -> _Ingredients:
+    def of(cls, config: RunConfig, device_name: str) -> _RankInputs:
         torch.manual_seed(config.seed)
         device = torch.device(device_name)
         model = load_student(config, device)

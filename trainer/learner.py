@@ -1,7 +1,8 @@
 """The learner: one batch of samples, one optimizer step. It decides, ranks compute.
 
-    samples ──shares──► weight of each token ─┐
-       └──rounds──► parts of each rank ───────┴──► rank 0 … N-1: backward ──► values, norm
+    samples ──token_weights──► weight of each token ─┐
+       └──assign_micro_batches──► parts of each rank ───────┴──► rank 0 … N-1: backward ──► values,
+       norm
                                                                                 │ finite?
                                                    rank 0 … N-1: apply ◄────────┘
 
@@ -25,23 +26,23 @@ import torch
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from trainer.checkpoint import Tensors, outline
-from trainer.crew import ALONE, Crew
-from trainer.export import save_model
+from trainer.batches.micro_batches import assign_micro_batches
+from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
+from trainer.batches.repetition import repetition
+from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.losses import Head, Objective
-from trainer.losses.report import Metrics, joined, step_metrics
-from trainer.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
-from trainer.rank import Computed, Part, Rank
-from trainer.repetition import repetition
-from trainer.rounds import rounds
+from trainer.losses.report import Metrics, concat_metrics, step_metrics
+from trainer.rank import BackwardResult, MicroBatch, Rank
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.saving.export import save_model
+from trainer.saving.state import Tensors, state_shapes
 from trainer.schedule import learning_rate
-from trainer.shares import Share, Shares
-from trainer.student_check import check_student
+from trainer.student.check import check_student
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from async_opd.core.config import TrainConfig
+    from async_opd.config.run_config import TrainConfig
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU: its attention is dense, quadratic in the row with everything that
@@ -65,19 +66,19 @@ class Learner:
         objective: Objective,
         train: TrainConfig,
         device: torch.device,
-        shares: Shares | None = None,
+        token_weights: TokenWeighting | None = None,
         heads: Mapping[str, Head] | None = None,
         mesh: DeviceMesh | None = None,
-        crew: Crew = ALONE,
+        rank_group: RankGroup = SINGLE_RANK,
     ) -> None:
-        """``shares`` say what each token weighs, by default 1 / (tokens of the batch).
+        """``token_weights`` say what each token weighs, by default 1 / (tokens of the batch).
 
-        ``heads`` are the teachers', for objectives over the whole vocabulary. ``mesh`` and ``crew``
-        are of several ranks.
+        ``heads`` are the teachers', for objectives over the whole vocabulary. ``mesh`` and
+        ``rank_group`` are of several ranks.
         """
         self._rank = Rank(model, objective, train, device, heads, mesh)
-        self._crew = crew
-        self._shares = shares or Shares()
+        self._rank_group = rank_group
+        self._token_weighting = token_weights or TokenWeighting()
         self._train = train
         rows = self._rank.vocabulary
         self._vocabularies = Vocabularies(
@@ -101,7 +102,7 @@ class Learner:
 
     def free_cache(self) -> None:
         """Gives memory of past steps back to the GPUs, for others on them."""
-        self._all("free_cache")
+        self._on_all_ranks("free_cache")
 
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
@@ -122,14 +123,19 @@ class Learner:
     def _train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         started = time.perf_counter()
         whole = samples
-        shares, rewards = self._shares(whole)
-        counted = [i for i, one in enumerate(shares) if one.weight or one.reward_weight]
-        samples, shares = [whole[i] for i in counted], [shares[i] for i in counted]
+        token_weights, rewards = self._token_weighting(whole)
+        counted = [i for i, one in enumerate(token_weights) if one.weight or one.reward_weight]
+        samples, token_weights = [whole[i] for i in counted], [token_weights[i] for i in counted]
         division = self._division(samples)
-        parts = [[_part(samples, shares, group) for group in groups] for groups in division]
-        computed = self._backward(parts)
+        micro_batches = [
+            [_micro_batch(samples, token_weights, group) for group in groups] for groups in division
+        ]
+        computed = self._backward(micro_batches)
         trained = [
-            sample.rollout for part in chain(*parts) if part.counts for sample in part.samples
+            sample.rollout
+            for micro_batch in chain(*micro_batches)
+            if micro_batch.counts
+            for sample in micro_batch.samples
         ]
         runs = [(rollout.prompt.teacher, len(rollout.response_ids)) for rollout in trained]
         means = step_metrics(self._joined(computed), runs) | rewards
@@ -139,7 +145,7 @@ class Learner:
             self._skip(fault, samples)
         else:
             self._skipped_in_a_row = 0
-        self._all("apply", None if fault else rate)
+        self._on_all_ranks("apply", None if fault else rate)
         self._step += 1
         metrics = {
             **means,
@@ -154,10 +160,12 @@ class Learner:
     def _division(self, samples: Sequence[Sample]) -> list[list[list[int]]]:
         """Indices of each micro-batch of each rank; several share what there is to compute."""
         lengths = [sample.rollout.tokens for sample in samples]
-        if self._crew.ranks == 1:
-            return rounds(lengths, self._row_tokens, 1)
+        if self._rank_group.ranks == 1:
+            return assign_micro_batches(lengths, self._row_tokens, 1)
         some = [i for i, sample in enumerate(samples) if len(sample.rollout.response_ids)]
-        found = rounds([lengths[i] for i in some], self._row_tokens, self._crew.ranks)
+        found = assign_micro_batches(
+            [lengths[i] for i in some], self._row_tokens, self._rank_group.ranks
+        )
         return [[[some[i] for i in group] for group in groups] for groups in found]
 
     def _skip(self, fault: str, samples: Sequence[Sample]) -> None:
@@ -201,26 +209,26 @@ class Learner:
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint.
         """
-        with self._ordered("lend_weights"):
+        with self._dispatched("join_weights_gather"):
             yield from self._rank.weights()
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
-        with self._ordered("lend_state"):
+        with self._dispatched("join_state_gather"):
             return self._rank.state()
 
     def restore(self, step: int, tensors: Tensors) -> None:
         """Goes on after ``step`` optimizer steps with the state of then."""
-        outlined = outline(self.model, tensors) if self._crew.ranks > 1 else {}
-        with self._ordered("load", outlined):
+        shapes = state_shapes(self.model, tensors) if self._rank_group.ranks > 1 else {}
+        with self._dispatched("load", shapes):
             self._rank.load(tensors)
         self._step = step
 
     def save(self, source: str, directory: str) -> None:
-        """Writes the student in Hugging Face format; see ``trainer.export``."""
-        with self._ordered("lend_masters"):
-            masters = self._rank.masters()
-        save_model(self.model, source, directory, masters)
+        """Writes the student in Hugging Face format; see ``trainer.saving.export``."""
+        with self._dispatched("join_full_state_gather"):
+            full_state = self._rank.full_state()
+        save_model(self.model, source, directory, full_state)
 
     def check(self, longest: int | None = None) -> None:
         """StageError for an architecture whose logits this learner would compute wrongly.
@@ -231,64 +239,70 @@ class Learner:
 
     # ── orders ─────────────────────────────────────────────────────────────────────────────────
 
-    def _backward(self, parts: Sequence[Sequence[Part]]) -> list[Computed]:
+    def _backward(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> list[BackwardResult]:
         """Every rank computes its own parts, which the others are sent in messages before."""
-        others = [list(cut(given, lambda part: part.nbytes)) for given in parts[1:]]
+        others = [
+            list(cut(given, lambda micro_batch: micro_batch.nbytes)) for given in micro_batches[1:]
+        ]
         for messages in zip_longest(*others, fillvalue=()):
-            with self._begun("take", [(tuple(message),) for message in messages]) as taken:
+            with self._dispatch("take", [(tuple(message),) for message in messages]) as taken:
                 taken()
-        with self._begun("backward", [() for _ in others]) as results:
-            return [self._rank.backward(parts[0]), *results()]
+        with self._dispatch("backward", [() for _ in others]) as results:
+            return [self._rank.backward(micro_batches[0]), *results()]
 
-    def _all(self, method: str, *arguments: Any) -> None:
+    def _on_all_ranks(self, method: str, *arguments: Any) -> None:
         """Every rank does the same."""
-        self._each(method, [arguments] * self._crew.ranks)
+        self._on_each_rank(method, [arguments] * self._rank_group.ranks)
 
-    def _each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    def _on_each_rank(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Every rank does it with arguments of its own; what they return, rank 0 first."""
-        with self._begun(method, arguments[1:]) as results:
+        with self._dispatch(method, arguments[1:]) as results:
             return [getattr(self._rank, method)(*arguments[0]), *results()]
 
     @contextmanager
-    def _ordered(self, method: str, *arguments: Any) -> Iterator[None]:
+    def _dispatched(self, method: str, *arguments: Any) -> Iterator[None]:
         """The other ranks do it meanwhile, all with the same arguments."""
-        with self._begun(method, [arguments] * (self._crew.ranks - 1)) as results:
+        with self._dispatch(method, [arguments] * (self._rank_group.ranks - 1)) as results:
             yield
             results()
 
     @contextmanager
-    def _begun(
+    def _dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Iterator[Callable[[], list[Any]]]:
         """The other ranks have begun. Whatever breaks it off leaves them out of step."""
-        results = self._crew.order(method, arguments)
+        results = self._rank_group.dispatch(method, arguments)
         try:
             yield results
         except BaseException:
-            self._crew.give_up()
+            self._rank_group.mark_broken()
             raise
 
-    def _joined(self, computed: Sequence[Computed]) -> Metrics:
+    def _joined(self, computed: Sequence[BackwardResult]) -> Metrics:
         """The values of all parts of all ranks, on this rank's device."""
         reports = [report for one in computed for report in one.reports]
         device = self._rank.device
-        return joined([{name: v.to(device) for name, v in report.items()} for report in reports])
+        return concat_metrics(
+            [{name: v.to(device) for name, v in report.items()} for report in reports]
+        )
 
 
-def _part(samples: Sequence[Sample], shares: Sequence[Share], group: Sequence[int]) -> Part:
+def _micro_batch(
+    samples: Sequence[Sample], token_weights: Sequence[TokenWeight], group: Sequence[int]
+) -> MicroBatch:
     """The samples of one teacher one after the other. An empty group keeps its rank in step."""
     if not group:
-        return _filler(samples, shares)
+        return _filler(samples, token_weights)
     order = sorted(group, key=lambda index: samples[index].rollout.prompt.teacher)
-    return Part(tuple(samples[i] for i in order), tuple(shares[i] for i in order))
+    return MicroBatch(tuple(samples[i] for i in order), tuple(token_weights[i] for i in order))
 
 
-def _filler(samples: Sequence[Sample], shares: Sequence[Share]) -> Part:
+def _filler(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> MicroBatch:
     """The shortest sample that has a response, without any weight."""
     some = (i for i, sample in enumerate(samples) if len(sample.rollout.response_ids))
     index = min(some, key=lambda i: samples[i].rollout.tokens)
-    share = replace(shares[index], weight=0.0, reward_weight=0.0)
-    return Part((samples[index],), (share,), counts=False)
+    token_weight = replace(token_weights[index], weight=0.0, reward_weight=0.0)
+    return MicroBatch((samples[index],), (token_weight,), counts=False)
 
 
 def _not_finite(means: Mapping[str, float], norm: float) -> str:

@@ -1,6 +1,6 @@
 """One rank of the trainer: a device, the student or its shard, and the optimizer.
 
-    parts ──pack──► StudentLoss ──► gradients ──clip──► AdamW
+    micro_batches ──pack──► StudentLoss ──► gradients ──clip──► AdamW
                         ▲ FSDP's collectives, in lock-step with the other ranks
 
 It computes what it is told to; what a step is and whether it counts is the learner's business
@@ -18,27 +18,27 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.samples import Sample
-from trainer.checkpoint import Tensors, copy_state, lend_state, load_state, model_state
+from trainer.batches.packing import Packed, pack
+from trainer.batches.token_weights import TokenWeight
 from trainer.losses import Head, Objective
 from trainer.losses.report import Metrics
-from trainer.named_weights import named_weights
-from trainer.packing import Packed, pack
-from trainer.sharding import lend, shard, whole
-from trainer.shares import Share
-from trainer.student_loss import StudentLoss
+from trainer.saving.state import Tensors, copy_state, join_state_gather, load_state, model_state
+from trainer.student.loss_module import StudentLoss
+from trainer.student.named_weights import named_weights
+from trainer.student.sharding import full_tensor, join_gather, shard
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from async_opd.core.config import TrainConfig
+    from async_opd.config.run_config import TrainConfig
 
 
 @dataclass(frozen=True)
-class Part:
+class MicroBatch:
     """A micro-batch. One that does not count keeps its rank in step with the others."""
 
     samples: tuple[Sample, ...]
-    shares: tuple[Share, ...]
+    token_weights: tuple[TokenWeight, ...]
     counts: bool = True
 
     @property
@@ -48,7 +48,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Computed:
+class BackwardResult:
     """Values of the response tokens of each part, and the gradient's global norm before clipping.
 
     The norm is the same on all ranks.
@@ -86,17 +86,17 @@ class Rank:
             shard(self._student_loss, mesh, bfloat16=half)
         self.optimizer = _adamw(model, train)
 
-    def backward(self, parts: Sequence[Part]) -> Computed:
+    def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
         """Gradients of the sum of the parts' losses, over all ranks, clipped."""
         self.clear()
-        reports = tuple(self._counted(part) for part in parts)
+        reports = tuple(self._backward_counted(micro_batch) for micro_batch in micro_batches)
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._train.max_grad_norm)
-        return Computed(reports, float(whole(norm)))
+        return BackwardResult(reports, float(full_tensor(norm)))
 
-    def _counted(self, part: Part) -> Metrics:
+    def _backward_counted(self, micro_batch: MicroBatch) -> Metrics:
         """What a micro-batch computed; its tokens are a sign of life."""
-        metrics = self._backward(part)
-        self.tokens += sum(sample.rollout.tokens for sample in part.samples)
+        metrics = self._backward(micro_batch)
+        self.tokens += sum(sample.rollout.tokens for sample in micro_batch.samples)
         return metrics
 
     def apply(self, rate: float | None) -> None:
@@ -120,46 +120,48 @@ class Rank:
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the whole weights under their checkpoint names, in the engines' dtype."""
-        return named_weights(self.model, self._wire)
+        return named_weights(self.model, self._wire_dtype)
 
-    def lend_weights(self) -> None:
+    def join_weights_gather(self) -> None:
         """What ``weights`` takes of another rank."""
-        lend(parameter.detach().to(self._wire) for parameter in self.model.parameters())
+        join_gather(
+            parameter.detach().to(self._wire_dtype) for parameter in self.model.parameters()
+        )
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
         return copy_state(self.model, self.optimizer)
 
-    def lend_state(self) -> None:
+    def join_state_gather(self) -> None:
         """What ``state`` takes of another rank."""
-        lend_state(self.model, self.optimizer)
+        join_state_gather(self.model, self.optimizer)
 
-    def masters(self) -> Tensors | None:
+    def full_state(self) -> Tensors | None:
         """The whole student in host memory, by its parameters' names; None if it is not sharded."""
         if self._ranks == 1:
             return None
-        return {name: whole(t.detach()).cpu() for name, t in model_state(self.model)}
+        return {name: full_tensor(t.detach()).cpu() for name, t in model_state(self.model)}
 
-    def lend_masters(self) -> None:
-        """What ``masters`` takes of another rank."""
-        lend(tensor.detach() for _, tensor in model_state(self.model))
+    def join_full_state_gather(self) -> None:
+        """What ``full_state`` takes of another rank."""
+        join_gather(tensor.detach() for _, tensor in model_state(self.model))
 
     def load(self, tensors: Tensors) -> None:
         """The state of then; ranks but the first get its outline only."""
         load_state(self.model, self.optimizer, tensors)
 
     @property
-    def _wire(self) -> torch.dtype:
+    def _wire_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def _backward(self, part: Part) -> Metrics:
+    def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the part's gradients; returns the values of its response tokens."""
-        packed = pack(part.samples, part.shares)
+        packed = pack(micro_batch.samples, micro_batch.token_weights)
         if self._ranks == 1 and len(packed.rows) == 0:
             return {}
         loss, metrics = self._loss(packed.to(self.device))
         torch.autograd.backward(loss * self._ranks)  # FSDP averages; the shares divide already
-        return metrics if part.counts else {}
+        return metrics if micro_batch.counts else {}
 
     def _loss(self, packed: Packed) -> tuple[torch.Tensor, Metrics]:
         with self.precision():
@@ -177,34 +179,34 @@ class Follower:
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
-        self._parts: list[Part] = []
+        self._micro_batches: list[MicroBatch] = []
 
-    async def take(self, parts: Sequence[Part]) -> None:
+    async def take(self, micro_batches: Sequence[MicroBatch]) -> None:
         """More of what it will compute in the next ``backward``: a step's parts may be large."""
-        self._parts += parts
+        self._micro_batches += micro_batches
 
-    async def backward(self) -> Computed:
+    async def backward(self) -> BackwardResult:
         """See Rank.backward, of what it has taken; the values come in host memory."""
-        parts, self._parts = self._parts, []
-        computed = await asyncio.to_thread(self._rank.backward, parts)
+        micro_batches, self._micro_batches = self._micro_batches, []
+        computed = await asyncio.to_thread(self._rank.backward, micro_batches)
         reports = ({k: v.cpu() for k, v in report.items()} for report in computed.reports)
-        return Computed(tuple(reports), computed.norm)
+        return BackwardResult(tuple(reports), computed.norm)
 
     async def apply(self, rate: float | None) -> None:
         """See Rank.apply."""
         await asyncio.to_thread(self._rank.apply, rate)
 
-    async def lend_weights(self) -> None:
-        """See Rank.lend_weights."""
-        await asyncio.to_thread(self._rank.lend_weights)
+    async def join_weights_gather(self) -> None:
+        """See Rank.join_weights_gather."""
+        await asyncio.to_thread(self._rank.join_weights_gather)
 
-    async def lend_state(self) -> None:
-        """See Rank.lend_state."""
-        await asyncio.to_thread(self._rank.lend_state)
+    async def join_state_gather(self) -> None:
+        """See Rank.join_state_gather."""
+        await asyncio.to_thread(self._rank.join_state_gather)
 
-    async def lend_masters(self) -> None:
-        """See Rank.lend_masters."""
-        await asyncio.to_thread(self._rank.lend_masters)
+    async def join_full_state_gather(self) -> None:
+        """See Rank.join_full_state_gather."""
+        await asyncio.to_thread(self._rank.join_full_state_gather)
 
     async def load(self, tensors: Tensors) -> None:
         """See Rank.load."""

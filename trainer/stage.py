@@ -1,11 +1,11 @@
 """The training stage: one batch, one optimizer step; and the sender of the weight sync.
 
-    topic scored ──intake──► B samples ──► learner.train_batch ──► ack
+    topic scored ──batcher──► B samples ──► learner.train_batch ──► ack
                                                │
                                        snapshot(v) ──► send
                                        capture ──► checkpoint
 
-Consumes batches (``trainer.intake``), produces weights, waits for scored samples. Computation runs
+Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Computation runs
 in a thread, so that the event loop answers while it trains.
 """
 
@@ -17,47 +17,47 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from async_opd.core.activity import Activity
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.gate import Gate
-from async_opd.core.patience import Progress
+from async_opd.core.liveness import Progress
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import Captured, StageReport, StepReport
-from async_opd.core.weights import Rendezvous, WeightMeta
-from trainer.crew import ALONE, Crew, together
-from trainer.intake import Intake
-from trainer.publish import Publisher
+from async_opd.observability.activity import Activity
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from trainer.batcher import Batcher
+from trainer.publisher import Publisher
+from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
 
 if TYPE_CHECKING:
-    from trainer.checkpoint import TrainerState
     from trainer.learner import Learner
+    from trainer.saving.state import TrainerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class TrainerStage:
-    """Implements ``async_opd.core.stages.Trainer`` and ``async_opd.core.weight_sync.WeightSender``.
+    """Implements ``stages.Trainer`` and ``weight_sync.sync_group.WeightSender``.
 
-    One rank trains, or several in lock-step (``trainer.crew``); this stage is rank 0's.
+    One rank trains, or several in lock-step (``trainer.rank_group``); this stage is rank 0's.
     """
 
     def __init__(
         self,
         learner: Learner,
         publisher: Publisher,
-        intake: Intake,
+        batcher: Batcher,
         *,
         max_version_lag: int | None,
         model_dir: str,
-        crew: Crew = ALONE,
+        rank_group: RankGroup = SINGLE_RANK,
     ) -> None:
         self._learner = learner
         self._publisher = publisher
-        self._intake = intake
+        self._batcher = batcher
         self._max_lag = max_version_lag
         self._model_dir = model_dir
-        self._crew = crew
+        self._rank_group = rank_group
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._gate = Gate()
@@ -66,7 +66,7 @@ class TrainerStage:
         self._skipped = ""
         self._version = 0
         self._captured: TrainerState | None = None
-        self._tokens = self._under_way = 0
+        self._tokens = self._pending_tokens = 0
         self._waits_for = "scored samples"
 
     async def step(self) -> StepReport:
@@ -74,22 +74,22 @@ class TrainerStage:
         self._waits_for = "scored samples"
         clock = asyncio.get_running_loop().time
         asked = clock()
-        taken = await self._intake.take(self._version)
+        taken = await self._batcher.take(self._version)
         wait_s = clock() - asked
         self._waits_for = ""
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._weights:
-            self._under_way = sum(header.tokens for header in taken.headers)
+            self._pending_tokens = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
                 report = await self._compute(self._learner.train_batch, taken.samples)
             self._step += 1
             self._trained, self._skipped = taken.headers, report.skipped
-        await self._intake.done()
+        await self._batcher.done()
         self._tokens += sum(header.tokens for header in taken.headers)
         metrics = {
             **report.metrics,
             "train/wait_s": wait_s,
-            "train/duplicates": float(self._intake.duplicates),
+            "train/duplicates": float(self._batcher.duplicates),
         }
         if self._max_lag is not None:
             metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
@@ -98,8 +98,8 @@ class TrainerStage:
         )
 
     async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
-        """See Intake.drop."""
-        return await self._intake.drop(lost, others)
+        """See Batcher.drop."""
+        return await self._batcher.drop(lost, others)
 
     async def save(self, directory: str) -> None:
         """Writes the student in Hugging Face format."""
@@ -108,7 +108,7 @@ class TrainerStage:
 
     async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """In a thread; with the other ranks, where there are some."""
-        return await together(self._crew, asyncio.to_thread(work, *args, **named))
+        return await run_with_ranks(self._rank_group, asyncio.to_thread(work, *args, **named))
 
     async def report(self) -> StageReport:
         """What happened since the last report."""
@@ -124,17 +124,17 @@ class TrainerStage:
 
     async def capture(self) -> Captured:
         """Copies its state to host memory, between two steps; see Trainer.capture."""
-        from trainer.checkpoint import TrainerState
+        from trainer.saving.state import TrainerState
 
         async with self._weights:
             tensors = await self._compute(self._learner.state)
-            held = self._intake.held
+            held = self._batcher.held
             self._captured = TrainerState(self._step, self._version, tensors, held)
         return Captured(self._step, self._trained, self._skipped)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
         """Writes what was captured, in a thread; see Trainer.checkpoint."""
-        from trainer.checkpoint import write_state
+        from trainer.saving.state import write_state
 
         state, self._captured = self._captured, None
         if state is None:
@@ -144,13 +144,13 @@ class TrainerStage:
 
     async def restore(self, directory: str) -> frozenset[str]:
         """Goes on from a checkpoint; see Trainer.restore."""
-        from trainer.checkpoint import read_state
+        from trainer.saving.state import read_state
 
         state = await asyncio.to_thread(read_state, Path(directory))
         async with self._weights:
             await self._compute(self._learner.restore, state.step, state.tensors)
             self._step, self._version = state.step, state.version
-        self._intake.hold(state.samples)
+        self._batcher.hold(state.samples)
         return frozenset(sample.rollout.uid for sample in state.samples)
 
     async def _scored(self, state: TrainerState, in_flight: frozenset[str]) -> list[Sample]:
@@ -160,7 +160,7 @@ class TrainerStage:
         """
         found = {sample.rollout.uid: sample for sample in state.samples}
         with suppress(StageError):
-            async for samples in self._intake.queued(in_flight - found.keys()):
+            async for samples in self._batcher.queued(in_flight - found.keys()):
                 found |= {sample.rollout.uid: sample for sample in samples}
         return [
             sample
@@ -175,7 +175,7 @@ class TrainerStage:
         """Returns when no step is under way."""
         await self._gate.empty()
 
-    async def rest(self) -> None:
+    async def sleep(self) -> None:
         """Finishes the step, and gives back the memory of activations; the next one waits.
 
         Weights and the optimizer's state stay on the GPU.
@@ -189,17 +189,17 @@ class TrainerStage:
 
     async def progress(self) -> Progress:
         """The tokens of this rank; ``most`` are those of the step under way, of all ranks."""
-        return Progress(self._learner.computed_tokens, self._under_way)
+        return Progress(self._learner.computed_tokens, self._pending_tokens)
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
-    async def open(self, wave: int, world_size: int) -> Rendezvous:
+    async def open(self, group: int, world_size: int) -> Rendezvous:
         """Opens the meeting point for the engines' workers of one wave."""
-        return await asyncio.to_thread(self._publisher.open, wave, world_size)
+        return await asyncio.to_thread(self._publisher.open, group, world_size)
 
-    async def connect(self, wave: int) -> None:
+    async def connect(self, group: int) -> None:
         """Joins the wave's transfer group as rank 0."""
-        await asyncio.to_thread(self._publisher.connect, wave)
+        await asyncio.to_thread(self._publisher.connect, group)
 
     async def snapshot(self, version: int) -> WeightMeta:
         """Copies the weights out; they are ``version`` from now on."""
@@ -208,6 +208,6 @@ class TrainerStage:
             self._version = version
         return meta
 
-    async def send(self, wave: int) -> None:
+    async def send(self, group: int) -> None:
         """Broadcasts the snapshot to one wave, while training goes on."""
-        await asyncio.to_thread(self._publisher.send, wave)
+        await asyncio.to_thread(self._publisher.send, group)

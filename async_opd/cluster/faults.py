@@ -14,7 +14,7 @@ from ray import exceptions as found
 
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, first_cause
 
-SHOWN = 500
+MAX_SHOWN_CHARACTERS = 500
 """Characters of Ray's own words."""
 
 LOGS = "ray_logs of the run directory (of a cluster that was joined: in Ray's session directory)"
@@ -113,7 +113,7 @@ FAULTS = (
 )
 """In this order: the first that fits says what it was."""
 
-NEVER = (
+NEVER_RAISED = (
     found.RayError,  # the root: nothing raises it itself
     found.RayTaskError,  # an error inside the object: what it was speaks for itself
     found.ActorAlreadyExistsError,  # ours have no names
@@ -124,14 +124,14 @@ NEVER = (
 """What no call of ours can end with, or what is no fault of its own."""
 
 
-def as_ours(name: str, what: str, error: BaseException, restarts: bool) -> StageError:
+def to_stage_error(name: str, what: str, error: BaseException, restarts: bool) -> StageError:
     """The error of a call ``what`` to the process ``name``.
 
     ``restarts``: another process takes the place of one that dies.
     """
     if isinstance(error, found.RayTaskError):
         return _inside(name, what, error, restarts)
-    words = " ".join(str(error).split())[:SHOWN]
+    words = " ".join(str(error).split())[:MAX_SHOWN_CHARACTERS]
     for fault in FAULTS:
         if isinstance(error, fault.kinds):
             cause = f"{fault.cause} during {what}: {words}"
@@ -153,5 +153,5 @@ def _inside(name: str, what: str, error: found.RayTaskError, restarts: bool) -> 
     if isinstance(cause, StageError):
         return cause
     if isinstance(cause, found.RayError) and not isinstance(cause, found.RayTaskError):
-        return as_ours(name, what, cause, restarts)
+        return to_stage_error(name, what, cause, restarts)
     return StageError(name, f"{what} failed: {type(cause).__name__}: {cause}")

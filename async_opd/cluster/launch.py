@@ -17,7 +17,9 @@ from typing import Any, cast
 
 import ray
 
-from async_opd.cluster.boxes import Boxes, Factories, nobody
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.checks.resources import pools
+from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
 from async_opd.cluster.proxies import (
     QueueProxy,
     ScorerProxy,
@@ -25,29 +27,27 @@ from async_opd.cluster.proxies import (
     TrainerProxy,
 )
 from async_opd.cluster.session import ray_session
-from async_opd.cluster.singles import Singles
-from async_opd.core.checkpoint import Checkpoints
-from async_opd.core.config import (
+from async_opd.cluster.singleton_actors import SingletonActors
+from async_opd.config.run_config import (
     RunConfig,
     SelfTeacher,
 )
-from async_opd.core.engine_args import Device
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
-from async_opd.core.patience import answer_s
-from async_opd.core.pools import pools
-from async_opd.core.refresh import Copies, RefreshingSync
+from async_opd.core.liveness import answer_s
 from async_opd.core.stages import TeacherScorer, WeightSync
-from async_opd.core.turns import Host, LockedSync, ScorerInTurns, SharedLock, Turns
-from async_opd.core.weight_sync import BroadcastSync
-from rollouter.rollouter import RollouterStage
-from teachers.replicas import Weights
+from async_opd.models.engine_args import Device
+from async_opd.weight_sync.coordinator import BroadcastSync
+from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
+from rollouter.stage import RollouterStage
+from teachers.protocols import TeacherWeights
+from teachers.time_sharing import GpuHost, GpuTimeSharing, LockedSync, SharedLock, TimeSharingScorer
 
 Gpus = AbstractAsyncContextManager[None]
 """Entered by whoever needs the GPUs of a pool; nobody else has them meanwhile."""
 
 
 @dataclass(frozen=True)
-class Stages:
+class LaunchedStages:
     """Everything the pipeline talks to."""
 
     queue: QueueProxy
@@ -56,13 +56,13 @@ class Stages:
     trainer: TrainerProxy
     sync: WeightSync
     broadcast: BroadcastSync
-    singles: Singles
+    singletons: SingletonActors
 
-    async def keep(
+    async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
         """See async_opd.pipeline.Stages."""
-        await self.singles.keep(reissue, step)
+        await self.singletons.supervise(reissue, step)
 
     async def rewind(self, error: ProcessDied) -> None:
         """After the trainer died: all stages are as new, and the engines as they are.
@@ -70,7 +70,7 @@ class Stages:
         The trainer has the student's first weights. Raises if the trainer died too often.
         """
         await self.rollouter.halt()
-        await self.singles.renew(error)
+        await self.singletons.rebuild_all(error)
         await self.broadcast.forget()
 
 
@@ -81,68 +81,70 @@ async def launch(
     device: Device,
     eos_ids: tuple[int, ...],
     factories: Factories | None = None,
-    tell: Callable[[str], None] = nobody,
-) -> AsyncIterator[Stages]:
+    notify: Callable[[str], None] = discard,
+) -> AsyncIterator[LaunchedStages]:
     """Starts Ray and all actors; ends every one of their processes on the way out.
 
-    ``tell`` gets a line about everything that died and was restarted.
+    ``notify`` gets a line about everything that died and was restarted.
 
     Raises EngineStartError naming the first box that did not come up.
     """
-    async with ray_session(config) as family:
+    async with ray_session(config) as reaper:
         if device == "cuda":
             _enough_gpus(config)
-        boxes = Boxes(config, device, eos_ids, factories or Factories(), tell)
+        actor_factory = ActorFactory(config, device, eos_ids, factories or Factories(), notify)
         try:
-            stages = await _build(boxes)
-            if family is not None:
-                family.note()
+            stages = await _build(actor_factory)
+            if reaper is not None:
+                reaper.track_descendants()
             yield stages
         finally:
-            await boxes.close()
+            await actor_factory.close()
 
 
-async def _build(boxes: Boxes) -> Stages:
-    config = boxes.config
-    queue_box = await boxes.queue()
-    queue = QueueProxy(queue_box.remote)
+async def _build(actor_factory: ActorFactory) -> LaunchedStages:
+    config = actor_factory.config
+    queue_actor = await actor_factory.queue()
+    queue = QueueProxy(queue_actor.remote)
     try:
         async with asyncio.TaskGroup() as group:
             student_tasks = [
-                group.create_task(boxes.student(index, queue))
+                group.create_task(actor_factory.student(index, queue))
                 for index in range(config.rollout.replicas)
             ]
             teacher_tasks = {
                 name: [
-                    group.create_task(boxes.teacher(name, index))
+                    group.create_task(actor_factory.teacher(name, index))
                     for index in range(teacher.replicas)
                 ]
                 for name, teacher in config.teachers.items()
                 if teacher.host is None
             }
-            trainer_task = group.create_task(boxes.trainer(queue))
+            trainer_task = group.create_task(actor_factory.trainer(queue))
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
     students = [task.result() for task in student_tasks]
     teachers = {name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()}
-    teachers |= {name: list(seated.values()) for name, seated in boxes.seated.items()}
+    teachers |= {
+        name: list(colocated.values()) for name, colocated in actor_factory.colocated.items()
+    }
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
     gpus = asyncio.Lock()
     rebuilding = _rebuilding(config, gpus)
-    rollouter, broadcast = await _rollouts(boxes, queue, trainer, students, rebuilding)
-    scoring = await boxes.scorer(teachers, queue)
+    rollouter, broadcast = await _rollouts(actor_factory, queue, trainer, students, rebuilding)
+    scoring = await actor_factory.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
-    synced = _refreshing(boxes, broadcast, trainer, scorer, scoring.weights)
+    synced = _refreshing(actor_factory, broadcast, trainer, scorer, scoring.weights)
     turns = _turns(config, scorer, rollouter, trainer, gpus)
-    return Stages(
+    return LaunchedStages(
         queue,
         rollouter,
-        ScorerInTurns(scorer, list(turns.values())) if turns else scorer,
+        TimeSharingScorer(scorer, list(turns.values())) if turns else scorer,
         trainer,
         LockedSync(synced, gpus) if "rollout" in turns else synced,
         broadcast,
-        Singles(config, boxes.tell, queue_box, scoring, training),
+        SingletonActors(config, actor_factory.notify, queue_actor, scoring, training),
     )
 
 
@@ -152,17 +154,17 @@ def _turns(
     rollouter: RollouterStage,
     trainer: TrainerProxy,
     gpus: asyncio.Lock,
-) -> dict[str, Turns]:
+) -> dict[str, GpuTimeSharing]:
     """One for each pool that shares its GPUs with teachers; ``gpus`` are the rollout pool's."""
-    hosts: dict[str, Callable[[], Mapping[str, Host]]] = {
-        "rollout": lambda: cast(Mapping[str, Host], rollouter.replicas),
+    hosts: dict[str, Callable[[], Mapping[str, GpuHost]]] = {
+        "rollout": lambda: cast(Mapping[str, GpuHost], rollouter.replicas),
         "train": lambda: {"trainer": trainer},
     }
     shared = {teacher.host for teacher in config.teachers.values() if teacher.host is not None}
     bound = config.timeouts.request_s
     locks = {"rollout": gpus, "train": asyncio.Lock()}
     return {
-        name: Turns(name, hosts[name], scorer, locks[name], rest_timeout_s=bound)
+        name: GpuTimeSharing(name, hosts[name], scorer, locks[name], sleep_timeout_s=bound)
         for name in sorted(shared)
     }
 
@@ -177,14 +179,14 @@ def _rebuilding(config: RunConfig, gpus: asyncio.Lock) -> Gpus:
 
 
 async def _rollouts(
-    boxes: Boxes,
+    actor_factory: ActorFactory,
     queue: QueueProxy,
     trainer: TrainerProxy,
     students: list[StudentProxy],
     gpus: Gpus,
 ) -> tuple[RollouterStage, BroadcastSync]:
     """The pool of student replicas, and the weight sync to them: each tells the other of a loss."""
-    config = boxes.config
+    config = actor_factory.config
     names = [student.name for student in students]
     sync = BroadcastSync(
         trainer,
@@ -194,15 +196,15 @@ async def _rollouts(
         timeout_s=config.sync.timeout_s,
         rolling=config.sync.rolling,
         tries=config.sync.tries,
-        lost=lambda index, error: rollouter.lose(names[index], error),
+        lost=lambda index, error: rollouter.eject(names[index], error),
     )
     rollouter = RollouterStage(
         dict(zip(names, students, strict=True)),
         queue,
-        _RebuildStudent(boxes, queue, sync, names, gpus),
+        _RebuildStudent(actor_factory, queue, sync, names, gpus),
         config.supervision,
         lost=lambda name, error: sync.lose(names.index(name)),
-        tell=boxes.tell,
+        notify=actor_factory.notify,
         answer_s=answer_s(config.timeouts.stall_s, depth=2),
     )
     await sync.connect()
@@ -210,17 +212,17 @@ async def _rollouts(
 
 
 def _refreshing(
-    boxes: Boxes,
+    actor_factory: ActorFactory,
     sync: WeightSync,
     trainer: TrainerProxy,
     scorer: ScorerProxy,
-    newest: dict[str, Weights],
+    newest: dict[str, TeacherWeights],
 ) -> WeightSync:
     """The sync, which also refreshes teachers that are the student itself.
 
     ``newest`` gets what each has, for a scoring stage that is restarted.
     """
-    config = boxes.config
+    config = actor_factory.config
     every = {
         name: teacher.refresh_every
         for name, teacher in config.teachers.items()
@@ -230,17 +232,19 @@ def _refreshing(
         return sync
 
     async def load(teacher: str, version: int, directory: str) -> None:
-        newest[teacher] = weights = Weights(version, directory, config.timeouts.engine_start_s)
+        newest[teacher] = weights = TeacherWeights(
+            version, directory, config.timeouts.engine_start_s
+        )
         await scorer.load(teacher, weights)
 
     run_dir = Path(config.run_dir or ".").absolute()
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
-    copies = Copies(
+    copies = WeightCopies(
         run_dir / "teachers",
         Path(config.student.model),
         lambda: [config.version_after(step) for step in store.begun()],
     )
-    return RefreshingSync(sync, every, trainer.save, load, copies, boxes.tell)
+    return RefreshingSync(sync, every, trainer.save, load, copies, actor_factory.notify)
 
 
 @dataclass
@@ -250,22 +254,22 @@ class _RebuildStudent:
     ``gpus`` waits for the turn of the teachers that share the students' GPUs, if any do.
     """
 
-    boxes: Boxes
+    actor_factory: ActorFactory
     queue: QueueProxy
     sync: BroadcastSync
     names: list[str]
     gpus: Gpus
-    lives: Counter[str] = field(default_factory=Counter)
+    incarnations: Counter[str] = field(default_factory=Counter)
 
     async def __call__(self, name: str, old: StudentProxy) -> StudentProxy:
-        """See rollouter.rollouter.Rebuild."""
+        """See rollouter.stage.RebuildStudent."""
         old.kill()
-        self.lives[name] += 1
+        self.incarnations[name] += 1
         async with self.gpus:
             return await self._built(name, self.names.index(name))
 
     async def _built(self, name: str, index: int) -> StudentProxy:
-        student = await self.boxes.student(index, self.queue, self.lives[name])
+        student = await self.actor_factory.student(index, self.queue, self.incarnations[name])
         try:
             await self.sync.rejoin(index, student, await student.ready())
         except BaseException:

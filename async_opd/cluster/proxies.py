@@ -10,9 +10,9 @@ from collections.abc import Callable, Coroutine
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
-from async_opd.cluster.host import Remote
-from async_opd.core.queue import MessageQueue
-from teachers.scorer import ScorerStage
+from async_opd.cluster.actor_shell import Remote
+from async_opd.queue.message_queue import MessageQueue
+from teachers.stage import ScorerStage
 
 if TYPE_CHECKING:
     from rollouter.replica import StudentReplica
@@ -31,7 +31,7 @@ else:  # their modules load vLLM and torch, which only their own processes need
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
 
-ENDLESS = float("inf")
+NO_TIMEOUT = float("inf")
 """For calls that wait for work, which the pipeline's stall bound covers, and for calls that the
 caller bounds."""
 
@@ -60,7 +60,7 @@ def remote(
     name = method.__name__
 
     async def call(proxy: Proxy, /, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Answer:
-        make = proxy.remote.call_again if again else proxy.remote.call
+        make = proxy.remote.call_with_retry if again else proxy.remote.call
         return cast(Answer, await make(name, *args, timeout_s=timeout_s, **kwargs))
 
     return call
@@ -69,8 +69,8 @@ def remote(
 class QueueProxy(Proxy):
     """``async_opd.core.stages.Queue`` in the queue actor. Batches travel by value."""
 
-    put = remote(MessageQueue.put, ENDLESS, again=True)
-    get = remote(MessageQueue.get, ENDLESS, again=True)
+    put = remote(MessageQueue.put, NO_TIMEOUT, again=True)
+    get = remote(MessageQueue.get, NO_TIMEOUT, again=True)
     ack = remote(MessageQueue.ack, again=True)
     renew = remote(MessageQueue.renew, again=True)
     nack = remote(MessageQueue.nack, again=True)
@@ -78,7 +78,7 @@ class QueueProxy(Proxy):
     contents = remote(MessageQueue.contents)
     release = remote(MessageQueue.release, again=True)
     stats = remote(MessageQueue.stats, again=True)
-    news = remote(MessageQueue.news, ENDLESS, again=True)
+    events = remote(MessageQueue.events, NO_TIMEOUT, again=True)
 
 
 class StudentProxy(Proxy):
@@ -92,47 +92,47 @@ class StudentProxy(Proxy):
         self.name = remote.name
         self.consumer = consumer
 
-    run = remote(StudentReplica.run, ENDLESS)
-    generate = remote(StudentReplica.generate, ENDLESS)
-    progress = remote(StudentReplica.progress, ENDLESS)
-    report = remote(StudentReplica.report, ENDLESS)
-    stop = remote(StudentReplica.stop, ENDLESS)
-    alive = remote(StudentReplica.alive, ENDLESS)
+    run = remote(StudentReplica.run, NO_TIMEOUT)
+    generate = remote(StudentReplica.generate, NO_TIMEOUT)
+    progress = remote(StudentReplica.progress, NO_TIMEOUT)
+    report = remote(StudentReplica.report, NO_TIMEOUT)
+    stop = remote(StudentReplica.stop, NO_TIMEOUT)
+    alive = remote(StudentReplica.alive, NO_TIMEOUT)
     ready = remote(StudentReplica.ready)
-    join = remote(StudentReplica.join, ENDLESS)
-    pause = remote(StudentReplica.pause, ENDLESS)
-    receive = remote(StudentReplica.receive, ENDLESS)
-    finish = remote(StudentReplica.finish, ENDLESS)
-    resume = remote(StudentReplica.resume, ENDLESS)
-    idle = remote(StudentReplica.idle, ENDLESS)
-    rest = remote(StudentReplica.rest, ENDLESS)
-    wake = remote(StudentReplica.wake, ENDLESS)
+    join = remote(StudentReplica.join, NO_TIMEOUT)
+    pause = remote(StudentReplica.pause, NO_TIMEOUT)
+    receive = remote(StudentReplica.receive, NO_TIMEOUT)
+    finish = remote(StudentReplica.finish, NO_TIMEOUT)
+    resume = remote(StudentReplica.resume, NO_TIMEOUT)
+    idle = remote(StudentReplica.idle, NO_TIMEOUT)
+    sleep = remote(StudentReplica.sleep, NO_TIMEOUT)
+    wake = remote(StudentReplica.wake, NO_TIMEOUT)
 
 
 class TeacherProxy(Proxy):
     """A teacher replica, for the scoring stage, which bounds calls by their tokens."""
 
-    score = remote(TeacherReplica.score, ENDLESS)
-    generate = remote(TeacherReplica.generate, ENDLESS)
+    score = remote(TeacherReplica.score, NO_TIMEOUT)
+    generate = remote(TeacherReplica.generate, NO_TIMEOUT)
     report = remote(TeacherReplica.report)
     ready = remote(TeacherReplica.ready)
-    sleep = remote(TeacherReplica.sleep, ENDLESS)
-    wake = remote(TeacherReplica.wake, ENDLESS)
-    load = remote(TeacherReplica.load, ENDLESS)
+    sleep = remote(TeacherReplica.sleep, NO_TIMEOUT)
+    wake = remote(TeacherReplica.wake, NO_TIMEOUT)
+    load = remote(TeacherReplica.load, NO_TIMEOUT)
 
 
 class ScorerProxy(Proxy):
     """``async_opd.core.stages.TeacherScorer`` in its actor; the pools there have bounds."""
 
-    run = remote(ScorerStage.run, ENDLESS, again=True)
-    generate = remote(ScorerStage.generate, ENDLESS, again=True)
-    asleep = remote(ScorerStage.asleep, ENDLESS, again=True)
-    some = remote(ScorerStage.some, ENDLESS, again=True)
-    full = remote(ScorerStage.full, ENDLESS, again=True)
-    shift = remote(ScorerStage.shift, ENDLESS, again=True)
-    load = remote(ScorerStage.load, ENDLESS, again=True)
-    progress = remote(ScorerStage.progress, ENDLESS, again=True)
-    news = remote(ScorerStage.news, ENDLESS, again=True)
+    run = remote(ScorerStage.run, NO_TIMEOUT, again=True)
+    generate = remote(ScorerStage.generate, NO_TIMEOUT, again=True)
+    wait_asleep = remote(ScorerStage.wait_asleep, NO_TIMEOUT, again=True)
+    wait_for_work = remote(ScorerStage.wait_for_work, NO_TIMEOUT, again=True)
+    wait_for_backlog = remote(ScorerStage.wait_for_backlog, NO_TIMEOUT, again=True)
+    score_backlog = remote(ScorerStage.score_backlog, NO_TIMEOUT, again=True)
+    load = remote(ScorerStage.load, NO_TIMEOUT, again=True)
+    progress = remote(ScorerStage.progress, NO_TIMEOUT, again=True)
+    events = remote(ScorerStage.events, NO_TIMEOUT, again=True)
     report = remote(ScorerStage.report, again=True)
 
 
@@ -142,18 +142,18 @@ class TrainerProxy(Proxy):
     The driver bounds checkpoints, the sync its own parts, and the turns theirs.
     """
 
-    step = remote(TrainerStage.step, ENDLESS)
+    step = remote(TrainerStage.step, NO_TIMEOUT)
     drop = remote(TrainerStage.drop)
     save = remote(TrainerStage.save)
-    capture = remote(TrainerStage.capture, ENDLESS)
-    checkpoint = remote(TrainerStage.checkpoint, ENDLESS)
+    capture = remote(TrainerStage.capture, NO_TIMEOUT)
+    checkpoint = remote(TrainerStage.checkpoint, NO_TIMEOUT)
     restore = remote(TrainerStage.restore)
-    progress = remote(TrainerStage.progress, ENDLESS)
+    progress = remote(TrainerStage.progress, NO_TIMEOUT)
     report = remote(TrainerStage.report)
-    open = remote(TrainerStage.open, ENDLESS)
-    connect = remote(TrainerStage.connect, ENDLESS)
-    snapshot = remote(TrainerStage.snapshot, ENDLESS)
-    send = remote(TrainerStage.send, ENDLESS)
-    idle = remote(TrainerStage.idle, ENDLESS)
-    rest = remote(TrainerStage.rest, ENDLESS)
-    wake = remote(TrainerStage.wake, ENDLESS)
+    open = remote(TrainerStage.open, NO_TIMEOUT)
+    connect = remote(TrainerStage.connect, NO_TIMEOUT)
+    snapshot = remote(TrainerStage.snapshot, NO_TIMEOUT)
+    send = remote(TrainerStage.send, NO_TIMEOUT)
+    idle = remote(TrainerStage.idle, NO_TIMEOUT)
+    sleep = remote(TrainerStage.sleep, NO_TIMEOUT)
+    wake = remote(TrainerStage.wake, NO_TIMEOUT)

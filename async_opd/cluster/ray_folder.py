@@ -21,16 +21,16 @@ from pathlib import Path
 from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
 from async_opd.core.errors import StageError
-from async_opd.core.private_folder import temporary_folder
-from async_opd.core.run_files import make_folder, regular_file, remove_tree
+from async_opd.files.private_folder import temporary_folder
+from async_opd.files.safe_open import make_folder, regular_file, remove_tree
 
-MOST_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
+MAX_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
 """Of the directory's path: the system allows a socket's 107."""
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 LOGS = "ray_logs"
 """In the directory of a run that failed."""
 LOG_BYTES = 1 << 20
-MOST_LOGS = 200
+MAX_LOGS = 200
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class RayFolder:
         target = run_dir / LOGS
         remove_tree(target)
         make_folder(target)
-        newest = deque(sorted((self.session / "session_latest" / "logs").iterdir()), MOST_LOGS)
+        newest = deque(sorted((self.session / "session_latest" / "logs").iterdir()), MAX_LOGS)
         for log in newest:
             with suppress(OSError), open(log, "rb", opener=regular_file) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
@@ -69,7 +69,7 @@ def ray_folder() -> Iterator[RayFolder]:
     StageError if there is no place for it.
     """
     try:
-        folder = RayFolder(temporary_folder("opd_", MOST_BYTES))
+        folder = RayFolder(temporary_folder("opd_", MAX_BYTES))
     except OSError as error:
         remedy = "RAY_TMPDIR names a directory with a short path that others cannot replace"
         raise StageError("cluster", str(error), remedy) from error

@@ -16,15 +16,15 @@ import ray
 from ray.job_config import JobConfig
 
 from async_opd.cluster.ray_folder import RayFolder, environment, ray_folder
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.family import Family, family
-from async_opd.core.orphans import SAFE_PATH
-from async_opd.core.private_folder import private_compile_cache
+from async_opd.files.private_folder import private_compile_cache
+from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.processes.reaper import ProcessReaper, process_reaper
 
 
 @asynccontextmanager
-async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
+async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
     """Starts or joins the cluster; shuts our part of it down on the way out.
 
     What a local one starts is a family, whose head and agents are noted by who knows when all are
@@ -39,7 +39,7 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
     address = config.cluster.address or "local"
     with ExitStack() as stack:
         folder = stack.enter_context(ray_folder()) if address == "local" else None
-        ours = stack.enter_context(family(folder.path)) if folder else None
+        ours = stack.enter_context(process_reaper(folder.path)) if folder else None
         stack.enter_context(environment({SAFE_PATH: "1"}))
         async with _logs_kept(config, folder):
             await _start(config, address, folder)
@@ -52,7 +52,7 @@ async def ray_session(config: RunConfig) -> AsyncIterator[Family | None]:
                     await _in_a_daemon(ray.shutdown)
             except TimeoutError:  # a joined cluster sees to what was ours in it
                 if ours is not None:
-                    await asyncio.to_thread(ours.end)
+                    await asyncio.to_thread(ours.kill_all)
 
 
 @asynccontextmanager

@@ -1,5 +1,4 @@
-"""Everything that needs neither torch, ray nor vllm: messages, config, stage logic, accounting.
+"""What every room shares: errors, the messages between stages, the Protocols of the stages.
 
-An import-linter contract keeps it that way, so that ``async_opd check`` answers in a fraction of a
-second and the whole pipeline can be tested in one process on fakes.
+Imports nothing of the project but itself, and neither torch, ray, vllm nor transformers.
 """

@@ -18,10 +18,10 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import NEVER_OLD, Group, Header, Lost, Rollout, Sample
+from async_opd.core.samples import NO_VERSION, DeadLetter, Group, Header, Rollout, Sample
 
-Item = Group | Rollout | Sample | Lost
-T = TypeVar("T", Group, Rollout, Sample, Lost)
+Item = Group | Rollout | Sample | DeadLetter
+T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Anything = TypeVar("Anything")
 Row = tuple[str, int, int, int, str]  # the fields of Header, in order
 
@@ -167,8 +167,8 @@ def cut(
 def _row(item: Item, nbytes: int) -> Row:
     if isinstance(item, Group):
         prompt = item.prompt
-        return (prompt.uid, len(prompt.token_ids), nbytes, NEVER_OLD, prompt.teacher)
-    if isinstance(item, Lost):
+        return (prompt.uid, len(prompt.token_ids), nbytes, NO_VERSION, prompt.teacher)
+    if isinstance(item, DeadLetter):
         header = item.header
         return (header.uid, header.tokens, nbytes, header.oldest_version, header.teacher)
     rollout = item if isinstance(item, Rollout) else item.rollout
@@ -181,9 +181,9 @@ def unpack_groups(batches: Sequence[Batch]) -> list[Group]:
     return _unpack(batches, Group)
 
 
-def unpack_lost(batches: Sequence[Batch]) -> list[Lost]:
+def unpack_dead_letters(batches: Sequence[Batch]) -> list[DeadLetter]:
     """The dead letters of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, Lost)
+    return _unpack(batches, DeadLetter)
 
 
 def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:

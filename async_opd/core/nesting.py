@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-DEEPEST = 64
+MAX_DEPTH = 64
 """Values inside of values, in whatever was written by others."""
 
 
-def too_deep(value: Any, most: int = DEEPEST) -> bool:
+def too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
     """Whether more than ``most`` lists and dictionaries lie inside of each other."""
     level = [value]
     for _ in range(most):

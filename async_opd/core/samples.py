@@ -37,7 +37,7 @@ Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 StateDtype = Literal["float32", "float16", "bfloat16"]
 
-NEVER_OLD = 2**31 - 1
+NO_VERSION = 2**31 - 1
 """A version newer than any."""
 BFLOAT16_INFINITY = 0x7F80
 """Bits of a bfloat16 without its sign: infinity; above it are the NaNs."""
@@ -193,7 +193,7 @@ class Rollout:
         return replace(self, prompt=prompt, spans=spans)
 
     @property
-    def once_scored(self) -> Rollout:
+    def without_teacher_inputs(self) -> Rollout:
         """Without what only the teacher needed: it travels no further."""
         return replace(self, topk_ids=None, prompt=replace(self.prompt, teacher_ids=None))
 
@@ -201,9 +201,9 @@ class Rollout:
     def oldest_version(self) -> int:
         """The oldest weight version that produced one of the tokens.
 
-        ``NEVER_OLD`` for an empty response: it has no token that could be old.
+        ``NO_VERSION`` for an empty response: it has no token that could be old.
         """
-        return min((span.version for span in self.version_spans), default=NEVER_OLD)
+        return min((span.version for span in self.version_spans), default=NO_VERSION)
 
     @property
     def tokens(self) -> int:
@@ -331,7 +331,7 @@ class Header:
 
 
 @dataclass(frozen=True)
-class Lost:
+class DeadLetter:
     """A rollout that will never be trained, why, and which ``stage`` gave it up.
 
     A prompt that cannot be sampled at all comes with its own uid, and stands for its rollouts.
@@ -342,7 +342,7 @@ class Lost:
     stage: str = "teacher"
 
     @classmethod
-    def of_prompt(cls, prompt: Prompt, uid: str, stage: str, reason: str) -> Lost:
+    def of_prompt(cls, prompt: Prompt, uid: str, stage: str, reason: str) -> DeadLetter:
         """A rollout that was never had, of this prompt."""
-        header = Header(uid, len(prompt.token_ids), 0, NEVER_OLD, prompt.teacher)
+        header = Header(uid, len(prompt.token_ids), 0, NO_VERSION, prompt.teacher)
         return cls(header, reason, stage)

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Ack, Lease, TopicStats
-from async_opd.core.patience import Progress
-from async_opd.core.samples import Header, Lost, Prompt, Rollout
+from async_opd.core.liveness import Progress
+from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
@@ -92,8 +92,8 @@ class Queue(Protocol):
         """Counts of every topic."""
         ...
 
-    async def news(self, heard: int, wait: bool = True) -> News:
-        """Leases that expired, after the line ``heard``; waits until there is one."""
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """Leases that expired, after the line ``seen``; waits until there is one."""
         ...
 
 
@@ -133,10 +133,10 @@ class StageReport:
 
 
 @dataclass(frozen=True)
-class News:
-    """Lines for people; ``heard`` is what to ask with for those that come after."""
+class Events:
+    """Lines for people; ``seen`` is what to ask with for those that come after."""
 
-    heard: int
+    seen: int
     lines: tuple[str, ...]
 
 
@@ -214,8 +214,8 @@ class TeacherScorer(Protocol):
         """The tokens of what was scored: a sign of life."""
         ...
 
-    async def news(self, heard: int, wait: bool = True) -> News:
-        """What became of replicas after the line ``heard``; waits until there is something."""
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """What became of replicas after the line ``seen``; waits until there is something."""
         ...
 
     async def report(self) -> dict[str, StageReport]:
@@ -295,7 +295,7 @@ class Stages(Protocol):
     @property
     def sync(self) -> WeightSync: ...
 
-    async def keep(
+    async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
         """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
@@ -313,4 +313,4 @@ class Log(Protocol):
     def waits(self, waits: Mapping[str, str]) -> None: ...
     def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None: ...
     def message(self, text: str) -> None: ...
-    def dead_letter(self, lost: Lost) -> None: ...
+    def dead_letter(self, lost: DeadLetter) -> None: ...

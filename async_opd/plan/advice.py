@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from async_opd.plan.prediction import Prediction
-from async_opd.plan.scale import enlarged, shrunk
 from async_opd.plan.setting import Setting, warmup_versions
-from async_opd.plan.simulation import simulate
+from async_opd.plan.sim.scale import enlarged, shrunk
+from async_opd.plan.sim.simulation import simulate
 
 ENOUGH = 0.97
 """A threshold is enough if it gives this share of what ``LARGE`` gives."""

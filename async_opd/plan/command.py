@@ -8,19 +8,19 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.atomic_file import write_atomically
-from async_opd.core.config import RunConfig
-from async_opd.core.load import load_config
-from async_opd.core.plan_config import PlanConfig
+from async_opd.config.load import load_config
+from async_opd.config.plan import PlanConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
-from async_opd.core.yaml_text import dump_yaml
+from async_opd.files.atomic import write_atomically
 from async_opd.plan.advice import Advice, advise, current
 from async_opd.plan.inputs import required_plan, setting_of
-from async_opd.plan.measured import Measured, read_run
+from async_opd.plan.measure.measured import MeasuredRates, read_run
 from async_opd.plan.picture import picture
 from async_opd.plan.prediction import Prediction
 from async_opd.plan.setting import Setting
-from async_opd.plan.simulation import predict
+from async_opd.plan.sim.simulation import predict
 from async_opd.plan.table import show
 
 
@@ -30,7 +30,7 @@ class Source:
 
     config: RunConfig
     plan: PlanConfig
-    measured: Measured | None
+    measured: MeasuredRates | None
     where: str
     picture: Path
 

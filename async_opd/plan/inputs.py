@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from async_opd.core.config import RolloutConfig, RunConfig
+from async_opd.config.plan import PlanConfig
+from async_opd.config.run_config import RolloutConfig, RunConfig
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.plan_config import PlanConfig
-from async_opd.plan.setting import RolloutPool, Setting, TeacherPool, TrainerPool
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec, TrainerPoolSpec
 from rollouter.slots import AdaptiveLimit
 
 
@@ -53,9 +53,9 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
     return config.plan
 
 
-def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPool:
+def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPoolSpec:
     rollout, speed = config.rollout, plan.rollout
-    return RolloutPool(
+    return RolloutPoolSpec(
         replicas=rollout.replicas,
         gpus=rollout.tensor_parallel,
         speed=DecodeSpeed(rollout.engine.max_num_seqs, speed.step_s, speed.step_s_per_request),
@@ -72,10 +72,10 @@ def _in_flight(rollout: RolloutConfig) -> int:
     return rollout.concurrency
 
 
-def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:
+def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPoolSpec, ...]:
     shares = _shares(config, plan)
     return tuple(
-        TeacherPool(
+        TeacherPoolSpec(
             name=name,
             replicas=teacher.replicas,
             gpus=teacher.gpus,
@@ -91,10 +91,10 @@ def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPool, ...]:
     )
 
 
-def _train(plan: PlanConfig, ranks: int) -> TrainerPool:
+def _train(plan: PlanConfig, ranks: int) -> TrainerPoolSpec:
     train = plan.train
     speed = TrainSpeed(train.overhead_s, train.tokens_per_s, train.snapshot_s, train.sync_s)
-    return TrainerPool(ranks, speed, train.scaling, train.turnaround_s)
+    return TrainerPoolSpec(ranks, speed, train.scaling, train.turnaround_s)
 
 
 def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
 
 
 @dataclass(frozen=True)
-class RolloutPool:
+class RolloutPoolSpec:
     """The student's replicas, each on ``gpus`` GPUs; groups have ``n`` rollouts.
 
     A replica has at most ``in_flight`` requests; those beyond the engine's slots wait in it. From
@@ -38,7 +38,7 @@ class RolloutPool:
 
 
 @dataclass(frozen=True)
-class TeacherPool:
+class TeacherPoolSpec:
     """One teacher's replicas, each on ``gpus`` GPUs, with its ``share`` of all prompts.
 
     ``turnaround_s`` passes from a scored batch until its place asks for the next one.
@@ -53,7 +53,7 @@ class TeacherPool:
 
 
 @dataclass(frozen=True)
-class TrainerPool:
+class TrainerPoolSpec:
     """The trainer: ``ranks`` GPUs; ``speed`` is that of one.
 
     Assumption: r ranks process tokens ``1 + scaling · (r - 1)`` times as fast as one; what a step
@@ -92,9 +92,9 @@ class Setting:
     staleness_threshold: float
     lengths: Lengths
     prompt_tokens: float
-    rollout: RolloutPool
-    teachers: tuple[TeacherPool, ...]
-    train: TrainerPool
+    rollout: RolloutPoolSpec
+    teachers: tuple[TeacherPoolSpec, ...]
+    train: TrainerPoolSpec
     on_sync: str = "keep"
     rolling: bool = False
     max_version_lag: int | None = None

@@ -5,15 +5,15 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_opd.core.console import terminal_on
+from async_opd.observability.console import terminal_on
 from async_opd.plan.advice import ENOUGH, Advice, current
-from async_opd.plan.measured import Measured
+from async_opd.plan.measure.measured import MeasuredRates
 from async_opd.plan.prediction import PoolUse, Prediction
 from async_opd.plan.setting import Setting
 
 
 def show(
-    setting: Setting, prediction: Prediction, measured: Measured | None, advice: Advice
+    setting: Setting, prediction: Prediction, measured: MeasuredRates | None, advice: Advice
 ) -> None:
     """Prints everything."""
     console = terminal_on(None)
@@ -23,7 +23,7 @@ def show(
 
 
 def _prediction(
-    setting: Setting, prediction: Prediction, measured: Measured | None
+    setting: Setting, prediction: Prediction, measured: MeasuredRates | None
 ) -> RenderableType:
     table = Table(title=f"prediction: {setting.steps} steps of {setting.batch_size} samples")
     table.add_column("pool")
@@ -43,7 +43,7 @@ def _wait(pool: PoolUse) -> str:
     return f"{reason} ({pool.waits[reason]:.0%})" if reason else ""
 
 
-def _facts(prediction: Prediction, measured: Measured | None) -> list[str]:
+def _facts(prediction: Prediction, measured: MeasuredRates | None) -> list[str]:
     shares = "  ".join(f"{v}: {share:.0%}" for v, share in prediction.staleness.items())
     queues = "  ".join(f"{topic}: {count:.0f}" for topic, count in prediction.queues.items())
     rate, wall, mean = "", "", ""

@@ -34,10 +34,10 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from async_opd.core.alarm import Alarm, Timer
-from async_opd.core.config import SupervisionConfig
+from async_opd.config.run_config import SupervisionConfig
+from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError
-from async_opd.core.supervision import Restarts
+from async_opd.processes.restarts import Restarts
 
 T = TypeVar("T")
 
@@ -242,7 +242,7 @@ class MemberSet(Generic[T]):
     async def _pulse(self, member: Member[T]) -> None:
         """Asks for signs of life, until one does not come."""
         bounds, incarnation = self.policy.supervision, member.incarnation
-        alarm = Alarm(member.name, self.timer)
+        alarm = Deadline(member.name, self.timer)
         try:
             while self.policy.alive is not None:
                 await alarm.pause(bounds.heartbeat_s)
@@ -289,7 +289,7 @@ class MemberSet(Generic[T]):
         return False
 
     async def _pause(self, member: Member[T], seconds: float) -> None:
-        await Alarm(member.name, self.timer).pause(seconds)
+        await Deadline(member.name, self.timer).pause(seconds)
 
     def _move(
         self,

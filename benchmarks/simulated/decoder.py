@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from async_opd.core.samples import VersionSpan
-from async_opd.plan.speeds import DecodeSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed
 
 
 @dataclass

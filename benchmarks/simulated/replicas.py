@@ -8,9 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_opd.core.activity import Activity
 from async_opd.core.batch import Batch, unpack_rollouts
-from async_opd.core.patience import Progress
+from async_opd.core.liveness import Progress
 from async_opd.core.samples import (
     Prompt,
     Rollout,
@@ -20,10 +19,11 @@ from async_opd.core.samples import (
     TopK,
 )
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
-from async_opd.core.weights import Rendezvous, WeightMeta
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from async_opd.observability.activity import Activity
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.decoder import Decoder
-from rollouter.feed import Feed
+from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import Slots
 from rollouter.spec import StudentEngineSpec
 from teachers.spec import TeacherEngineSpec
@@ -46,7 +46,7 @@ class SimulatedStudent:
         self._sync_s = sync_s
         self._version = 0
         slots = Slots(speed.slots, spec.sampling.n)
-        self._feed = Feed(spec.consumer, queue, slots, self._roll)
+        self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -57,11 +57,11 @@ class SimulatedStudent:
 
     async def run(self) -> None:
         """Answers groups until stopped."""
-        await self._feed.run()
+        await self._worker.run()
 
     async def stop(self) -> None:
         """Ends ``run``."""
-        await self._feed.stop()
+        await self._worker.stop()
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._length(prompt)

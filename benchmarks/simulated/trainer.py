@@ -6,12 +6,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from async_opd.cluster.trainer import build_intake
-from async_opd.core.config import RunConfig
+from async_opd.cluster.trainer_actor import build_batcher
+from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
-from async_opd.core.weights import Rendezvous, WeightMeta
-from async_opd.plan.speeds import TrainSpeed
+from async_opd.plan.measure.speeds import TrainSpeed
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.learner import LearnerReport
 from trainer.stage import TrainerStage
 
@@ -37,11 +37,11 @@ class SimulatedPublisher:
     def __init__(self, speed: TrainSpeed) -> None:
         self._speed = speed
 
-    def open(self, wave: int, world_size: int) -> Rendezvous:
+    def open(self, group: int, world_size: int) -> Rendezvous:
         """There is no group."""
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
-    def connect(self, wave: int) -> None:
+    def connect(self, group: int) -> None:
         """There is no group."""
 
     def snapshot(self) -> WeightMeta:
@@ -49,20 +49,20 @@ class SimulatedPublisher:
         time.sleep(self._speed.snapshot_s)
         return WeightMeta((), (), (), ())
 
-    def send(self, wave: int) -> None:
+    def send(self, group: int) -> None:
         """Sends nothing."""
 
 
 def build_simulated_trainer(
     config: RunConfig, device: str, queue: Queue, speed: TrainSpeed
 ) -> TrainerStage:
-    """A factory for ``async_opd.cluster.boxes.Factories``."""
+    """A factory for ``async_opd.cluster.actor_factory.Factories``."""
     learner: Any = SimulatedLearner(speed)
     publisher: Any = SimulatedPublisher(speed)
     return TrainerStage(
         learner,
         publisher,
-        build_intake(config, queue),
+        build_batcher(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir="",
     )

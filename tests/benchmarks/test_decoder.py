@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.samples import VersionSpan
-from async_opd.plan.speeds import DecodeSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed
 from benchmarks.simulated.decoder import Decoder
 
 

@@ -13,16 +13,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import async_opd.cluster.trainer as cluster_trainer
+import async_opd.cluster.trainer_actor as cluster_trainer
 import async_opd.run as run_module
 from async_opd.cli import main
-from async_opd.cluster.boxes import Factories, Factory
+from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import launch
-from async_opd.core.config import RunConfig
-from async_opd.core.engine_args import Device
+from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Queue
-from async_opd.core.weights import WeightMeta, chunk_plan
-from trainer.publish import GlooTransport, _pack
+from async_opd.models.engine_args import Device
+from async_opd.weight_sync.layout import WeightMeta, chunk_plan
+from trainer.publisher import GlooTransport, _pack
 from trainer.stage import TrainerStage
 
 PATIENCE_S = 4.0

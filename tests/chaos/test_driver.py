@@ -15,9 +15,9 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from async_opd.core.audit import Audit, audit
-from async_opd.core.checkpoint import Checkpoints
-from async_opd.core.wandb_run import WandbRun
+from async_opd.accounting.audit import Audit, audit
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.observability.wandb_run import WandbRun
 from tests.cluster.test_run import Run, Running
 from tests.wandb_rows import rows
 

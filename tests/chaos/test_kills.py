@@ -11,7 +11,7 @@ import re
 
 import pytest
 
-from async_opd.core.audit import audit
+from async_opd.accounting.audit import audit
 from tests.cluster.test_run import Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

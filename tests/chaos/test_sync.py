@@ -9,7 +9,7 @@ import re
 
 import pytest
 
-from async_opd.core.audit import audit
+from async_opd.accounting.audit import audit
 from tests.cluster.test_run import ONE_TEACHER, Run, Running
 
 pytestmark = pytest.mark.engine

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from ray import exceptions as found
 
-from async_opd.cluster.faults import FAULTS, NEVER, as_ours
-from async_opd.cluster.host import Remote
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.faults import FAULTS, NEVER_RAISED, to_stage_error
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
 
@@ -19,7 +19,7 @@ RAYS = [
     for _, kind in inspect.getmembers(found, inspect.isclass)
     if issubclass(kind, found.RayError)
 ]
-CALLS = [kind for kind in RAYS if kind not in NEVER]
+CALLS = [kind for kind in RAYS if kind not in NEVER_RAISED]
 
 
 def made(kind: type[BaseException]) -> Any:
@@ -34,14 +34,14 @@ def name_of(kind: type[BaseException]) -> str:
 
 @pytest.mark.parametrize("kind", CALLS, ids=name_of)
 def test_every_error_of_ray_has_a_cause_and_a_remedy(kind: type[BaseException]) -> None:
-    error = as_ours("queue", "get", made(kind), restarts=False)
+    error = to_stage_error("queue", "get", made(kind), restarts=False)
     assert (error.stage, bool(error.remedy)) == ("queue", True)
     assert "during get: what Ray says" in error.cause
 
 
 def test_those_that_are_left_out_are_no_kind_of_fault() -> None:
     kinds = tuple(kind for fault in FAULTS for kind in fault.kinds)
-    assert not [kind for kind in NEVER if issubclass(kind, kinds)]
+    assert not [kind for kind in NEVER_RAISED if issubclass(kind, kinds)]
 
 
 DEATHS = ["NodeDiedError", "WorkerCrashedError", "OutOfMemoryError", "ActorUnavailableError"]
@@ -57,8 +57,8 @@ LOST = [
 @pytest.mark.parametrize("death", DEATHS)
 def test_after_the_death_of_a_process_another_one_is_asked_again(death: str) -> None:
     error = made(getattr(found, death))
-    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessRestarts
-    assert type(as_ours("student/0", "get", error, restarts=False)) is ProcessDied
+    assert type(to_stage_error("queue", "get", error, restarts=True)) is ProcessRestarts
+    assert type(to_stage_error("student/0", "get", error, restarts=False)) is ProcessDied
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -66,7 +66,7 @@ def test_after_the_death_of_a_process_another_one_is_asked_again(death: str) -> 
 def test_a_lost_message_counts_as_a_death_but_no_other_process_comes(
     lost: str, restarts: bool
 ) -> None:
-    error = as_ours("queue", "get", made(getattr(found, lost)), restarts)
+    error = to_stage_error("queue", "get", made(getattr(found, lost)), restarts)
     assert type(error) is ProcessDied
 
 
@@ -82,11 +82,11 @@ async def test_a_lease_whose_answer_is_lost_is_not_taken_a_second_time(lost: str
 
 def test_an_actor_that_ray_does_not_start_again_is_dead_for_good() -> None:
     error = made(found.ActorDiedError)
-    assert type(as_ours("queue", "get", error, restarts=True)) is ProcessDied
+    assert type(to_stage_error("queue", "get", error, restarts=True)) is ProcessDied
 
 
 def test_a_full_disk_names_the_disk() -> None:
-    error = as_ours("queue", "put", made(found.OutOfDiskError), restarts=True)
+    error = to_stage_error("queue", "put", made(found.OutOfDiskError), restarts=True)
     assert type(error) is StageError
     assert "RAY_TMPDIR" in error.remedy
 
@@ -96,7 +96,7 @@ def test_an_argument_that_was_lost_is_found_inside_of_a_tasks_error() -> None:
         def __init__(self, cause: BaseException) -> None:
             self.cause = cause
 
-    error = as_ours("queue", "put", Inside(made(found.OwnerDiedError)), restarts=False)
+    error = to_stage_error("queue", "put", Inside(made(found.OwnerDiedError)), restarts=False)
     assert isinstance(error, ProcessDied)
     assert "died with the process" in error.cause
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.boxes import Boxes, Factories
+from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.launch import _rebuilding, _RebuildStudent
 from async_opd.cluster.proxies import TeacherProxy
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError
 
 
@@ -146,13 +146,13 @@ async def test_a_guest_that_does_not_go_to_sleep_is_ended_and_named() -> None:
             "timeouts": {"engine_start_s": 0.01},
         }
     )
-    boxes, engine = Boxes(config, "cpu", (), Factories(), print), Engine()
+    actor_factory, engine = ActorFactory(config, "cpu", (), Factories(), print), Engine()
 
     async def teacher(name: str, index: int) -> TeacherProxy:
         remote: Any = engine
         return TeacherProxy(remote)
 
-    boxes.teacher = teacher  # type: ignore[method-assign]
+    actor_factory.teacher = teacher  # type: ignore[method-assign]
     with pytest.raises(EngineStartError, match=r"teacher t/0: did not go to sleep within 0\.01 s"):
-        await asyncio.wait_for(boxes._guest("t", 0), 5)
-    assert (engine.killed, boxes.seated) == (True, {})
+        await asyncio.wait_for(actor_factory._start_asleep("t", 0), 5)
+    assert (engine.killed, actor_factory.colocated) == (True, {})

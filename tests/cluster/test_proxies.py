@@ -10,7 +10,7 @@ import pytest
 from mypy import api
 
 from async_opd.cluster import proxies
-from async_opd.cluster.host import Host
+from async_opd.cluster.actor_shell import ActorShell
 from async_opd.cluster.proxies import Proxy, remote
 
 PROXIES = Path(proxies.__file__)
@@ -63,20 +63,20 @@ class StageProxy(Proxy):
 
 
 class Process:
-    """What a proxy needs of a ``Remote``: a Host in this process."""
+    """What a proxy needs of a ``Remote``: an ActorShell in this process."""
 
     def __init__(self) -> None:
-        self.host = Host()
+        self.host = ActorShell()
         self.bounds: list[tuple[str, float | None]] = []
 
     async def call(self, method: str, *args: Any, timeout_s: float | None, **named: Any) -> Any:
         self.bounds.append(("call", timeout_s))
         return await self.host.call(method, args, named)
 
-    async def call_again(
+    async def call_with_retry(
         self, method: str, *args: Any, timeout_s: float | None, **named: Any
     ) -> Any:
-        self.bounds.append(("call_again", timeout_s))
+        self.bounds.append(("call_with_retry", timeout_s))
         return await self.host.call(method, args, named)
 
 
@@ -87,4 +87,4 @@ class TestCalls:
         stage = StageProxy(process)
         assert await stage.score([1], fast=True) == ([1], True)
         assert await stage.again([2]) == ([2], False)
-        assert process.bounds == [("call", 5.0), ("call_again", None)]
+        assert process.bounds == [("call", 5.0), ("call_with_retry", None)]

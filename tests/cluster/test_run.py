@@ -15,9 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
-from async_opd.core.checkpoint import Checkpoints
-from async_opd.core.load import load_config
-from async_opd.core.text import Text
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.config.load import load_config
+from async_opd.models.tokenizer import Text
 
 pytestmark = pytest.mark.engine
 
@@ -97,7 +97,7 @@ class Running:
         found = {}
         for process in self.family.values():
             try:
-                if process.environ().get("ASYNC_OPD_BOX") == box:
+                if process.environ().get("ASYNC_OPD_ACTOR") == box:
                     words = f"{process.name()} {process.cmdline()}"
                     for role, word in (("actor", "ray::"), ("engine", "EngineCore")):
                         if word in words:

@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 
-from async_opd.cluster.host import Remote
+from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.session import ray_session
-from async_opd.core.load import load_config
+from async_opd.config.load import load_config
 
 pytestmark = pytest.mark.engine
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch, unpack_rollouts, unpack_samples
 from async_opd.core.errors import LengthError
-from async_opd.core.sample_file import read_samples, write_samples
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.sequence import Span, indices
 from tests.conftest import make_prompt, make_rollout
 from tests.sequences import Parts, parts, sampled_positions, sequence
+from trainer.saving.sample_file import read_samples, write_samples
 
 TURNS: Parts = [("student", 2), ("tool", 3), ("student", 1)]
 """Positions 3, 4 and 8 of a prompt of 3 tokens are sampled."""

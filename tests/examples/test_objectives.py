@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.load import load_config
-from async_opd.core.preflight import preflight
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "objectives").glob("*.yaml"))
 QUICKSTART = EXAMPLES[0].parents[1] / "quickstart.yaml"

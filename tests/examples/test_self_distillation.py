@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.core.load import load_config
-from async_opd.core.preflight import preflight
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
 from tests.cluster.test_run import Run, Running
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "self_distillation.yaml"

@@ -16,21 +16,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import run as run_module
-from async_opd.core.checkpoint import CONFIG, CUT, MANIFEST, Checkpoints, _entry, _Manifest
-from async_opd.core.cut import Cut
+from async_opd.accounting.cut import Cut
+from async_opd.accounting.ledger import LedgerState
+from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.store import CONFIG, CUT, MANIFEST, Checkpoints, _entry, _Manifest
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
 from async_opd.core.errors import CheckpointError
-from async_opd.core.ledger import LedgerState
-from async_opd.core.load import load_config
-from async_opd.core.preflight import preflight
-from async_opd.core.resume import identity
 from tests.conftest import make_sample
 from tests.fuzz.command import Said, bounded, command, good, written
 from tests.fuzz.conftest import examples
-from trainer.checkpoint import SCORED, STATE, TrainerState, read_state, write_state
+from trainer.saving.state import SCORED_FILE, STATE_FILE, TrainerState, read_state, write_state
 
 pytestmark = pytest.mark.slow
 
-FILES = st.sampled_from([CUT, CONFIG, MANIFEST, STATE, SCORED])
+FILES = st.sampled_from([CUT, CONFIG, MANIFEST, STATE_FILE, SCORED_FILE])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
@@ -219,7 +219,7 @@ def test_the_smallest_count_too_many_is_refused(
 
 @examples(40)
 @given(
-    name=st.sampled_from([STATE, SCORED]),
+    name=st.sampled_from([STATE_FILE, SCORED_FILE]),
     at=st.integers(0, 3000),
     length=st.integers(0, 20),
     new=st.binary(max_size=20),

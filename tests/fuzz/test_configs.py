@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.schema import keys_below
+from async_opd.config.keys import keys_below
 from tests.fuzz.command import checked, command, good, written
 from tests.fuzz.conftest import examples
 

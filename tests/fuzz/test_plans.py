@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.load import dump_config, load_config
+from async_opd.config.load import dump_config, load_config
 from tests.fuzz.command import command, good, written
 from tests.fuzz.conftest import examples
 

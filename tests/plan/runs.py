@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.yaml_text import dump_yaml
+from async_opd.config.yaml_text import dump_yaml
 
 BATCH, LENGTH, PROMPT = 32, 100, 20
 CONFIG: dict[str, Any] = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from async_opd.plan.setting import RolloutPool, Setting, TeacherPool, TrainerPool
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec, TrainerPoolSpec
 
 LENGTH, PROMPT = 100, 20
 
@@ -31,9 +31,9 @@ def setting(
         staleness_threshold=2.0,
         lengths=Lengths(LENGTH, sigma, 1000),
         prompt_tokens=PROMPT,
-        rollout=RolloutPool(replicas, 1, DecodeSpeed(slots, 0.01, 0.0), slots, n),
-        teachers=(TeacherPool("a", 1, 1, ScoreSpeed(32, 0.0, teacher_tokens_per_s), 1.0),),
-        train=TrainerPool(1, TrainSpeed(0.0, train_tokens_per_s, snapshot_s, sync_s), 0.9),
+        rollout=RolloutPoolSpec(replicas, 1, DecodeSpeed(slots, 0.01, 0.0), slots, n),
+        teachers=(TeacherPoolSpec("a", 1, 1, ScoreSpeed(32, 0.0, teacher_tokens_per_s), 1.0),),
+        train=TrainerPoolSpec(1, TrainSpeed(0.0, train_tokens_per_s, snapshot_s, sync_s), 0.9),
         queue_samples=100_000,
     )
     return replace(plain, **others)

@@ -7,9 +7,9 @@ from statistics import fmean
 
 import pytest
 
-from async_opd.plan.setting import Setting, TeacherPool
-from async_opd.plan.simulation import simulate
-from async_opd.plan.speeds import ScoreSpeed
+from async_opd.plan.measure.speeds import ScoreSpeed
+from async_opd.plan.setting import Setting, TeacherPoolSpec
+from async_opd.plan.sim.simulation import simulate
 from tests.plan.settings import setting
 from tests.plan.virtual import Seen, run_pipeline, run_virtually
 
@@ -23,7 +23,7 @@ BALANCED = setting(
     batch_size=32,
     sync_steps=4,
     staleness_threshold=1.0,
-    teachers=(TeacherPool("a", 2, 1, ScoreSpeed(8, 0.05, 2000.0), 1.0),),
+    teachers=(TeacherPoolSpec("a", 2, 1, ScoreSpeed(8, 0.05, 2000.0), 1.0),),
     train_tokens_per_s=4000.0,
     snapshot_s=0.2,
     sync_s=0.2,
@@ -39,8 +39,8 @@ CASES = {
     "two teachers": replace(
         BALANCED,
         teachers=(
-            TeacherPool("a", 1, 1, ScoreSpeed(8, 0.05, 2000.0), 0.5),
-            TeacherPool("b", 1, 1, ScoreSpeed(8, 0.02, 3000.0), 0.5),
+            TeacherPoolSpec("a", 1, 1, ScoreSpeed(8, 0.05, 2000.0), 0.5),
+            TeacherPoolSpec("b", 1, 1, ScoreSpeed(8, 0.02, 3000.0), 0.5),
         ),
     ),
     "slow trainer": replace(

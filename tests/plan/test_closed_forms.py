@@ -7,10 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_opd.plan.population import draw
-from async_opd.plan.setting import RolloutPool, TeacherPool, mean_length
-from async_opd.plan.simulation import simulate
-from async_opd.plan.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from async_opd.plan.setting import RolloutPoolSpec, TeacherPoolSpec, mean_length
+from async_opd.plan.sim.population import draw
+from async_opd.plan.sim.simulation import simulate
 from tests.plan.settings import LENGTH, PROMPT, setting
 
 TOKENS = LENGTH + PROMPT
@@ -23,7 +23,7 @@ def test_when_rollouts_are_slowest_every_slot_decodes_all_the_time() -> None:
 
 
 def test_a_step_that_grows_with_its_requests_has_the_length_of_a_full_one() -> None:
-    pool = RolloutPool(2, 1, DecodeSpeed(16, 0.01, 0.001), 16, 1)
+    pool = RolloutPoolSpec(2, 1, DecodeSpeed(16, 0.01, 0.001), 16, 1)
     found = simulate(setting(rollout=pool), endless=True)
     assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.026), rel=0.01)
 
@@ -45,14 +45,14 @@ def test_when_the_teacher_is_slowest_it_never_waits() -> None:
 
 
 def test_the_overhead_of_a_teacher_is_shared_by_full_batches() -> None:
-    teacher = TeacherPool("a", 1, 1, ScoreSpeed(8, 0.5, 1e6), 1.0)
+    teacher = TeacherPoolSpec("a", 1, 1, ScoreSpeed(8, 0.5, 1e6), 1.0)
     found = simulate(setting(teachers=(teacher,), steps=200), endless=True)
     assert found.samples_per_s == pytest.approx(8 / (0.5 + 8 * TOKENS / 1e6), rel=0.01)
 
 
 def test_the_teacher_with_the_larger_share_is_the_limit() -> None:
     teachers = tuple(
-        TeacherPool(name, 1, 1, ScoreSpeed(8, 0.0, 1000.0), share)
+        TeacherPoolSpec(name, 1, 1, ScoreSpeed(8, 0.0, 1000.0), share)
         for name, share in (("a", 0.8), ("b", 0.2))
     )
     found = simulate(setting(teachers=teachers, steps=600), endless=True)

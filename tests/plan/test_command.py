@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from async_opd.cli import main
-from async_opd.core.yaml_text import dump_yaml
+from async_opd.config.yaml_text import dump_yaml
 from tests.plan.runs import CONFIG, write_run
 
 QUICKSTART = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.config.plan import PlanConfig
 from async_opd.core.errors import ConfigError
-from async_opd.core.plan_config import PlanConfig
-from async_opd.plan.fit import batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.inputs import setting_of
-from async_opd.plan.measured import MeasuredRun, read_run
-from async_opd.plan.population import draw
-from async_opd.plan.simulation import simulate
-from async_opd.plan.speeds import Lengths
+from async_opd.plan.measure.fit import batches_and_tokens, fixed_and_slope, lengths_of
+from async_opd.plan.measure.measured import MeasuredRun, read_run
+from async_opd.plan.measure.speeds import Lengths
+from async_opd.plan.sim.population import draw
+from async_opd.plan.sim.simulation import simulate
 from tests.plan.runs import BATCH, line, write_run
 
 

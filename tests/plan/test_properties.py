@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.plan.scale import enlarged, shrunk
-from async_opd.plan.setting import RolloutPool, Setting, TeacherPool
-from async_opd.plan.simulation import World, predict, simulate
-from async_opd.plan.speeds import DecodeSpeed, ScoreSpeed
+from async_opd.plan.measure.speeds import DecodeSpeed, ScoreSpeed
+from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
+from async_opd.plan.sim.scale import enlarged, shrunk
+from async_opd.plan.sim.simulation import SimulatedRun, predict, simulate
 from tests.plan.settings import setting
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def cases(draw: st.DrawFn) -> Setting:
     n = draw(st.sampled_from([1, 2, 4]))
     count = draw(st.integers(1, 3))
     teachers = tuple(
-        TeacherPool(
+        TeacherPoolSpec(
             str(index),
             draw(st.integers(1, 3)),
             1,
@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> Setting:
         train_tokens_per_s=draw(st.sampled_from([1000.0, 10_000.0])),
         snapshot_s=draw(st.sampled_from([0.0, 0.2])),
         sync_s=draw(st.sampled_from([0.0, 0.5])),
-        rollout=RolloutPool(
+        rollout=RolloutPoolSpec(
             draw(st.integers(1, 4)),
             1,
             DecodeSpeed(draw(st.integers(1, 9)), 0.01, 0.001),
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn) -> Setting:
     )
 
 
-def trained(world: World) -> list[tuple[int, int]]:
+def trained(world: SimulatedRun) -> list[tuple[int, int]]:
     """Runs it; (sample, its staleness) in the order of training."""
     seen: list[tuple[int, int]] = []
     train = world.training._train
@@ -81,7 +81,7 @@ def trained(world: World) -> list[tuple[int, int]]:
 @settings(deadline=None, max_examples=150)
 @given(case=cases())
 def test_every_admitted_sample_is_trained_once_and_the_run_ends(case: Setting) -> None:
-    seen = trained(World(case, seed=0, endless=False))
+    seen = trained(SimulatedRun(case, seed=0, endless=False))
     assert Counter(sample for sample, _ in seen) == Counter(range(case.steps * case.batch_size))
 
 
@@ -89,7 +89,7 @@ def test_every_admitted_sample_is_trained_once_and_the_run_ends(case: Setting) -
 @given(case=cases())
 def test_the_budget_bounds_the_samples_of_each_version(case: Setting) -> None:
     case = replace(case, max_version_lag=None, rolling=False)
-    world = World(case, seed=0, endless=False)
+    world = SimulatedRun(case, seed=0, endless=False)
     trained(world)
     oldest = world.population.oldest[: world.admission.admitted]
     per_version = case.sync_steps * case.batch_size
@@ -101,7 +101,7 @@ def test_the_budget_bounds_the_samples_of_each_version(case: Setting) -> None:
 @settings(deadline=None, max_examples=60)
 @given(case=cases(), lag=st.integers(0, 2))
 def test_nothing_staler_than_the_hard_bound_is_trained(case: Setting, lag: int) -> None:
-    seen = trained(World(replace(case, max_version_lag=lag), seed=0, endless=False))
+    seen = trained(SimulatedRun(replace(case, max_version_lag=lag), seed=0, endless=False))
     assert max(staleness for _, staleness in seen) <= lag
 
 
@@ -109,7 +109,9 @@ def test_nothing_staler_than_the_hard_bound_is_trained(case: Setting, lag: int) 
 @given(case=cases())
 def test_on_policy_nothing_is_stale(case: Setting) -> None:
     case = replace(case, staleness_threshold=0.0, sync_steps=1)
-    assert all(staleness == 0 for _, staleness in trained(World(case, seed=0, endless=False)))
+    assert all(
+        staleness == 0 for _, staleness in trained(SimulatedRun(case, seed=0, endless=False))
+    )
 
 
 @settings(deadline=None, max_examples=40)
@@ -146,7 +148,7 @@ def test_a_smaller_scale_predicts_the_same() -> None:
         sigma=1.0,
         batch_size=2400,
         steps=24,
-        teachers=(TeacherPool("a", 40, 1, ScoreSpeed(8, 0.05, 20_000.0), 1.0),),
+        teachers=(TeacherPoolSpec("a", 40, 1, ScoreSpeed(8, 0.05, 20_000.0), 1.0),),
         train_tokens_per_s=400_000.0,
         sync_s=0.5,
     )
@@ -173,7 +175,7 @@ def test_two_thousand_replicas_are_a_matter_of_seconds() -> None:
         sync_steps=4,
         staleness_threshold=2.0,
         steps=24,
-        teachers=(TeacherPool("a", 100, 1, ScoreSpeed(64, 0.05, 2e5), 1.0),),
+        teachers=(TeacherPoolSpec("a", 100, 1, ScoreSpeed(64, 0.05, 2e5), 1.0),),
         train_tokens_per_s=1e7,
         queue_samples=10**6,
     )

@@ -15,20 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.core.config import RunConfig
-from async_opd.core.queue import MessageQueue
+from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import PROMPTS, SamplingSpec, StageReport, StepReport, topics
-from async_opd.core.weight_sync import BroadcastSync
-from async_opd.core.weights import Rendezvous, WeightMeta
 from async_opd.pipeline import Pipeline
+from async_opd.plan.measure.speeds import TrainSpeed
 from async_opd.plan.setting import Setting
-from async_opd.plan.speeds import TrainSpeed
+from async_opd.queue.message_queue import MessageQueue
+from async_opd.weight_sync.coordinator import BroadcastSync
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.replicas import SimulatedStudent, SimulatedTeacher
-from rollouter.rollouter import RollouterStage
 from rollouter.spec import StudentEngineSpec
-from teachers.scorer import ScorerStage
-from trainer.intake import Intake
+from rollouter.stage import RollouterStage
+from teachers.stage import ScorerStage
+from trainer.batcher import Batcher
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
@@ -64,20 +64,20 @@ def run_virtually(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 class Trainer:
-    """The real intake; a step and a snapshot only take time."""
+    """The real batcher; a step and a snapshot only take time."""
 
-    def __init__(self, intake: Intake, speed: TrainSpeed) -> None:
+    def __init__(self, batcher: Batcher, speed: TrainSpeed) -> None:
         self.ends: list[float] = []
         self.staleness: list[tuple[int, ...]] = []
-        self._intake = intake
+        self._batcher = batcher
         self._speed = speed
         self._version = 0
 
     async def step(self) -> StepReport:
-        taken = await self._intake.take(self._version)
+        taken = await self._batcher.take(self._version)
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         await asyncio.sleep(self._speed.seconds(sum(h.tokens for h in taken.headers)))
-        await self._intake.done()
+        await self._batcher.done()
         self.ends.append(asyncio.get_running_loop().time())
         self.staleness.append(staleness)
         return StepReport(len(self.ends), taken.headers, staleness, {}, taken.requeued)
@@ -87,11 +87,11 @@ class Trainer:
         self._version = version
         return WeightMeta((), (), (), ())
 
-    async def open(self, wave: int, world_size: int) -> Rendezvous:
+    async def open(self, group: int, world_size: int) -> Rendezvous:
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
-    async def connect(self, wave: int) -> None: ...
-    async def send(self, wave: int) -> None: ...
+    async def connect(self, group: int) -> None: ...
+    async def send(self, group: int) -> None: ...
 
     async def report(self) -> StageReport:
         return StageReport()
@@ -149,8 +149,8 @@ async def run_pipeline(setting: Setting, run: int = 0) -> Seen:
 def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     names = tuple(teacher.name for teacher in setting.teachers)
     queue = MessageQueue(topics(names), setting.queue_samples, 1 << 40, 1e9, kept=(PROMPTS,))
-    intake = Intake(queue, batch_size=setting.batch_size, max_version_lag=setting.max_version_lag)
-    trainer = Trainer(intake, setting.train.speed)
+    batcher = Batcher(queue, batch_size=setting.batch_size, max_version_lag=setting.max_version_lag)
+    trainer = Trainer(batcher, setting.train.speed)
     students = _students(setting, queue, run)
     sync: Any = BroadcastSync(
         trainer,  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
         scorer=scorer,
         trainer=trainer,
         sync=sync,
-        keep=_nothing_dies,
+        supervise=_nothing_dies,
     )
     prompts = Prompts(names, round(setting.prompt_tokens), random.Random(run))
     return trainer, Pipeline(_config(setting), parts, prompts, None, Log())

@@ -16,7 +16,7 @@ async def settle() -> None:
 
 
 async def hold(slots: Slots, release: asyncio.Event) -> None:
-    async with slots.turn():
+    async with slots.reserve():
         await release.wait()
 
 
@@ -124,4 +124,4 @@ def test_the_limit_settles_at_what_the_engine_holds(
         waiting = limit.limit - running
         limit.observe(EngineLoad(running, waiting, 0, running / capacity))
     held = min(max_num_seqs, capacity)
-    assert 0.85 * held - 1 <= limit.limit <= limit.most
+    assert 0.85 * held - 1 <= limit.limit <= limit.max_limit

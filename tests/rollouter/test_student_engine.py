@@ -20,7 +20,7 @@ import pytest
 
 from async_opd.core.errors import WeightSyncError
 from async_opd.core.samples import Group, Prompt
-from async_opd.core.weights import chunk_plan
+from async_opd.weight_sync.layout import chunk_plan
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
 pytestmark = pytest.mark.engine
@@ -78,17 +78,17 @@ class Sender:
     def __init__(self, publisher: Any) -> None:
         self.publisher = publisher
 
-    async def open(self, wave: int, world_size: int) -> Any:
-        return self.publisher.open(wave, world_size)
+    async def open(self, group: int, world_size: int) -> Any:
+        return self.publisher.open(group, world_size)
 
-    async def connect(self, wave: int) -> None:
-        await asyncio.to_thread(self.publisher.connect, wave)
+    async def connect(self, group: int) -> None:
+        await asyncio.to_thread(self.publisher.connect, group)
 
     async def snapshot(self, version: int) -> Any:
         return self.publisher.snapshot()
 
-    async def send(self, wave: int) -> None:
-        await asyncio.to_thread(self.publisher.send, wave)
+    async def send(self, group: int) -> None:
+        await asyncio.to_thread(self.publisher.send, group)
 
 
 class World:
@@ -98,12 +98,12 @@ class World:
         import torch
         from transformers import AutoModelForCausalLM
 
-        from async_opd.core.queue import MessageQueue
         from async_opd.core.stages import SamplingSpec
-        from async_opd.core.weight_sync import BroadcastSync
+        from async_opd.queue.message_queue import MessageQueue
+        from async_opd.weight_sync.coordinator import BroadcastSync
         from rollouter.replica import StudentReplica
         from rollouter.spec import StudentEngineSpec
-        from trainer.publish import GlooTransport, Publisher
+        from trainer.publisher import GlooTransport, Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
@@ -134,7 +134,7 @@ class World:
 
     async def transfer_that_breaks_off(self) -> tuple[str, float]:
         """Its error, and the engine's distance from its old weights. The new ones stay behind."""
-        from trainer.publish import _pack
+        from trainer.publisher import _pack
 
         old = copy.deepcopy(self.model)
         for parameter in self.model.parameters():
@@ -192,13 +192,13 @@ class World:
 
     async def refused(self) -> dict[str, str]:
         """What becomes of prompts that are longer than the model, or have no such token."""
-        from async_opd.core.batch import Batch, unpack_lost
+        from async_opd.core.batch import Batch, unpack_dead_letters
 
         wrong = {"long": np.full(5000, 5, np.int32), "foreign": np.array([10**6], np.int32)}
         groups = (Group(Prompt(uid, "sort", "sort", ids), (0,)) for uid, ids in wrong.items())
         await self.queue.put("prompts", Batch.pack(groups))
         lease = await self.queue.get("dead", 8, 2)
-        return {lost.header.uid: lost.reason for lost in unpack_lost(lease.batches)}
+        return {lost.header.uid: lost.reason for lost in unpack_dead_letters(lease.batches)}
 
     async def error(self) -> float:
         """Largest difference between the engine's log-probabilities and transformers'."""
@@ -266,7 +266,7 @@ async def scenario(path: Path) -> Seen:
         many = await w.replica.generate(prompts(16), tempered)
         seen.order = [rollout.uid for rollout in many]
         seen.without_topk = all(rollout.topk_ids is None for rollout in many)
-        feed = asyncio.create_task(w.replica.run())
+        worker = asyncio.create_task(w.replica.run())
         seen.topk = await w.topk()
         seen.refused = await asyncio.wait_for(w.refused(), 60)
         for name, parameter in w.model.named_parameters():
@@ -293,7 +293,7 @@ async def scenario(path: Path) -> Seen:
                 if any(r.version_spans[-1].version == w.version for r in rollouts)
                 else 0.0
             )
-        feed.cancel()
+        worker.cancel()
         seen.broken_off = await w.transfer_that_breaks_off()
         await w.push()
         seen.made_again = await w.error()
@@ -419,8 +419,8 @@ class Cramped:
 @pytest.fixture(scope="module")
 def cramped() -> Cramped:
     from async_opd.core.batch import Batch
-    from async_opd.core.queue import MessageQueue
     from async_opd.core.stages import SamplingSpec
+    from async_opd.queue.message_queue import MessageQueue
     from rollouter.replica import StudentReplica
     from rollouter.spec import StudentEngineSpec
 
@@ -432,13 +432,13 @@ def cramped() -> Cramped:
         replica = StudentReplica(StudentEngineSpec("s", small, sampling, (), "gloo"), queue)
         try:
             await replica.ready()
-            feed = asyncio.create_task(replica.run())
+            worker = asyncio.create_task(replica.run())
             await queue.put("prompts", Batch.pack(Group(p, (0,)) for p in prompts(160)))
             for _ in range(4):
                 lease = await asyncio.wait_for(queue.get("rollouts/sort", 40, 40), 120)
                 seen.finished += len(lease)
                 seen.limits.append((await replica.report()).gauges["limit"])
-            feed.cancel()
+            worker.cancel()
         finally:
             await replica.shutdown()
         return seen

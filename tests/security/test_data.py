@@ -9,11 +9,11 @@ from threading import Thread
 
 import pytest
 
-from async_opd.core.config import DataConfig, FileSource
-from async_opd.core.graders import has_verifier, load_grader
-from async_opd.core.nesting import DEEPEST
+from async_opd.config.run_config import DataConfig, FileSource
+from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import Row
-from async_opd.core.sources import SourceError, read_source
+from async_opd.data.sources import SourceError, read_source
+from async_opd.grading.graders import has_verifier, load_grader
 from tests.fuzz.command import checked, good, written
 from tests.security.hostile_data import GOOD, MANY, hostile_folder, lines, state
 
@@ -71,14 +71,14 @@ def test_names_of_files_that_are_none(tmp_path: Path, names: list[str]) -> None:
 
 
 def test_a_row_that_is_too_deep_is_refused_with_its_number(hostile: Path) -> None:
-    with pytest.raises(SourceError, match=f"more than {DEEPEST} values inside") as caught:
+    with pytest.raises(SourceError, match=f"more than {MAX_DEPTH} values inside") as caught:
         read(hostile / "deep.jsonl")
     assert caught.value.row == 2
 
 
 def test_a_row_as_deep_as_allowed_is_read(tmp_path: Path) -> None:
     deep: list[object] = []
-    for _ in range(DEEPEST - 2):
+    for _ in range(MAX_DEPTH - 2):
         deep = [deep]
     lines(tmp_path / "a.jsonl", [{**GOOD, "x": deep}])
     assert len(read(tmp_path / "a.jsonl")) == 1
@@ -91,7 +91,7 @@ def test_a_row_that_is_too_large_is_refused_with_its_number(hostile: Path) -> No
 
 
 def test_a_small_file_does_not_become_much_memory_at_once(hostile: Path) -> None:
-    from async_opd.core.arrow_rows import parquet_rows
+    from async_opd.data.arrow_rows import parquet_rows
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert sum(len(row["long"]) for row in parquet_rows(hostile / "repeated.parquet")) == MANY << 20
@@ -132,7 +132,7 @@ def test_a_long_value_of_many_rows_is_not_held_once_for_each(tmp_path: Path, sto
     import pyarrow
     import pyarrow.parquet
 
-    from async_opd.core.arrow_rows import parquet_rows
+    from async_opd.data.arrow_rows import parquet_rows
 
     places = pyarrow.array([0] * 64, pyarrow.int32())
     values = pyarrow.DictionaryArray.from_arrays(places, pyarrow.array(["x" * (8 << 20)]))

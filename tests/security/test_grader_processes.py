@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from async_opd.config.load import load_config
 from async_opd.core.errors import StageError
-from async_opd.core.graders import GradeError
-from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.load import load_config
 from async_opd.core.row import Row
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.graders import GradeError
 
 ROOT = Path(__file__).parents[2]
 MODULE = """
@@ -228,7 +228,7 @@ def test_every_process_of_a_run_leaves_the_working_directory_out(
 ) -> None:
     import ray
 
-    from async_opd.cluster.host import Remote
+    from async_opd.cluster.actor_shell import Remote
 
     seen: list[dict[str, str]] = []
 
@@ -242,7 +242,7 @@ def test_every_process_of_a_run_leaves_the_working_directory_out(
 
     monkeypatch.setattr(ray, "remote", lambda kind: Handle())
     Remote.create("x", timeout_s=1)
-    assert seen == [{"ASYNC_OPD_BOX": "x", "PYTHONSAFEPATH": "1"}]
+    assert seen == [{"ASYNC_OPD_ACTOR": "x", "PYTHONSAFEPATH": "1"}]
 
 
 def test_graders_need_no_event_loop_to_be_closed() -> None:

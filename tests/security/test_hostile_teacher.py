@@ -13,14 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.config.load import load_config
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from async_opd.core.load import load_config
 from async_opd.core.stages import SamplingSpec
-from teachers.endpoint import EndpointReplica
-from teachers.endpoint_api import Most
-from teachers.endpoint_check import check_endpoints
-from teachers.endpoint_spec import EndpointSpec
+from teachers.endpoint.api import AnswerLimits
+from teachers.endpoint.check import check_endpoints
+from teachers.endpoint.replica import EndpointReplica
+from teachers.endpoint.spec import EndpointSpec
 from tests.conftest import make_prompt, make_rollout
 from tests.security.hostile_teacher import Hostile, bomb, completion, deep, serving
 
@@ -74,7 +74,7 @@ async def test_an_answer_as_it_should_be_is_taken() -> None:
 
 async def test_an_answer_is_bounded_by_its_tokens_times_k() -> None:
     server = Hostile(b" " * 4096, endless=True)
-    most = Most.of(7, 2).nbytes
+    most = AnswerLimits.of(7, 2).nbytes
     assert most < (1 << 20) + 256 * 7 * 4
     with pytest.raises(StageError, match=f"more than {most} bytes"):
         await scored(server)

@@ -9,12 +9,9 @@ from typing import Any
 import pytest
 
 from async_opd.cli import main
-from async_opd.core.config import GradingConfig
-from async_opd.core.errors import ConfigError, StageError
-from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.load import load_config
-from async_opd.core.row import Row
-from async_opd.core.secrets import (
+from async_opd.config.load import load_config
+from async_opd.config.run_config import GradingConfig
+from async_opd.config.secrets import (
     HIDDEN,
     Redactor,
     looks_like_a_variable,
@@ -24,8 +21,11 @@ from async_opd.core.secrets import (
     without_secret_variables,
     without_secrets,
 )
-from teachers.endpoint import EndpointReplica
-from teachers.endpoint_spec import endpoint_spec
+from async_opd.core.errors import ConfigError, StageError
+from async_opd.core.row import Row
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from teachers.endpoint.replica import EndpointReplica
+from teachers.endpoint.spec import endpoint_spec
 from tests.fuzz.command import STUDENT, command, good, written
 
 HEX = "0123456789abcdef0123456789abcdef01234567"

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import ray
 
-from async_opd.cluster import host
-from async_opd.cluster.host import LOG_BYTES, MOST_LETTERS, Remote, last_words
+from async_opd.cluster import actor_shell as host
+from async_opd.cluster.actor_shell import LOG_BYTES, MAX_LINE_CHARACTERS, Remote, last_error_lines
 from async_opd.core.errors import EngineStartError, StageError
 
 NAME = "worker-0a-01000000-77"
@@ -31,21 +31,21 @@ def logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_last_errors_of_a_process_are_its_last_words(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("all is well\nMemoryError: none left\n")
     (logs / "worker-0a-01000000-78.err").write_text("an error of another process\n")
-    assert last_words(77) == "      MemoryError: none left"
+    assert last_error_lines(77) == "      MemoryError: none left"
 
 
 def test_a_link_is_not_followed(logs: Path, tmp_path: Path) -> None:
     (tmp_path / "private").write_text("the error password\n")
     (logs / f"{NAME}.err").symlink_to(tmp_path / "private")
-    assert "is a symbolic link" in last_words(77)
-    assert "password" not in last_words(77)
+    assert "is a symbolic link" in last_error_lines(77)
+    assert "password" not in last_error_lines(77)
 
 
 def test_a_pipe_is_not_waited_for(logs: Path) -> None:
     os.mkfifo(logs / f"{NAME}.err")
     (logs / f"{NAME}.out").write_text("error: of its own\n")
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(last_words(77)), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(last_error_lines(77)), daemon=True)
     thread.start()
     thread.join(10)
     assert "is no regular file" in found[0]
@@ -58,12 +58,12 @@ def test_of_a_log_without_end_the_end_is_read(logs: Path) -> None:
         file.truncate(1 << 40)
         file.seek(0, os.SEEK_END)
         file.write(b"\nerror at the end\n")
-    assert last_words(77) == "      error at the end"
+    assert last_error_lines(77) == "      error at the end"
 
 
 def test_of_a_line_without_end_the_start_is_shown(logs: Path) -> None:
     (logs / f"{NAME}.err").write_text("error " + "x" * (LOG_BYTES // 2))
-    assert len(last_words(77)) < MOST_LETTERS + 10
+    assert len(last_error_lines(77)) < MAX_LINE_CHARACTERS + 10
 
 
 async def test_the_event_loop_does_not_wait_for_logs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ async def test_the_event_loop_does_not_wait_for_logs(monkeypatch: pytest.MonkeyP
         return 77
 
     breaks = [True, False]
-    monkeypatch.setattr(host, "last_words", read)
+    monkeypatch.setattr(host, "last_error_lines", read)
     method = SimpleNamespace(remote=str)
     remote = Remote("x", SimpleNamespace(pid=method, build=method), 1)
     monkeypatch.setattr(remote, "_bounded", bounded)

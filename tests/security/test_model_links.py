@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.core.model_links import foreign
+from async_opd.models.own_files import foreign
 from tests.fuzz.command import STUDENT, Said, command, good, written
 from tests.trainer.models import tiny_model
-from trainer.export import save_model
+from trainer.saving.export import save_model
 
 SECRET = "hf_not_yours"
 

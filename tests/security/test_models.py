@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from async_opd.core.engine_args import engine_kwargs
-from async_opd.core.engine_config import EngineConfig
+from async_opd.config.engine import EngineConfig
+from async_opd.config.load import dump_config, load_config
+from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.core.errors import ConfigError
-from async_opd.core.hub import localize, naming_faults
-from async_opd.core.load import dump_config, load_config
-from async_opd.core.special_tokens import SpecialTokens
-from async_opd.core.yaml_text import YamlError, load_yaml
+from async_opd.models.engine_args import engine_kwargs
+from async_opd.models.hub import localize, naming_faults
+from async_opd.models.special_tokens import SpecialTokens
 from tests.fuzz.command import STUDENT, Said, command, good, written
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

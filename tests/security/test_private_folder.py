@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.ray_folder import MOST_BYTES, environment, ray_folder
+from async_opd.cluster.ray_folder import MAX_BYTES, environment, ray_folder
 from async_opd.cluster.session import ray_session
+from async_opd.config.load import load_config
 from async_opd.core.errors import StageError
-from async_opd.core.family import family
-from async_opd.core.grading import GraderSpec
-from async_opd.core.load import load_config
-from async_opd.core.private_folder import (
+from async_opd.files.private_folder import (
     COMPILE_CACHE,
     exposed,
     private_compile_cache,
     temporary_folder,
 )
-from tests.core.test_interruption import is_gone
+from async_opd.grading.grader_pool import GraderSpec
+from async_opd.processes.reaper import process_reaper
+from tests.processes.test_signals import is_gone
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 
@@ -156,7 +156,7 @@ class TestATemporaryFolder:
         long = tmp_path / ("x" * 100)
         long.mkdir()
         monkeypatch.setattr("tempfile.gettempdir", lambda: str(long))
-        folder = temporary_folder("x_", MOST_BYTES)
+        folder = temporary_folder("x_", MAX_BYTES)
         folder.rmdir()
         assert folder.parent == Path(os.path.realpath("/tmp"))
 
@@ -168,9 +168,9 @@ class TestATemporaryFolder:
 KILLED = """
 import sys, tempfile, time
 from pathlib import Path
-from async_opd.core.family import family
+from async_opd.processes.reaper import process_reaper
 
-with family(Path(sys.argv[1])):
+with process_reaper(Path(sys.argv[1])):
     print("there", flush=True)
     time.sleep(60)
 """
@@ -196,7 +196,7 @@ def _child(pid: int) -> int:
 
 
 def test_a_family_that_is_left_leaves_the_directory(tmp_path: Path) -> None:
-    with family(tmp_path):
+    with process_reaper(tmp_path):
         pass
     assert tmp_path.exists()
 
@@ -250,11 +250,11 @@ class TestTheCompilersCache:
         assert COMPILE_CACHE in started[0]["environ"]
 
     def test_is_named_by_an_actor_of_a_joined_cluster_itself(self) -> None:
-        from async_opd.cluster.host import Host
+        from async_opd.cluster.actor_shell import ActorShell
 
         umask = os.umask(0o077)
         try:
-            Host()
+            ActorShell()
         finally:
             os.umask(umask)
         assert COMPILE_CACHE in os.environ

@@ -14,20 +14,20 @@ from typing import Any
 
 import pytest
 
+from async_opd.checks.preflight import preflight
 from async_opd.cluster.session import ray_session
-from async_opd.core.config import RunConfig
-from async_opd.core.engine_args import engine_kwargs
-from async_opd.core.engine_config import EngineConfig
+from async_opd.config.engine import EngineConfig
+from async_opd.config.load import load_config
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError
-from async_opd.core.load import load_config
-from async_opd.core.preflight import preflight
+from async_opd.models.engine_args import engine_kwargs
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"
 STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
 
-UNPICKLERS = {"async_opd/core/batch.py", "async_opd/core/grader_process.py"}
+UNPICKLERS = {"async_opd/core/batch.py", "async_opd/grading/grader_process.py"}
 """Who unpickles: the queue's messages are from our own processes, and what a grader's process is
 asked comes over a socket that only its starter holds."""
 
@@ -98,7 +98,7 @@ def test_a_model_whose_weights_are_a_pickle_is_refused(bombed: Path, tmp_path: P
 def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer.student import load_student
+    from trainer.student.loading import load_student
 
     shutil.copyfile(STUDENT / "model.safetensors", bombed / "adapter.safetensors")
     with pytest.raises(OSError, match="safetensors"):
@@ -109,7 +109,7 @@ def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_pat
 def test_the_trainer_runs_no_code_of_a_model(bombed: Path, tmp_path: Path) -> None:
     import torch
 
-    from trainer.student import load_student
+    from trainer.student.loading import load_student
 
     classes = {"AutoConfig": "code.C", "AutoModelForCausalLM": "code.M"}
     config = {"model_type": "mine", "auto_map": classes}
@@ -172,7 +172,7 @@ def test_code_of_models_is_downloaded_only_where_it_is_asked_for(
 ) -> None:
     import huggingface_hub
 
-    from async_opd.core.hub import localize
+    from async_opd.models.hub import localize
 
     asked: dict[str, list[str]] = {}
 

@@ -10,27 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.core.atomic_file import write_atomically
-from async_opd.core.audit import AuditError, audit
-from async_opd.core.checkpoint import Checkpoints, load
-from async_opd.core.claim import claimed
-from async_opd.core.config import LogConfig, RunConfig
-from async_opd.core.cut import Cut
+from async_opd.accounting.audit import AuditError, audit
+from async_opd.accounting.cut import Cut
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.accounting.ledger import LedgerState
+from async_opd.checkpoint.resume import cut_files
+from async_opd.checkpoint.store import Checkpoints, load
+from async_opd.config.run_config import LogConfig, RunConfig
 from async_opd.core.errors import CheckpointError, StageError
-from async_opd.core.journal import LEDGER, Journal
-from async_opd.core.ledger import LedgerState
-from async_opd.core.resume import cut_files
-from async_opd.core.run_files import private_files, read_bytes, regular_file
-from async_opd.core.runlog import DEAD_LETTERS, METRICS, RunLog
-from async_opd.core.samples import Header, Lost
-from async_opd.core.wandb_run import NAME, WandbRun
-from async_opd.core.wandb_sink import WandbSink
+from async_opd.core.samples import DeadLetter, Header
+from async_opd.files.atomic import write_atomically
+from async_opd.files.safe_open import private_files, read_bytes, regular_file
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
+from async_opd.observability.wandb_run import NAME, WandbRun
+from async_opd.observability.wandb_sink import WandbSink
+from async_opd.processes.run_lock import run_lock
 from async_opd.run import _is_completed
 
 LONGEST_S = 30
 """Of a test: one that waits for a pipe would wait for ever."""
 PRECIOUS = "what must stay as it is\n"
-LETTER = Lost(Header("p/0", 3, 0, 0, "t"), "student", "refused")
+LETTER = DeadLetter(Header("p/0", 3, 0, 0, "t"), "student", "refused")
 CUT = Cut(2, 1, 0, 0, LedgerState((), 2, 0, ()))
 
 Use = Callable[[Path], object]
@@ -193,7 +193,7 @@ def test_a_link_is_no_checkpoint(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_written_to_where_a_link_leads(run_dir: Path, tmp_path: Path) -> None:
-    from trainer.export import save_model
+    from trainer.saving.export import save_model
 
     class Model:
         def save_pretrained(self, folder: Path, state_dict: object) -> None:
@@ -219,7 +219,7 @@ def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     before = os.umask(0)
     try:
-        with claimed(folder):
+        with run_lock(folder):
             runs(folder)
             journals(folder)
             commits(folder)

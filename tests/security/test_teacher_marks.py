@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.aside import LARGE
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from teachers.endpoint import EndpointReplica
-from teachers.endpoint_api import Most, Tally
-from teachers.endpoint_spec import EndpointSpec
+from async_opd.core.offload import LARGE
+from teachers.endpoint.api import AnswerCounter, AnswerLimits
+from teachers.endpoint.replica import EndpointReplica
+from teachers.endpoint.spec import EndpointSpec
 from tests.conftest import make_rollout
 from tests.security.hostile_teacher import Hostile, serving
 
@@ -34,12 +34,12 @@ def replica(url: str = "http://x") -> EndpointReplica:
 
 def filled(form: bytes, unit: bytes) -> bytes:
     """As many of them as the bound of bytes has room for."""
-    room = Most.of(TOKENS, TOP_K).nbytes - len(form) - len(unit)
+    room = AnswerLimits.of(TOKENS, TOP_K).nbytes - len(form) - len(unit)
     return form % b",".join([unit] * (room // (len(unit) + 1)))
 
 
 def excess(answer: bytes, top_k: int = TOP_K) -> str | None:
-    return Tally(Most.of(TOKENS, top_k)).excess(answer)
+    return AnswerCounter(AnswerLimits.of(TOKENS, top_k)).excess(answer)
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def excess(answer: bytes, top_k: int = TOP_K) -> str | None:
 )
 def test_many_small_values_within_the_bound_of_bytes_are_too_many(form: bytes, unit: bytes) -> None:
     answer = filled(form, unit)
-    assert len(answer) <= Most.of(TOKENS, TOP_K).nbytes
+    assert len(answer) <= AnswerLimits.of(TOKENS, TOP_K).nbytes
     assert "more than" in str(excess(answer))
 
 
@@ -110,9 +110,9 @@ def test_an_honest_answer_fits_whatever_text_its_tokens_are(
 def test_an_answer_is_counted_in_pieces_as_in_one(answer: bytes, cut: int) -> None:
     marks = answer.count(b"{") + answer.count(b"["), answer.count(b",")
     for less in range(2):
-        tally = Tally(Most(len(answer), marks[0] - less, marks[1]))
+        counter = AnswerCounter(AnswerLimits(len(answer), marks[0] - less, marks[1]))
         pieces = (answer[:cut], answer[cut:])
-        found = [said for said in map(tally.excess, pieces) if said is not None]
+        found = [said for said in map(counter.excess, pieces) if said is not None]
         assert bool(found) == bool(less)
 
 
@@ -132,5 +132,5 @@ async def test_large_answers_are_read_one_at_a_time() -> None:
             running -= 1
 
     async with asyncio.timeout(BOUND_S):
-        await asyncio.gather(*[asked._read_aside(LARGE, reading) for _ in range(4)])
+        await asyncio.gather(*[asked._read_offloaded(LARGE, reading) for _ in range(4)])
     assert most == 1

@@ -15,19 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import cli
-from async_opd.core.board import Board
-from async_opd.core.console import LiveConsole, PlainConsole, terminal_on
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.core.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
-from async_opd.core.graders import GradeError
-from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.outlet import outlet_on
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.row import Row
-from async_opd.core.runlog import RunLog
-from async_opd.core.samples import Header, Lost
-from async_opd.core.sink import Sink
-from tests.core.test_runlog import config
+from async_opd.core.samples import DeadLetter, Header
+from async_opd.grading.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.graders import GradeError
+from async_opd.observability.console import LiveConsole, PlainConsole, terminal_on
+from async_opd.observability.console_state import Dashboard
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Sink
+from async_opd.processes.output import nonblocking
+from tests.observability.test_run_log import config
 
 TITLE = "\x1b]0;owned\x07"
 CLEAR = "\x1b[2J"
@@ -75,9 +75,9 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 def outputs(run_dir: Path, use: Any) -> dict[str, str]:
     """What a run that is used so leaves in run.log and on both consoles."""
     plain, live = io.StringIO(), io.StringIO()
-    board = Board(config())
-    display = LiveConsole(board, live)
-    sinks: list[Sink] = [PlainConsole(Board(config()), plain), display]
+    dashboard = Dashboard(config())
+    display = LiveConsole(dashboard, live)
+    sinks: list[Sink] = [PlainConsole(Dashboard(config()), plain), display]
     with RunLog(config(), run_dir, sinks=sinks) as log:
         use(log)
         terminal = terminal_on(live, plain=True)
@@ -92,7 +92,7 @@ def metrics(log: RunLog) -> None:
 
 
 def lost(log: RunLog) -> None:
-    log.dead_letter(Lost(Header(HOSTILE, 1, 1, 0, "t"), "grader", HOSTILE))
+    log.dead_letter(DeadLetter(Header(HOSTILE, 1, 1, 0, "t"), "grader", HOSTILE))
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ class TestWhatAGraderWrites:
     async def test_may_be_read_by_nobody(self) -> None:
         ours, theirs = os.pipe()
         with os.fdopen(theirs, "w") as file:
-            output = GraderOutput(outlet_on(file))
+            output = GraderOutput(nonblocking(file))
             for _ in range(100):
                 output.renew()
                 os.write(output.writer, b"x" * READ_BYTES)

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from async_opd.core.config import DataConfig, ReasoningGymSource, RunConfig
-from async_opd.core.graders import GradeError
-from async_opd.core.grading import Graders, GraderSpec
-from async_opd.core.load import load_config
-from async_opd.core.preflight import preflight
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
+from async_opd.config.run_config import DataConfig, ReasoningGymSource, RunConfig
 from async_opd.core.row import Row
-from async_opd.core.sources import read_source
-from async_opd.core.verifiers import SAFE_TASKS
+from async_opd.data.sources import read_source
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.graders import GradeError
+from async_opd.grading.verifiers import SAFE_TASKS
 from tests.security.evaluating import evaluations
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

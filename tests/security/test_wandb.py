@@ -17,8 +17,8 @@ KEY = "f" * 40
 START = """
 import os, sys
 from pathlib import Path
-from async_opd.core import wandb_sink
-from tests.core.test_wandb_sink import config
+from async_opd.observability import wandb_sink
+from tests.observability.test_wandb_sink import config
 wandb_sink.INIT_TIMEOUT_S = 5.0
 wanted = config()
 log = wanted.log.model_copy(update={"wandb": sys.argv[1]})

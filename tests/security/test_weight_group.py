@@ -19,18 +19,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import async_opd.core.meeting as meetings
-from async_opd.cluster.boxes import Boxes, Factories
-from async_opd.cluster.host import Remote
-from async_opd.core.config import RunConfig
-from async_opd.core.engine_args import LOOPBACK
+import async_opd.weight_sync.rendezvous as meetings
+from async_opd.cluster.actor_factory import ActorFactory, Factories
+from async_opd.cluster.actor_shell import Remote
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError, WeightSyncError
-from async_opd.core.gloo_group import Member, gloo_group
-from async_opd.core.meeting import Meeting, Visit, new_secret, proofs, proofs_for
-from async_opd.core.weights import Rendezvous, WeightMeta
+from async_opd.models.engine_args import LOOPBACK
+from async_opd.weight_sync.gloo_group import GroupMember, gloo_group
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from async_opd.weight_sync.rendezvous import (
+    RendezvousClient,
+    RendezvousServer,
+    new_secret,
+    tags_expected,
+    tags_sent,
+)
 from benchmarks.local_ranks import in_processes
-from rollouter.nccl_transport import NcclTransport, nccl_info
-from trainer.publish import GlooTransport, Publisher
+from rollouter.transports.nccl import NcclTransport, nccl_info
+from trainer.publisher import GlooTransport, Publisher
 
 HERE = "127.0.0.1"
 BOUND_S = 20.0
@@ -63,8 +69,8 @@ def transport() -> Iterator[GlooTransport]:
 
 def joins(at: Rendezvous, rank: int, secret: bytes | None = None) -> Any:
     """What an engine does."""
-    visit = Visit(at.host, at.port, secret or at.secret, BOUND_S)
-    member = Member(rank, at.world_size, visit.address, secret or at.secret, BOUND_S)
+    visit = RendezvousClient(at.host, at.port, secret or at.secret, BOUND_S)
+    member = GroupMember(rank, at.world_size, visit.address, secret or at.secret, BOUND_S)
     try:
         return gloo_group(torch, member, visit)
     finally:
@@ -160,7 +166,7 @@ def test_who_does_not_know_the_secret_reads_no_address(
     said: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
-    meeting = Meeting(HERE, new_secret(), 2, BOUND_S)
+    meeting = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
     meeting.set("0/0", b"an address")
     try:
         heard = told(meeting.port, *said)
@@ -172,7 +178,7 @@ def test_who_does_not_know_the_secret_reads_no_address(
 
 def test_a_proof_that_was_heard_is_no_proof_for_another_visit() -> None:
     secret = new_secret()
-    meeting = Meeting(HERE, secret, 2, BOUND_S)
+    meeting = RendezvousServer(HERE, secret, 2, BOUND_S)
     try:
         heard = told(meeting.port, b"x" * 32, NO_PROOF)
         replayed = told(meeting.port, b"x" * 32, heard[32:64], b'{"key": "k", "value": "00"}\n')
@@ -194,10 +200,10 @@ def test_who_knows_another_secret_does_not_keep_a_member_out(
 
 
 def test_a_sender_that_does_not_know_the_secret_is_not_joined() -> None:
-    stranger = Meeting(HERE, new_secret(), 2, BOUND_S)
+    stranger = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
     try:
         with pytest.raises(WeightSyncError, match="who listens there does not know the secret"):
-            Visit(HERE, stranger.port, new_secret(), BOUND_S)
+            RendezvousClient(HERE, stranger.port, new_secret(), BOUND_S)
     finally:
         stranger.close()
 
@@ -207,8 +213,8 @@ def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
 ) -> None:
     """gloo itself believed it: it came before the member, to the right connection."""
     at = transport.open(3)
-    book = Visit(at.host, at.port, at.secret, BOUND_S)
-    impostor = Member(1, 3, HERE, new_secret(), BOUND_S)
+    book = RendezvousClient(at.host, at.port, at.secret, BOUND_S)
+    impostor = GroupMember(1, 3, HERE, new_secret(), BOUND_S)
     sender, _, honest = together(
         transport.connect,
         lambda: gloo_group(torch, impostor, book),
@@ -223,7 +229,7 @@ def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
 
 
 def test_a_member_that_does_not_come_is_an_error_that_counts_the_strangers() -> None:
-    meeting = Meeting(HERE, new_secret(), 2, BOUND_S)
+    meeting = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
     told(meeting.port, b"x" * 64)
     try:
         with pytest.raises(WeightSyncError, match=r"no '0/1'\), and 1 visitors did not show"):
@@ -251,10 +257,10 @@ def test_every_group_has_a_secret_of_its_own() -> None:
 def test_what_one_rank_says_to_another_is_what_that_one_hears(size: int, data: Any) -> None:
     secret = new_secret()
     rank, other = data.draw(st.permutations(range(size)))[:2]
-    said = proofs(secret, rank, range(size))[32 * other : 32 * (other + 1)]
-    heard = proofs_for(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
+    said = tags_sent(secret, rank, range(size))[32 * other : 32 * (other + 1)]
+    heard = tags_expected(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
     assert said == heard
-    assert said != proofs(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
+    assert said != tags_sent(secret, other, range(size))[32 * rank : 32 * (rank + 1)]
 
 
 # ── NCCL ──────────────────────────────────────────────────────────────────────────────────────
@@ -300,18 +306,18 @@ def test_every_group_of_gpus_has_an_id_of_its_own(nccl: list[Any]) -> None:
 # ── the trainer's ranks, and the processes of a run ───────────────────────────────────────────
 
 
-def meets(seat: Any, *rest: Any) -> str:
-    from trainer.sharding import join
+def meets(spec: Any, *rest: Any) -> str:
+    from trainer.student.sharding import join_mesh
 
     try:
-        join(seat, torch.device("cpu"))
+        join_mesh(spec, torch.device("cpu"))
     except StageError as error:
         return error.cause
     return "met"
 
 
-def stranger(seat: Any) -> Any:
-    meets(replace(seat, secret=b"another"))
+def stranger(spec: Any) -> Any:
+    meets(replace(spec, secret=b"another"))
     return SimpleNamespace()
 
 
@@ -321,8 +327,8 @@ def test_a_stranger_among_the_trainers_ranks_is_found() -> None:
 
 
 def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
-    def follows(seat: Any) -> Any:
-        meets(seat)
+    def follows(spec: Any) -> Any:
+        meets(spec)
         return SimpleNamespace()
 
     assert in_processes(2, meets, follows, 60.0) == "met"
@@ -343,6 +349,6 @@ def test_collectives_of_a_local_run_listen_on_the_loopback(
             "cluster": {"address": address},
         }
     )
-    boxes = Boxes(config, "cpu", (), Factories(), lambda text: None)
-    boxes._create("trainer", env={"OMP_NUM_THREADS": "1"})
+    actor_factory = ActorFactory(config, "cpu", (), Factories(), lambda text: None)
+    actor_factory._create("trainer", env={"OMP_NUM_THREADS": "1"})
     assert seen == [{"OMP_NUM_THREADS": "1", **expected}]

@@ -15,14 +15,14 @@ import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from async_opd.config.run_config import EndpointHealth
 from async_opd.core.batch import Batch
-from async_opd.core.config import EndpointHealth
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
-from teachers.endpoint import EndpointReplica
-from teachers.endpoint_api import SglangApi, VllmApi
-from teachers.endpoint_spec import EndpointSpec
+from teachers.endpoint.api import SglangApi, VllmApi
+from teachers.endpoint.replica import EndpointReplica
+from teachers.endpoint.spec import EndpointSpec
 from teachers.pool import TeacherPool
 from tests.conftest import make_prompt, make_rollout
 from tests.teachers.test_pool import Clock, settle

@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
+from async_opd.config.load import load_config
 from async_opd.core.errors import Problem
-from async_opd.core.load import load_config
-from async_opd.core.text import Text
-from teachers.endpoint_check import check_endpoints
+from async_opd.models.tokenizer import Text
+from teachers.endpoint.check import check_endpoints
 from tests.teachers.test_endpoint import entry, vllm_answer
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.config.run_config import HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.config import HealthConfig
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
 from async_opd.core.stages import SamplingSpec, StageReport
-from teachers.pool import Scored, TeacherPool
-from teachers.replicas import Weights
+from teachers.pool import ScoreResult, TeacherPool
+from teachers.protocols import TeacherWeights
 from tests.conftest import make_prompt, make_rollout
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
@@ -138,7 +138,7 @@ def samples(batch: Batch) -> Batch:
     return Batch.pack(Sample(item, SampledLogprobs(item.rollout_logprobs)) for item in found)
 
 
-def uids(scored: Scored) -> list[str]:
+def uids(scored: ScoreResult) -> list[str]:
     return [header.uid for batch in scored.samples for header in batch.headers]
 
 
@@ -146,11 +146,11 @@ def uids(scored: Scored) -> list[str]:
 async def pool(
     *replicas: Fake,
     rebuild: FakeRebuild | None = None,
-    tell: Callable[[str], None] = lambda text: None,
+    notify: Callable[[str], None] = lambda text: None,
     **health: Any,
 ) -> AsyncIterator[tuple[TeacherPool, Clock]]:
     clock = Clock()
-    made = TeacherPool("t", replicas, HealthConfig(**health), rebuild, tell=tell, timer=clock)
+    made = TeacherPool("t", replicas, HealthConfig(**health), rebuild, notify=notify, timer=clock)
     running = asyncio.create_task(made.run())
     try:
         yield made, clock
@@ -166,7 +166,7 @@ async def test_a_batch_comes_back_as_samples_in_order() -> None:
 
 async def test_an_empty_batch_is_nothing_to_do() -> None:
     async with pool(Fake(dead=True)) as (teacher, _):
-        assert await teacher.score(rollouts()) == Scored()
+        assert await teacher.score(rollouts()) == ScoreResult()
 
 
 async def test_an_empty_response_is_scored_like_any_other() -> None:
@@ -420,7 +420,7 @@ async def test_a_report_has_health_latency_and_agreement() -> None:
 
 async def test_what_becomes_of_replicas_is_told() -> None:
     told: list[str] = []
-    async with pool(Fake(dead=True), rebuild=FakeRebuild(), tell=told.append) as (teacher, _):
+    async with pool(Fake(dead=True), rebuild=FakeRebuild(), notify=told.append) as (teacher, _):
         await teacher.score(rollouts("p/0"))
         assert told == [
             "teacher t/0 ejected: r: its process died",
@@ -497,7 +497,7 @@ async def test_rollouts_of_a_group_go_where_its_prompt_was_prefilled() -> None:
 # ── new weights ────────────────────────────────────────────────────────────────────────────────
 
 
-NEW = Weights(4, "/copies/version_4", 50.0)
+NEW = TeacherWeights(4, "/copies/version_4", 50.0)
 
 
 async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None:

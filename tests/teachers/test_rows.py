@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from teachers import rows as rows_module
-from teachers.rows import Chunk, RowScores, Wanted, logprobs_of
+from teachers.rows import Chunk, RowRequest, RowScores, logprobs_of
 
 VOCABULARY, HIDDEN, K = 11, 4, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -31,15 +31,15 @@ def table(hidden: torch.Tensor) -> torch.Tensor:
     return (hidden.double() @ HEAD.double().T).log_softmax(-1)
 
 
-def wanted(start: int, ids: np.ndarray, top_k: int = 0) -> Wanted:
-    return Wanted(start, len(ids), ids.astype(np.int32).tobytes(), ids.shape[1], top_k)
+def wanted(start: int, ids: np.ndarray, top_k: int = 0) -> RowRequest:
+    return RowRequest(start, len(ids), ids.astype(np.int32).tobytes(), ids.shape[1], top_k)
 
 
-def tempered(ids: np.ndarray, temperature: float) -> Wanted:
+def tempered(ids: np.ndarray, temperature: float) -> RowRequest:
     return replace(wanted(0, ids, K), temperature=temperature)
 
 
-def answer(asked: Wanted) -> torch.Tensor:
+def answer(asked: RowRequest) -> torch.Tensor:
     """What is found in one step with the request's rows alone."""
     scores = scorer()
     scores.add("r", asked)
@@ -121,7 +121,7 @@ def test_a_temperature_keeps_the_order_of_the_best() -> None:
 
 
 def test_hidden_states_know_no_temperature() -> None:
-    assert torch.equal(answer(Wanted(0, 3, temperature=2.0)), states(3))
+    assert torch.equal(answer(RowRequest(0, 3, temperature=2.0)), states(3))
 
 
 def test_requests_of_two_temperatures_may_share_a_step() -> None:
@@ -149,7 +149,7 @@ def test_requests_of_one_step_are_told_apart() -> None:
 def test_requests_of_different_kinds_may_share_a_step() -> None:
     scores, hidden = scorer(), states(4)
     scores.add("a", wanted(0, ids_of(2), K))
-    scores.add("b", Wanted(0, 2))
+    scores.add("b", RowRequest(0, 2))
     found = scores.step(hidden, [Chunk("a", 0, 2, 0), Chunk("b", 0, 2, 2)])
     assert found["a"].shape == (2, 2 + 2 * K + 1)
     torch.testing.assert_close(found["b"], hidden[2:])
@@ -157,7 +157,7 @@ def test_requests_of_different_kinds_may_share_a_step() -> None:
 
 def test_states_of_bfloat16_are_its_bits() -> None:
     scores, hidden = scorer(), states(2).bfloat16()
-    scores.add("r", Wanted(0, 2))
+    scores.add("r", RowRequest(0, 2))
     found = scores.step(hidden, [Chunk("r", 0, 2, 0)])["r"]
     torch.testing.assert_close(found.view(torch.bfloat16), hidden)
 
@@ -239,10 +239,10 @@ def test_aborted_requests_are_forgotten() -> None:
 
 
 def test_other_requests_have_nothing_to_score() -> None:
-    assert Wanted.of(None) is None
-    assert Wanted.of({"kv": 1}) is None
+    assert RowRequest.of(None) is None
+    assert RowRequest.of({"kv": 1}) is None
 
 
 def test_what_is_wanted_survives_the_way_to_the_worker() -> None:
     asked = tempered(ids_of(2), 0.7)
-    assert Wanted.of(asked.arguments()) == asked
+    assert RowRequest.of(asked.arguments()) == asked

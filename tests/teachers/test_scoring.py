@@ -48,12 +48,12 @@ def rollout(tokens: int = 2) -> Rollout:
 
 
 async def score(engine: Engine, kind: str, tokens: int = 2, temperature: float = 1.0) -> Any:
-    from teachers.scoring import Scoring
+    from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
     top_k = K if kind.endswith("topk") else 0
     spec = TeacherEngineSpec("teacher t/0", kwargs(MODEL), kind, top_k, EOS, temperature)
-    return await Scoring(spec, engine).score(rollout(tokens), "r")  # type: ignore[arg-type]
+    return await RequestScoring(spec, engine).score(rollout(tokens), "r")  # type: ignore[arg-type]
 
 
 def bits(*parts: Any) -> Any:
@@ -65,9 +65,9 @@ def bits(*parts: Any) -> Any:
 
 
 def asked_rows(engine: Engine) -> Any:
-    from teachers.rows import Wanted
+    from teachers.rows import RowRequest
 
-    return Wanted.of(engine.asked[-1][1].extra_args)
+    return RowRequest.of(engine.asked[-1][1].extra_args)
 
 
 async def test_only_the_responses_rows_are_asked_for() -> None:
@@ -104,12 +104,12 @@ async def test_the_students_top_k_goes_with_the_sampled_token() -> None:
 
 
 async def test_a_rollout_without_the_students_top_k_is_an_error() -> None:
-    from teachers.scoring import Scoring
+    from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
     spec = TeacherEngineSpec("t", kwargs(MODEL), "student_topk", K, EOS)
     with pytest.raises(StageError, match="p/0 came without the student's top-k"):
-        await Scoring(spec, Engine()).score(make_rollout("p/0"), "r")  # type: ignore[arg-type]
+        await RequestScoring(spec, Engine()).score(make_rollout("p/0"), "r")  # type: ignore[arg-type]
 
 
 async def test_states_of_bfloat16_travel_as_their_bits() -> None:
@@ -139,11 +139,11 @@ async def test_a_row_that_was_in_the_prefix_cache_is_asked_for_again_without_it(
 async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
     second: list[int], cached: bool
 ) -> None:
-    from teachers.scoring import Scoring
+    from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
     engine = Engine(*[bits(np.full((3, 1), -1.0))] * 2)
-    scoring = Scoring(TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS), engine)  # type: ignore[arg-type]
+    scoring = RequestScoring(TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS), engine)  # type: ignore[arg-type]
     first = rollout(3)
     await scoring.score(first, "a")
     await scoring.score(replace(first, continuation=np.array(second, np.int32)), "b")

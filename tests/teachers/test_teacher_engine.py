@@ -59,7 +59,7 @@ async def scenario() -> Seen:
     from async_opd.core.samples import Sample
     from async_opd.core.stages import SamplingSpec
     from teachers.replica import TeacherReplica
-    from teachers.scoring import Scoring
+    from teachers.scoring import RequestScoring
     from teachers.spec import TeacherEngineSpec
 
     spec = TeacherEngineSpec("teacher sort/0", kwargs(TEACHER), "teacher_topk", K, EOS)
@@ -69,12 +69,12 @@ async def scenario() -> Seen:
         samples = {"teacher_topk": unpack_samples([await teacher.score(Batch.pack(rollouts()))])}
         tokens = (await teacher.report()).counters["tokens"]
         for kind in ("sampled", "student_topk", "hidden"):
-            scoring = Scoring(replace(spec, kind=kind), teacher._engine)  # type: ignore[arg-type]
+            scoring = RequestScoring(replace(spec, kind=kind), teacher._engine)  # type: ignore[arg-type]
             samples[kind] = [
                 Sample(rollout, await scoring.score(rollout, f"{kind} {rollout.uid}"))
                 for rollout in rollouts()
             ]
-        warm = Scoring(replace(spec, temperature=WARM), teacher._engine)
+        warm = RequestScoring(replace(spec, temperature=WARM), teacher._engine)
         samples["warm"] = [Sample(r, await warm.score(r, f"warm {r.uid}")) for r in rollouts()]
         answers = await teacher.generate(prompts(4), SamplingSpec(8, 0.0, 1.0, 1))
         scoring_now = asyncio.create_task(teacher.score(Batch.pack(rollouts())))
@@ -182,7 +182,7 @@ def teacher_logprobs(states: Any) -> Any:
     """Log-probabilities [R, V] of hidden states, by the head as the trainer reads it."""
     import torch
 
-    from trainer.heads import read_head
+    from trainer.teacher_heads import read_head
 
     head = read_head("sort", str(TEACHER), torch.float32, 128, torch.device("cpu"))
     rows = torch.from_numpy(states.states)

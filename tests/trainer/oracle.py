@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from trainer.losses import Objective, OnTopK, OnVocabulary, Term, Tokens, chunked_loss
-from trainer.losses.base import Divergence, TeacherStates
+from trainer.losses.base import DivergenceFunction, TeacherStates
 
 Tail = Literal["bucket", "ignore", "renormalize"]
 DOUBLE = torch.float64
@@ -116,7 +116,7 @@ def gradients(*losses: torch.Tensor, by: torch.Tensor) -> list[torch.Tensor]:
     return [torch.autograd.grad(loss, by, retain_graph=True)[0] for loss in losses]
 
 
-def term(divergence: Divergence, tail: Tail | None, clamp: float | None = None) -> Term:
+def term(divergence: DivergenceFunction, tail: Tail | None, clamp: float | None = None) -> Term:
     """The product's term over the teacher's top-k, or the vocabulary for ``tail`` None."""
     if tail is None:
         return OnVocabulary(divergence, clamp)

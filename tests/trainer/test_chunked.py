@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.head_files import LogitShape
+from async_opd.models.lm_head import LogitShape
 from tests.trainer.oracle import DOUBLE, Case, Identity, case, divergences, term
 from trainer.losses import (
     K1,

@@ -13,16 +13,16 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from async_opd.core.config import TrainConfig
+from async_opd.config.run_config import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample, TopK
 from tests.trainer import families
 from tests.trainer.models import random_sample
+from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
-from trainer.rank import Part, Rank
-from trainer.shares import Share
-from trainer.student import recompute_activations
-from trainer.student_check import check_student
+from trainer.rank import MicroBatch, Rank
+from trainer.student.check import check_student
+from trainer.student.loading import recompute_activations
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
@@ -45,7 +45,7 @@ def gradient(model: Any, batch: Sequence[Sample] = BATCH) -> list[torch.Tensor]:
     rank = Rank(
         model, Objective(OnTopK(ForwardKL(), "ignore", None)), TrainConfig(max_grad_norm=1e9), CPU
     )
-    rank.backward([Part(tuple(batch), tuple(Share() for _ in batch))])
+    rank.backward([MicroBatch(tuple(batch), tuple(TokenWeight() for _ in batch))])
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
 from tests.engines import QUICKSTART, kwargs
 from tests.trainer import families
 
@@ -86,8 +86,8 @@ def trainers(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
     import torch
 
     from trainer.losses.logits import shape_logits
-    from trainer.student import load_student
-    from trainer.student_loss import Anatomy
+    from trainer.student.loading import load_student
+    from trainer.student.loss_module import DecoderAndHead
 
     config = RunConfig.model_validate(
         {
@@ -97,11 +97,11 @@ def trainers(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
             "rollout": {"engine": {"max_model_len": length}},
         }
     )
-    anatomy = Anatomy.of(load_student(config, torch.device("cpu")))
+    modules = DecoderAndHead.of(load_student(config, torch.device("cpu")))
     row = torch.tensor([ids])
     with torch.no_grad():
-        states = anatomy.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
-        logits = shape_logits(anatomy.linear(states), anatomy.shape).log_softmax(-1)
+        states = modules.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
+        logits = shape_logits(modules.linear(states), modules.shape).log_softmax(-1)
     return logits[:-1].gather(-1, row[0, 1:, None])[:, 0].numpy()
 
 

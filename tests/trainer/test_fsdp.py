@@ -13,13 +13,13 @@ import torch
 
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
+from trainer.batches.packing import pack
+from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.losses.reduction import token_weights
-from trainer.packing import pack
-from trainer.sharding import shard
-from trainer.shares import Share
-from trainer.student import recompute_activations
-from trainer.student_loss import StudentLoss
+from trainer.student.loading import recompute_activations
+from trainer.student.loss_module import StudentLoss
+from trainer.student.sharding import shard
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def loss_of(student: StudentLoss, indices: list[int]) -> torch.Tensor:
     """Of some samples of the batch, with the weights of the whole batch."""
     samples: list[Sample] = [random_sample(i, size, k=6) for i, size in enumerate(SIZES)]
     weights = token_weights(SIZES, "token_mean", 1)
-    packed = pack([samples[i] for i in indices], [Share(weights[i]) for i in indices])
+    packed = pack([samples[i] for i in indices], [TokenWeight(weights[i]) for i in indices])
     loss, _ = student(packed)
     return loss  # type: ignore[no-any-return]
 

@@ -12,15 +12,15 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
+from async_opd.config.run_config import ForwardKLConfig, Loss, TrainConfig
 from async_opd.core.batch import cut
-from async_opd.core.config import ForwardKLConfig, Loss, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
-from trainer.crew import Alone
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
-from trainer.rank import Computed, Follower
+from trainer.rank import BackwardResult, Follower
+from trainer.rank_group import SingleRank
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -323,23 +323,25 @@ def test_published_weights_have_the_names_of_the_checkpoint(tmp_path: Any) -> No
         assert sorted(file.keys()) == sorted(name for name, _ in made.named_weights())
 
 
-class Watched(Alone):
+class Watched(SingleRank):
     """Notes that the ranks are given up."""
 
-    given_up = False
+    broken = False
 
-    def give_up(self) -> None:
-        self.given_up = True
+    def mark_broken(self) -> None:
+        self.broken = True
 
 
-def of_a_crew(crew: Watched) -> Learner:
+def of_a_rank_group(rank_group: Watched) -> Learner:
     objective = build_objective(ForwardKLConfig())
-    return Learner(tiny_model(), objective, TrainConfig(), torch.device("cpu"), crew=crew)
+    return Learner(
+        tiny_model(), objective, TrainConfig(), torch.device("cpu"), rank_group=rank_group
+    )
 
 
 def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -> None:
-    crew = Watched()
-    made = of_a_crew(crew)
+    rank_group = Watched()
+    made = of_a_rank_group(rank_group)
 
     def fail(parts: Any) -> None:
         raise RuntimeError("out of memory")
@@ -347,27 +349,29 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -
     made._rank.backward = fail  # type: ignore[method-assign,assignment]
     with pytest.raises(RuntimeError, match="out of memory"):
         made.train_batch(samples())
-    assert crew.given_up
+    assert rank_group.broken
 
 
 def test_a_batch_that_is_refused_leaves_them_in_step() -> None:
-    crew = Watched()
+    rank_group = Watched()
     with pytest.raises(TypeError, match="several kinds"):
-        of_a_crew(crew).train_batch([*samples(k=0), *samples(k=6)])
-    assert not crew.given_up
+        of_a_rank_group(rank_group).train_batch([*samples(k=0), *samples(k=6)])
+    assert not rank_group.broken
 
 
-class Recorded(Alone):
+class Recorded(SingleRank):
     """Two ranks of which the second computes nothing; what it is sent is kept."""
 
     ranks = 2
 
     def __init__(self) -> None:
-        self.orders: list[tuple[str, Any]] = []
+        self.dispatched: list[tuple[str, Any]] = []
 
-    def order(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> Callable[[], list[Any]]:
-        self.orders.append((method, arguments[0]))
-        return lambda: [Computed((), 0.0) if method == "backward" else None]
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        self.dispatched.append((method, arguments[0]))
+        return lambda: [BackwardResult((), 0.0) if method == "backward" else None]
 
 
 def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
@@ -375,21 +379,26 @@ def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
 ) -> None:
     batch = [random_sample(index, 5, k=6) for index in range(8)]
     monkeypatch.setattr("trainer.learner.cut", partial(cut, most=2 * batch[0].nbytes))
-    crew = Recorded()
+    rank_group = Recorded()
     config = TrainConfig.model_validate({"tokens_per_micro_batch": 1})
     objective = build_objective(ForwardKLConfig())
-    Learner(tiny_model(), objective, config, torch.device("cpu"), crew=crew).train_batch(batch)
-    assert [method for method, _ in crew.orders] == ["take", "take", "backward", "apply"]
-    assert [len(parts) for method, (*given,) in crew.orders[:2] for parts in given] == [2, 2]
+    Learner(
+        tiny_model(), objective, config, torch.device("cpu"), rank_group=rank_group
+    ).train_batch(batch)
+    assert [method for method, _ in rank_group.dispatched] == ["take", "take", "backward", "apply"]
+    assert [len(parts) for method, (*given,) in rank_group.dispatched[:2] for parts in given] == [
+        2,
+        2,
+    ]
 
 
 async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
     computed: list[list[str]] = []
 
     class Kept:
-        def backward(self, parts: list[str]) -> Computed:
+        def backward(self, parts: list[str]) -> BackwardResult:
             computed.append(parts)
-            return Computed((), 0.0)
+            return BackwardResult((), 0.0)
 
     rank: Any = Kept()
     follower = Follower(rank)

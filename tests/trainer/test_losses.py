@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.config import (
+from async_opd.config.run_config import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
@@ -34,8 +34,9 @@ from tests.trainer.oracle import (
 from trainer.losses import (
     K1,
     ClippedSurrogate,
-    Divergence,
+    DivergenceFunction,
     ForwardKL,
+    MetricsOnly,
     Objective,
     OnTopK,
     OnVocabulary,
@@ -43,14 +44,13 @@ from trainer.losses import (
     Sampled,
     SampledEstimator,
     Term,
-    Watched,
     build_objective,
     jsd,
 )
 
 TAILS: list[Tail] = ["bucket", "ignore", "renormalize"]
 SUPPORTS: list[Tail | None] = [*TAILS, None]
-DIVERGENCES: dict[str, Divergence] = {
+DIVERGENCES: dict[str, DivergenceFunction] = {
     "forward_kl": ForwardKL(),
     "reverse_kl": ReverseKL(),
     "jsd": jsd(0.3),
@@ -538,7 +538,7 @@ def test_the_reward_alone_needs_no_distillation() -> None:
     x = case()
     assert x.tokens.reward_weights is not None
     wanted = (x.tokens.reward_weights * surrogate(x)).sum()
-    objective = Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.3))
+    objective = Objective(Sampled(MetricsOnly()), surrogate=ClippedSurrogate(0.2, 0.3))
     loss, metrics = run(objective, x)
     ours, theirs = gradients(loss, wanted, by=x.logits)
     assert torch.allclose(ours, theirs, atol=1e-12)
@@ -547,7 +547,7 @@ def test_the_reward_alone_needs_no_distillation() -> None:
 
 def test_a_clipped_token_has_no_gradient_and_is_counted() -> None:
     x = case()
-    metrics = run(Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.3)), x)[1]
+    metrics = run(Objective(Sampled(MetricsOnly()), surrogate=ClippedSurrogate(0.2, 0.3)), x)[1]
     assert x.tokens.advantages is not None
     r, a = ratio(x), x.tokens.advantages
     assert metrics["clipped"].tolist() == (((r > 1.3) & (a > 0)) | ((r < 0.8) & (a < 0))).tolist()
@@ -652,5 +652,5 @@ def test_importance_is_off_for_divergences_unless_asked_for() -> None:
 
 def test_a_weight_of_zero_leaves_the_reward_alone() -> None:
     built = build_objective(ForwardKLConfig(weight=0), RewardConfig())
-    alone = Objective(Sampled(Watched()), surrogate=ClippedSurrogate(0.2, 0.2))
+    alone = Objective(Sampled(MetricsOnly()), surrogate=ClippedSurrogate(0.2, 0.2))
     assert loss_of(built, case()).item() == loss_of(alone, case()).item()

@@ -9,14 +9,14 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from async_opd.core.config import ForwardKLConfig, RewardConfig, TrainConfig
-from async_opd.core.loss_config import Reduction
+from async_opd.config.loss import Reduction
+from async_opd.config.run_config import ForwardKLConfig, RewardConfig, TrainConfig
 from async_opd.core.samples import Sample
 from tests.trainer.models import tiny_model
-from tests.trainer.test_shares import close, gradients, with_reward
+from tests.trainer.test_token_weights import close, gradients, with_reward
+from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.shares import Shares
 
 REDUCTIONS = get_args(Reduction)
 MASKED = RewardConfig(mask_truncated=True)
@@ -62,27 +62,27 @@ def test_without_a_mask_those_cut_off_count() -> None:
 
 
 def test_a_mask_of_the_reward_leaves_the_distillation_alone() -> None:
-    shares, _ = Shares(reward_weight=1.0, mask_truncated_rewards=True)(batch((1,)))
-    plain, _ = Shares(reward_weight=1.0)(batch((1,)))
+    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((1,)))
+    plain, _ = TokenWeighting(reward_weight=1.0)(batch((1,)))
     assert [share.weight for share in shares] == [share.weight for share in plain]
     assert (shares[1].reward_weight, shares[1].advantage) == (0.0, 0.0)
 
 
 def test_a_group_of_which_one_is_left_has_no_advantage() -> None:
-    shares, metrics = Shares(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1)))
+    shares, metrics = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1)))
     assert [share.advantage for share in shares[:3]] == [0.0] * 3
     assert metrics["reward/flat_groups"] == 0.5
 
 
 def test_a_group_that_was_cut_off_whole_has_no_advantage() -> None:
-    shares, _ = Shares(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1, 2)))
+    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1, 2)))
     assert [share.advantage for share in shares[:3]] == [0.0] * 3
 
 
 def test_a_batch_that_was_cut_off_whole_changes_no_weight() -> None:
     loss = ForwardKLConfig(mask_truncated=True)
     train = TrainConfig(weight_decay=0, warmup_steps=0)
-    shares = Shares.of(loss, None, 20)
+    shares = TokenWeighting.of(loss, None, 20)
     made = Learner(tiny_model(), build_objective(loss), train, torch.device("cpu"), shares)
     report = made.train_batch(batch(range(6)))
     assert report.metrics["loss/total"] == 0.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.models import tiny_model
-from trainer.named_weights import named_weights, unwrapped
+from trainer.student.named_weights import named_weights, unwrapped
 
 
 def mixture() -> Any:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.models import random_sample, tiny_model
-from trainer.packing import pack, plan
+from trainer.batches.packing import group_by_budget, pack
 
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
 def test_a_plan_holds_everything_once_within_the_budget(lengths: list[int], budget: int) -> None:
-    groups = plan(lengths, budget)
+    groups = group_by_budget(lengths, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     for group in groups:
         assert sum(lengths[i] for i in group) <= budget or len(group) == 1
@@ -69,13 +69,13 @@ def test_mixed_scores_are_refused() -> None:
 
 @given(st.lists(st.integers(1, 50), max_size=40), st.integers(1, 60))
 def test_a_plan_is_the_same_every_time(lengths: list[int], budget: int) -> None:
-    assert plan(lengths, budget) == plan(list(lengths), budget)
+    assert group_by_budget(lengths, budget) == group_by_budget(list(lengths), budget)
 
 
 @given(st.lists(st.integers(1, 10), max_size=20), st.integers(0, 20))
 def test_a_sample_over_the_budget_is_alone(lengths: list[int], at: int) -> None:
     long = min(at, len(lengths))
-    groups = plan([*lengths[:long], 11, *lengths[long:]], 10)
+    groups = group_by_budget([*lengths[:long], 11, *lengths[long:]], 10)
     assert [long] in groups
 
 

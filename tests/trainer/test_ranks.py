@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.core.config import ForwardKLConfig, TrainConfig
+from async_opd.config.run_config import ForwardKLConfig, TrainConfig
 from async_opd.core.errors import CheckpointError
+from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample
-from async_opd.core.seat import Seat
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
-from trainer.checkpoint import Tensors
-from trainer.crew import ALONE, Crew
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
-from trainer.sharding import join
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.saving.state import Tensors
+from trainer.student.sharding import join_mesh
 
 RANKS, STEPS = 2, 3
 CPU = torch.device("cpu")
@@ -51,9 +51,11 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
     """What two ranks found, in processes of their own: they train, go back and train on."""
     objective = build_objective(ForwardKLConfig())
 
-    def lead(seat: Seat | None, crew: Crew) -> dict[str, Any]:
-        assert seat is not None
-        learner = Learner(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU), crew=crew)
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, Any]:
+        assert spec is not None
+        learner = Learner(
+            model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU), rank_group=rank_group
+        )
         found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
         state = learner.state()
         found["rest"] = trained(learner, BATCHES[1:])
@@ -69,8 +71,8 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
         torch.save(found, folder / "found.pt")
         return {}
 
-    def follow(seat: Seat) -> Follower:
-        return Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join(seat, CPU)))
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
 
     in_processes(RANKS, lead, follow, 120)
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
@@ -106,15 +108,15 @@ def half() -> tuple[dict[str, float], dict[str, float]]:
     """Metrics of a step under bfloat16, of one rank and of two."""
     objective, train = build_objective(ForwardKLConfig()), TRAIN.model_copy(update=HALF)
 
-    def lead(seat: Seat | None, crew: Crew) -> dict[str, float]:
-        mesh = None if seat is None else join(seat, CPU)
-        learner = Learner(model(False), objective, train, CPU, mesh=mesh, crew=crew)
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
+        mesh = None if spec is None else join_mesh(spec, CPU)
+        learner = Learner(model(False), objective, train, CPU, mesh=mesh, rank_group=rank_group)
         return learner.train_batch(BATCHES[0]).metrics
 
-    def follow(seat: Seat) -> Follower:
-        return Follower(Rank(model(False), objective, train, CPU, mesh=join(seat, CPU)))
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(Rank(model(False), objective, train, CPU, mesh=join_mesh(spec, CPU)))
 
-    return lead(None, ALONE), in_processes(RANKS, lead, follow, 120)
+    return lead(None, SINGLE_RANK), in_processes(RANKS, lead, follow, 120)
 
 
 HALF = {"dtype": "bfloat16"}

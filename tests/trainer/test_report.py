@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.losses.report import joined, step_metrics
+from trainer.losses.report import concat_metrics, step_metrics
 
 
 def values(ratio: list[float]) -> dict[str, torch.Tensor]:
@@ -53,9 +53,9 @@ def test_agreement_is_a_mean_over_the_tokens_of_each_teacher() -> None:
 
 
 def test_micro_batches_are_joined_and_empty_ones_left_out() -> None:
-    found = joined([values([1.0]), {}, values([2.0, 3.0])])
+    found = concat_metrics([values([1.0]), {}, values([2.0, 3.0])])
     assert found["importance"].tolist() == [1.0, 2.0, 3.0]
 
 
 def test_no_tokens_have_no_loss() -> None:
-    assert step_metrics(joined([{}])) == {"loss/total": 0.0}
+    assert step_metrics(concat_metrics([{}])) == {"loss/total": 0.0}

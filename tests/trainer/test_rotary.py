@@ -10,8 +10,8 @@ import torch
 
 from async_opd.core.errors import StageError
 from tests.trainer import families
-from trainer.rotary import pin_rotary
-from trainer.student_check import check_student
+from trainer.student.check import check_student
+from trainer.student.rotary import pin_rotary
 
 CPU = torch.device("cpu")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_opd.core.config import TrainConfig
+from async_opd.config.run_config import TrainConfig
 from tests.trainer.models import tiny_model
-from trainer.export import save_model
+from trainer.saving.export import save_model
 from trainer.schedule import learning_rate
 
 TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)

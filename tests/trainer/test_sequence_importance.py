@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_opd.core.config import ForwardKLConfig, K1Config, TrainConfig
-from async_opd.core.head_files import LogitShape
+from async_opd.config.run_config import ForwardKLConfig, K1Config, TrainConfig
+from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample
-from async_opd.core.seat import Seat
+from async_opd.models.lm_head import LogitShape
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DOUBLE, Case, Identity, Tail, case, divergences, gradients, term
-from trainer.crew import ALONE, Crew
+from trainer.batches.packing import pack
 from trainer.learner import Learner
 from trainer.losses import (
     K1,
@@ -35,9 +35,9 @@ from trainer.losses import (
     chunked_loss,
 )
 from trainer.losses.responses import log_sampled
-from trainer.packing import pack
 from trainer.rank import Follower, Rank
-from trainer.sharding import join
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.student.sharding import join_mesh
 
 V = 11
 CAP = 1.1
@@ -326,13 +326,13 @@ def batch() -> list[Sample]:
 def step(
     samples: Sequence[Sample],
     row: int = 16,
-    seat: Seat | None = None,
-    crew: Crew = ALONE,
+    spec: RankSpec | None = None,
+    rank_group: RankGroup = SINGLE_RANK,
 ) -> tuple[dict[str, float], list[np.ndarray]]:
     """Metrics of two steps (the last one's), and the weights after them."""
-    mesh = None if seat is None else join(seat, CPU)
+    mesh = None if spec is None else join_mesh(spec, CPU)
     train = TRAIN.model_copy(update={"tokens_per_micro_batch": row})
-    learner = Learner(tiny_model(), OBJECTIVE, train, CPU, mesh=mesh, crew=crew)
+    learner = Learner(tiny_model(), OBJECTIVE, train, CPU, mesh=mesh, rank_group=rank_group)
     for _ in range(2):
         metrics = learner.train_batch(samples).metrics
     return metrics, [tensor.numpy() for _, tensor in learner.named_weights()]
@@ -362,11 +362,11 @@ def test_the_order_of_the_samples_does_not_change_a_step() -> None:
 
 
 def test_two_ranks_make_the_step_of_one() -> None:
-    def lead(seat: Seat | None, crew: Crew) -> Any:
-        return step(batch(), seat=seat, crew=crew)
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> Any:
+        return step(batch(), spec=spec, rank_group=rank_group)
 
-    def follow(seat: Seat) -> Follower:
-        return Follower(Rank(tiny_model(), OBJECTIVE, TRAIN, CPU, mesh=join(seat, CPU)))
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(Rank(tiny_model(), OBJECTIVE, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
 
     assert_same(step(batch()), in_processes(2, lead, follow, 120))
 

@@ -16,7 +16,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.core.config import (
+from async_opd.config.loss import score_kind
+from async_opd.config.run_config import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
@@ -25,7 +26,6 @@ from async_opd.core.config import (
     SampledConfig,
     TrainConfig,
 )
-from async_opd.core.loss_config import score_kind
 from async_opd.core.samples import (
     CandidateLogprobs,
     HiddenStates,
@@ -38,12 +38,12 @@ from async_opd.core.samples import (
 from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.trainer.models import VOCABULARY, tiny_model
 from tests.trainer.oracle import Identity
+from trainer.batches.packing import group_by_budget
+from trainer.batches.repetition import repetition
+from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.packing import plan
-from trainer.rank import Part, Rank
-from trainer.repetition import repetition
-from trainer.shares import Shares
+from trainer.rank import MicroBatch, Rank
 
 K, MU_CAP = 5, 1.3
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def samples(kind: str, batch: list[Parts]) -> list[Sample]:
     for index, after in enumerate(batch):
         rollout = sequence(f"p/{index}", after, prompt=1 + index, seed=index, top_k=K)
         rollout = replace(rollout, reward=float(index % 2))
-        made.append(Sample(rollout.once_scored, scores_of(kind, rollout, seed=index)))
+        made.append(Sample(rollout.without_teacher_inputs, scores_of(kind, rollout, seed=index)))
     return made
 
 
@@ -215,13 +215,13 @@ def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
     expected = oracle(reference, loss, made, reward is not None)
     expected.backward()
 
-    shares, _ = Shares.of(loss, reward, MAX_TOKENS)(made)
+    shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(made)
     heads = {"t": Identity(VOCABULARY)}
     settings = TrainConfig(max_grad_norm=1e9)
     rank = Rank(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
-    groups = plan([sample.rollout.tokens for sample in made], budget)
+    groups = group_by_budget([sample.rollout.tokens for sample in made], budget)
     found = rank.backward(
-        [Part(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups]
+        [MicroBatch(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups]
     )
     total = sum(float(report["total"].sum()) for report in found.reports if report)
     assert total == pytest.approx(float(expected.detach()), rel=1e-7, abs=1e-9)

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.core.config import RunConfig
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_learner
-from trainer.student_check import check_student
+from trainer.student.check import check_student
 
 CPU = torch.device("cpu")
 

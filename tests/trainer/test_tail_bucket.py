@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from async_opd.core.samples import CandidateLogprobs, TopK
 from tests.trainer.models import random_sample
 from tests.trainer.oracle import DOUBLE, Case, divergences, gradients, loss_of, term
-from trainer.losses import Divergence, ForwardKL, ReverseKL, Tokens, jsd
-from trainer.packing import pack
-from trainer.unsent_rest import LEAST, unsent_rest
+from trainer.batches.packing import pack
+from trainer.batches.unsent_mass import MIN_REST_MASS, estimate_log_rest
+from trainer.losses import DivergenceFunction, ForwardKL, ReverseKL, Tokens, jsd
 
 SUPPORT = 4
-DIVERGENCES: dict[str, Divergence] = {
+DIVERGENCES: dict[str, DivergenceFunction] = {
     "forward_kl": ForwardKL(),
     "reverse_kl": ReverseKL(),
     "jsd": jsd(0.3),
@@ -147,17 +147,17 @@ def test_a_bucket_needs_the_logarithm_of_the_rest() -> None:
 # ── a teacher that cannot tell ─────────────────────────────────────────────────────────────────
 
 
-@given(st.floats(LEAST, 0.5), st.integers(0, 99))
+@given(st.floats(MIN_REST_MASS, 0.5), st.integers(0, 99))
 def test_a_rest_that_was_not_sent_is_what_the_support_leaves_of_one(mass: float, seed: int) -> None:
     table = concentrated(mass, seed, DOUBLE).log_softmax(-1)
-    found = unsent_rest(table[:, :K].float().numpy())
+    found = estimate_log_rest(table[:, :K].float().numpy())
     assert found == pytest.approx(np.log(mass), abs=1e-6 / mass + 1e-6)
 
 
 @pytest.mark.parametrize("mass", [1e-7, 1e-12, 0.0])
 def test_a_rest_that_was_not_sent_is_never_the_difference_of_roundings(mass: float) -> None:
     logprobs = np.float32(np.log([[0.7 - mass, 0.2, 0.1], [0.7, 0.2, 0.1 + 3e-7]]))
-    assert unsent_rest(logprobs).tolist() == [np.float32(np.log(LEAST))] * 2
+    assert estimate_log_rest(logprobs).tolist() == [np.float32(np.log(MIN_REST_MASS))] * 2
 
 
 @pytest.mark.parametrize("kind", [TopK, CandidateLogprobs])

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.core.head_files import LogitShape
-from async_opd.core.load import load_config
+from async_opd.config.load import load_config
+from async_opd.models.lm_head import LogitShape
 from tests.trainer.oracle import DOUBLE, Case, case, divergences, gradients, term
-from trainer.heads import TeacherHead, load_heads
 from trainer.losses import ForwardKL, Objective, ReverseKL, chunked_loss, jsd
+from trainer.teacher_heads import TeacherHead, load_heads
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 DIVERGENCES = {"forward_kl": ForwardKL(), "reverse_kl": ReverseKL(), "jsd": jsd(0.3)}

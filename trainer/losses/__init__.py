@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainer.losses.base import Divergence, TeacherStates, Tokens
+from trainer.losses.base import DivergenceFunction, TeacherStates, Tokens
 from trainer.losses.chunked import Head, chunked_loss
 from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
@@ -23,19 +23,20 @@ from trainer.losses.k1 import K1
 from trainer.losses.objective import Objective
 from trainer.losses.reverse_kl import ReverseKL
 from trainer.losses.surrogate import ClippedSurrogate
-from trainer.losses.terms import OnTopK, OnVocabulary, Sampled, Term, Watched
+from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Term
 
 if TYPE_CHECKING:
-    from async_opd.core.config import Loss, RewardConfig
-    from async_opd.core.loss_config import Divergence as DivergenceConfig
+    from async_opd.config.loss import DivergenceConfig
+    from async_opd.config.run_config import Loss, RewardConfig
 
 __all__ = [
     "JSD",
     "K1",
     "ClippedSurrogate",
-    "Divergence",
+    "DivergenceFunction",
     "ForwardKL",
     "Head",
+    "MetricsOnly",
     "Objective",
     "OnTopK",
     "OnVocabulary",
@@ -45,7 +46,6 @@ __all__ = [
     "TeacherStates",
     "Term",
     "Tokens",
-    "Watched",
     "build_objective",
     "chunked_loss",
     "jsd",
@@ -56,7 +56,7 @@ def build_objective(
     loss: Loss, reward: RewardConfig | None = None, temperature: float = 1.0
 ) -> Objective:
     """The objective that a config names; ``temperature`` is the one rollouts are sampled at."""
-    from async_opd.core.loss_config import corrects
+    from async_opd.config.loss import corrects
 
     return Objective(
         _term(loss),
@@ -73,7 +73,7 @@ def _surrogate(reward: RewardConfig) -> ClippedSurrogate:
 
 def _term(loss: Loss) -> Term:
     if loss.weight == 0:
-        return Sampled(Watched())
+        return Sampled(MetricsOnly())
     if loss.kind == "forward_kl":
         return _over(ForwardKL(), loss)
     if loss.kind == "reverse_kl":
@@ -86,7 +86,7 @@ def _term(loss: Loss) -> Term:
     return Sampled(SampledEstimator(loss.kind, loss.gradient, loss.clamp), floor)
 
 
-def _over(divergence: Divergence, loss: DivergenceConfig) -> Term:
+def _over(divergence: DivergenceFunction, loss: DivergenceConfig) -> Term:
     """The divergence over the support that the config names."""
     if loss.support == "full_vocab":
         return OnVocabulary(divergence, loss.clamp)

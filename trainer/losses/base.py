@@ -16,7 +16,7 @@ Slopes = tuple[torch.Tensor, torch.Tensor]
 as if they were independent of each other; ``rows.py`` knows that they are not."""
 
 
-class Divergence(Protocol):
+class DivergenceFunction(Protocol):
     """A divergence of two distributions over the same K outcomes, log p and log q [n, K]."""
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes: ...

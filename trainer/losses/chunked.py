@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from async_opd.core.head_files import LogitShape
+from async_opd.models.lm_head import LogitShape
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
@@ -69,7 +69,7 @@ def chunked_loss(
     """
     differentiable = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     wanted = torch.is_grad_enabled() and bool(differentiable)
-    walk = _Walk(
+    walk = _ChunkPass(
         objective,
         tokens,
         heads or {},
@@ -83,7 +83,7 @@ def chunked_loss(
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, walk: _Walk) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, walk: _ChunkPass) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             loss, ctx.gradients = walk(hidden, weight, bias)
         return loss
@@ -95,7 +95,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return *gradients, None
 
 
-class _Walk:
+class _ChunkPass:
     """One pass over the chunks; keeps what each objective's call reports."""
 
     def __init__(

@@ -12,7 +12,7 @@ import torch
 
 from trainer.losses.base import Slopes
 
-LEAST = -1e4
+MIN_LOG_PROB = -1e4
 """Stands for log 0 of the teacher: exp gives 0, and 0 times it gives 0, not NaN."""
 
 
@@ -20,7 +20,7 @@ class ForwardKL:
     """KL(p ‖ q) of each row."""
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes:
-        log_p = log_p.clamp_min(LEAST)
+        log_p = log_p.clamp_min(MIN_LOG_PROB)
         p = log_p.exp()
         value = (p * (log_p - log_q)).sum(-1)
         return value, p.neg_()

@@ -13,8 +13,8 @@ import math
 
 import torch
 
-from trainer.losses.base import Divergence, Slopes
-from trainer.losses.forward_kl import LEAST, ForwardKL
+from trainer.losses.base import DivergenceFunction, Slopes
+from trainer.losses.forward_kl import MIN_LOG_PROB, ForwardKL
 from trainer.losses.reverse_kl import ReverseKL
 
 
@@ -26,13 +26,13 @@ class JSD:
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes:
         beta = self._beta
-        log_p = log_p.clamp_min(LEAST)
+        log_p = log_p.clamp_min(MIN_LOG_PROB)
         log_m = torch.logaddexp(log_p + math.log(beta), log_q + math.log1p(-beta))
         from_p = (log_p - log_m).mul_(log_p.exp()).sum(-1)
         from_q = (log_q - log_m).mul_(log_q.exp()).mul_(1 - beta)
         return beta * from_p + from_q.sum(-1), from_q
 
 
-def jsd(beta: float, floor: float | None = None) -> Divergence:
+def jsd(beta: float, floor: float | None = None) -> DivergenceFunction:
     """The divergence of a β, which at both ends is a KL; ``floor`` is reverse KL's."""
     return ForwardKL() if beta == 0 else ReverseKL(floor) if beta == 1 else JSD(beta)

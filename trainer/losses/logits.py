@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from async_opd.core.head_files import LogitShape
+from async_opd.models.lm_head import LogitShape
 
 PLAIN = LogitShape()
 """Leaves logits as they are."""

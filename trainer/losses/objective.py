@@ -22,7 +22,7 @@ from trainer.losses.base import Tokens
 from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
 
-LARGEST = 80.0
+MAX_LOG_RATIO = 80.0
 """Largest log-ratio: float32 ends at 88, and a metric that is infinite or NaN tells nothing."""
 
 
@@ -67,7 +67,7 @@ class Objective:
         if tempered is not None:
             log_q = tempered.gather(-1, tokens.targets[:, None])[:, 0]
         log_ratio = log_q - tokens.rollout_logprobs.to(log_q.dtype)
-        ratio, factor = log_ratio.clamp_max(LARGEST).exp(), tokens.weights.to(log_q.dtype)
+        ratio, factor = log_ratio.clamp_max(MAX_LOG_RATIO).exp(), tokens.weights.to(log_q.dtype)
         metrics = {
             "distillation": opened.value,
             "k1": opened.log_sampled - opened.teacher_sampled,
@@ -92,7 +92,7 @@ class Objective:
     def _response_ratio(tokens: Tokens) -> torch.Tensor:
         """q/mu of each token's whole response, [n]."""
         assert tokens.response_log_ratios is not None
-        return tokens.response_log_ratios.clamp_max(LARGEST).exp()
+        return tokens.response_log_ratios.clamp_max(MAX_LOG_RATIO).exp()
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor | None:
         if self.temperature == 1:
@@ -109,7 +109,7 @@ class Objective:
         assert tokens.reward_weights is not None
         weights = tokens.reward_weights.to(log_ratio.dtype)
         advantages = tokens.advantages.to(log_ratio.dtype)
-        slopes = self._surrogate(log_ratio.clamp_max(LARGEST), advantages)
+        slopes = self._surrogate(log_ratio.clamp_max(MAX_LOG_RATIO), advantages)
         metrics["total"] = metrics["total"] + weights * slopes.value
         metrics["surrogate"] = slopes.value
         metrics["clipped"] = slopes.clipped

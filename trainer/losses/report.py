@@ -30,7 +30,7 @@ import torch
 from trainer.losses.terms import Metrics as Metrics
 
 
-def joined(reports: Sequence[Metrics]) -> Metrics:
+def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
     """The values of several micro-batches, one after the other."""
     filled = [report for report in reports if report]
     if not filled:

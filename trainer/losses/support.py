@@ -18,7 +18,7 @@ from typing import Literal
 
 import torch
 
-from trainer.losses.base import Divergence
+from trainer.losses.base import DivergenceFunction
 
 Tail = Literal["bucket", "ignore", "renormalize"]
 
@@ -36,7 +36,7 @@ class SupportSlopes:
 
 
 def on_support(
-    divergence: Divergence,
+    divergence: DivergenceFunction,
     tail: Tail,
     log_p: torch.Tensor,
     log_q: torch.Tensor,
@@ -57,7 +57,7 @@ def on_support(
 
 
 def _renormalized(
-    divergence: Divergence, log_p: torch.Tensor, log_q: torch.Tensor
+    divergence: DivergenceFunction, log_p: torch.Tensor, log_q: torch.Tensor
 ) -> SupportSlopes:
     """With q' = q / Q: ∂/∂log q_i = slope_i - q'_i Σ_j slope_j."""
     scaled = log_q.log_softmax(-1)

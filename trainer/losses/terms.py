@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from trainer.losses.base import Divergence, Tokens
+from trainer.losses.base import DivergenceFunction, Tokens
 from trainer.losses.estimators import SampledLoss, SampledSlopes
 from trainer.losses.rows import FullRows, SupportRows
 from trainer.losses.support import Tail, on_support
@@ -48,7 +48,7 @@ class Term(ABC):
         """Takes the logits [n, V] over, and the teacher's [n, V_teacher] where it needs them."""
 
 
-class Watched:
+class MetricsOnly:
     """No loss: the sampled token is only watched."""
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
@@ -90,7 +90,7 @@ class _OpenedSampled(Opened):
 class OnTopK(Term):
     """A divergence over k tokens a row, the teacher's or the student's best."""
 
-    def __init__(self, divergence: Divergence, tail: Tail, clamp: float | None) -> None:
+    def __init__(self, divergence: DivergenceFunction, tail: Tail, clamp: float | None) -> None:
         self._divergence = divergence
         self._tail: Tail = tail
         self._clamp = clamp
@@ -105,7 +105,7 @@ class OnTopK(Term):
 class _OpenedTopK(Opened):
     def __init__(
         self,
-        divergence: Divergence,
+        divergence: DivergenceFunction,
         tail: Tail,
         clamp: float | None,
         logits: torch.Tensor,
@@ -141,7 +141,7 @@ class OnVocabulary(Term):
 
     needs_heads = True
 
-    def __init__(self, divergence: Divergence, clamp: float | None) -> None:
+    def __init__(self, divergence: DivergenceFunction, clamp: float | None) -> None:
         self._divergence = divergence
         self._clamp = clamp
 
@@ -155,7 +155,7 @@ class OnVocabulary(Term):
 class _OpenedVocabulary(Opened):
     def __init__(
         self,
-        divergence: Divergence,
+        divergence: DivergenceFunction,
         clamp: float | None,
         logits: torch.Tensor,
         teacher: torch.Tensor,

@@ -1,0 +1,85 @@
+"""The audit of a run directory: was every admitted sample trained, exactly once?
+
+ledger.jsonl ──► trained · lost · duplicated · dead-lettered · in flight
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_opd.accounting.journal import LEDGER
+from async_opd.core.errors import AsyncOPDError
+from async_opd.files.safe_open import read_bytes, read_text
+
+
+class AuditError(AsyncOPDError):
+    """A run directory whose journal cannot be read."""
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Uids of samples, a uid as often as it occurred.
+
+    ``trained`` in the order of training; ``lost`` were admitted and have no fate although the run
+    is completed, ``in_flight`` have none yet; ``duplicated`` have more fates than admissions: they
+    are trained twice, or trained and dead letters.
+    """
+
+    trained: tuple[str, ...]
+    lost: tuple[str, ...]
+    duplicated: tuple[str, ...]
+    dead_lettered: tuple[str, ...]
+    in_flight: tuple[str, ...]
+    steps: int
+
+
+def audit(run_dir: str | Path) -> Audit:
+    """Reads what the run recorded. Raises AuditError.
+
+    A last line that is torn (the driver was killed while it wrote) is left out.
+    """
+    folder = Path(run_dir)
+    admitted: Counter[str] = Counter()
+    trained: list[str] = []
+    dead: list[str] = []
+    steps = 0
+    for entry in _entries(folder / LEDGER):
+        admitted.update(entry.get("admitted", ()))
+        trained += entry.get("trained", ())
+        dead += entry.get("dead", ())
+        steps = max(steps, entry.get("step", 0))
+    fates = Counter(trained) + Counter(dead)
+    open_ = tuple((admitted - fates).elements())
+    completed = _completed(folder)
+    return Audit(
+        trained=tuple(trained),
+        lost=open_ if completed else (),
+        duplicated=tuple((fates - admitted).elements()),
+        dead_lettered=tuple(dead),
+        in_flight=() if completed else open_,
+        steps=steps,
+    )
+
+
+def _entries(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        lines = read_bytes(path).split(b"\n")
+    except OSError as error:
+        raise AuditError(f"{path} cannot be read: {error}") from error
+    for number, line in enumerate(lines[:-1], 1):  # what follows the last newline is torn, or empty
+        try:
+            yield dict(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise AuditError(f"{path}, line {number}, is no JSON object: {error}") from error
+
+
+def _completed(folder: Path) -> bool:
+    try:
+        return bool(json.loads(read_text(folder / "summary.json"))["status"] == "completed")
+    except (OSError, ValueError, KeyError):
+        return False

@@ -1,0 +1,93 @@
+"""Takes checkpoints while the run goes on.
+
+    between two steps: trainer.capture ──► cut of the driver's accounts ──┐ training goes on
+    beside them:       trainer.checkpoint ──► commit ◄────────────────────┘
+
+One at a time. One that fails (a full disk) is counted and told, and leaves those before it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from async_opd.accounting.cut import Cut
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.stages import Captured, Trainer
+
+
+class Checkpointer:
+    """``sizes`` are those of the run directory's append-only files now, ``sync`` writes them out.
+
+    ``config`` is what a resumed run is compared with; ``notify`` hears of every checkpoint.
+    """
+
+    def __init__(
+        self,
+        store: Checkpoints,
+        trainer: Trainer,
+        *,
+        config: str,
+        timeout_s: float,
+        notify: Callable[[str], None],
+        sizes: Callable[[], dict[str, int]] = dict,
+        sync: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.metrics: dict[str, float] = {"checkpoint/failures": 0.0, "checkpoint/left_out": 0.0}
+        self._store = store
+        self._trainer = trainer
+        self._config = config
+        self._timeout_s = timeout_s
+        self._notify = notify
+        self._sizes = sizes
+        self._sync = sync
+        self._clock = clock
+        self._writing: asyncio.Task[None] | None = None
+
+    async def take(self, cut_of: Callable[[Captured], Cut]) -> None:
+        """Returns when the trainer's state is copied; ``cut_of`` then says how things stand.
+
+        Raises what the trainer or ``cut_of`` raise: then there is no consistent state to keep.
+        """
+        if self._writing is not None and not self._writing.done():
+            self.metrics["checkpoint/left_out"] += 1
+            return
+        started = self._clock()
+        captured = await self._trainer.capture()
+        cut = replace(cut_of(captured), files=self._sizes())
+        self.metrics["checkpoint/capture_s"] = self._clock() - started
+        self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")
+
+    async def settled(self) -> None:
+        """Waits for the one that is being written."""
+        if self._writing is not None:
+            await asyncio.shield(self._writing)
+
+    async def _write(self, cut: Cut) -> None:
+        started = self._clock()
+        part: Path | None = None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                part = await asyncio.to_thread(self._store.begin, cut.step)
+                await self._trainer.checkpoint(str(part), frozenset(cut.ledger.in_flight))
+                folder = await asyncio.to_thread(self._commit, part, cut)
+        except (OSError, StageError) as error:  # a timeout is an OSError
+            self.metrics["checkpoint/failures"] += 1
+            cause = error.cause if isinstance(error, CheckpointError) else error
+            self._notify(f"no checkpoint of step {cut.step}, the run goes on: {cause!s}")
+            if part is not None:
+                await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
+            return
+        self.metrics["checkpoint/write_s"] = self._clock() - started
+        self.metrics["checkpoint/step"] = float(cut.step)
+        self._notify(f"checkpoint of step {cut.step}: {folder}")
+
+    def _commit(self, part: Path, cut: Cut) -> Path:
+        self._sync()
+        return self._store.commit(part, cut, self._config)

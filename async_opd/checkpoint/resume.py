@@ -1,0 +1,181 @@
+"""What ``--resume`` goes on from: the newest checkpoint of the same run, and files cut to it.
+
+checkpoints/ ──newest valid──► config compared ──► metrics, ledger, dead letters cut to its step
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_opd.accounting.cut import Cut
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.row import Row
+from async_opd.files.atomic import write_atomically
+from async_opd.files.lines import whole_lines
+from async_opd.files.safe_open import read_text, regular_file
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS
+
+MAY_CHANGE = (
+    *("name", "run_dir", "plan", "plan.*", "log.*", "eval.*", "data.eval", "guardrail.*"),
+    "grading.*",
+    *("cluster.*", "queue.*", "sync.*", "timeouts.*", "shutdown.*", "checkpoint.*"),
+    *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),
+    *("teachers.*.replicas", "teachers.*.tensor_parallel", "teachers.*.engine.*"),
+    *("teachers.*.urls", "teachers.*.api_key_env", "teachers.*.concurrency"),
+    *("teachers.*.placement", "teachers.*.with"),
+    *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
+    *("train.ranks", "train.threads", "train.tokens_per_micro_batch"),
+    "train.gradient_checkpointing",
+    *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
+)
+"""How fast, where and under which watch. All other keys say what is learned: they stay."""
+
+
+def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
+    """What a resumed run is compared with: the config, and a digest of the training data."""
+    digest = hashlib.sha256()
+    for rows in train:
+        for row in rows:
+            digest.update(repr((row.uid, row.data_source, row.prompt, row.answer)).encode())
+    tree = config.model_dump(mode="json", by_alias=True)
+    return json.dumps({"config": tree, "data": digest.hexdigest()})
+
+
+def refuse_changes(before: str, now: str) -> None:
+    """ConfigError naming every key that may not change."""
+    new = json.loads(now)
+    try:
+        old = json.loads(before)
+        data = old["data"]
+        known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        if not isinstance(error, ValidationError):
+            message, remedy = "its config.json is not what was written", "take another run_dir"
+            raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
+        message = f"its config is not one of this version: {error.error_count()} faults"
+        remedy = "resume with the version that wrote it"
+        raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
+    was, is_ = dict(_flat(known)), dict(_flat(new["config"]))
+    problems = [
+        Problem(
+            "--resume",
+            key,
+            f"the run began with {was.get(key)!r}, now it is {is_.get(key)!r}",
+            "put it back, or start another run; docs/reliability.md says what may change",
+        )
+        for key in _differing(was, is_)
+    ]
+    if not problems and data != new["data"]:
+        message = "the files hold other rows than those the run began with"
+        problems = [Problem("--resume", "data.train", message, "put them back")]
+    if problems:
+        raise ConfigError(problems)
+
+
+def refuse_impossible(cut: Cut, config: RunConfig) -> None:
+    """ConfigError naming every count of a checkpoint that its run cannot have come to.
+
+    Every prompt that was taken, and all that counts against the budget, is a rollout that is in
+    flight, trained or dead-lettered. Who followed other counts would take prompts for hours.
+    """
+    ledger, version = cut.ledger, config.version_after(cut.step)
+    rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.buried)
+    bounds = {
+        "step": (cut.step, 0, config.train.steps),
+        "version": (cut.version, version, version),
+        "ledger.trained": (ledger.trained, 0, cut.step * config.train.batch_size),
+        "cursor": (cut.cursor, 0, rollouts),
+        "admitted": (cut.admitted, 0, rollouts),
+        **{f"files.{name}": (size, 0, None) for name, size in cut.files.items()},
+    }
+    problems = [
+        Problem(
+            "checkpoint",
+            key,
+            f"found {found}, which a run with {rollouts} rollouts at step {cut.step} cannot have",
+            f"its cut.json was changed: remove step_{cut.step}, --resume takes the one before",
+        )
+        for key, (found, least, most) in bounds.items()
+        if found < least or (most is not None and found > most)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
+    """Removes what was logged after the checkpoint: those steps are not in its weights.
+
+    Without a checkpoint that is everything. Returns the last value of every metric that is left.
+    The journal cuts itself (``async_opd.accounting.journal``).
+    """
+    step, last, kept = (-1 if cut is None else cut.step), dict[str, float](), []
+    for line in _lines(run_dir / METRICS):
+        try:
+            of, metrics = _logged(line)
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            continue  # torn by a kill
+        if of <= step:
+            kept.append(line)
+            last |= metrics
+    if (run_dir / METRICS).exists():
+        write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
+    if (run_dir / DEAD_LETTERS).exists():
+        size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
+        with open(run_dir / DEAD_LETTERS, "ab", opener=regular_file) as file:
+            file.truncate(whole_lines(run_dir / DEAD_LETTERS, size))
+        last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
+    return last
+
+
+def last_evaluation(run_dir: Path) -> int:
+    """The last step at which ``metrics.jsonl`` has an evaluation of the student; -1: none."""
+    found = -1
+    for line in _lines(run_dir / METRICS):
+        if '"eval/' not in line:
+            continue
+        with suppress(ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+            step, metrics = _logged(line)
+            if any(key.startswith("eval/") for key in metrics):
+                found = max(found, step)
+    return found
+
+
+def _logged(line: str) -> tuple[int, dict[str, float]]:
+    """Step and metrics of a line. Raises many things for what is no such line."""
+    entry = dict(json.loads(line))
+    step = int(entry.pop("step"))
+    entry.pop("time", None)
+    return step, {key: float(value) for key, value in entry.items() if value is not None}
+
+
+def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        key
+        for key in sorted(was.keys() | now.keys())
+        if was.get(key) != now.get(key)
+        and not any(fnmatchcase(key, pattern) for pattern in MAY_CHANGE)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return read_text(path, errors="replace").splitlines()
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,323 @@
+"""What can be wrong with the models: by themselves, together, and for the objective."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from async_opd.checks.findings import Findings
+from async_opd.config.loss import ScoreKind, cuts, score_kind, scored_top_k
+from async_opd.config.run_config import (
+    EndpointTeacher,
+    EngineConfig,
+    EngineTeacher,
+    RunConfig,
+    SelfTeacher,
+)
+from async_opd.config.secrets import looks_like_a_variable
+from async_opd.models.hub import named_models
+from async_opd.models.lm_head import HeadFiles, LogitShape
+from async_opd.models.model_files import ModelError, ModelFiles
+from async_opd.models.own_files import foreign
+from async_opd.models.rope import Positions, max_model_len
+from async_opd.models.tokenizer import Text
+
+WORDS: dict[ScoreKind, str] = {
+    "student_topk": "the teacher's log-probabilities of the student's own best tokens",
+    "hidden": "the teacher's hidden states",
+}
+HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
+"""Head sizes that vLLM's CPU attention has kernels for."""
+
+OVERRIDES = {"head_dtype", "architectures"}
+"""Of a model's configuration, what may be another for its engines: not what it computes."""
+
+
+def _shown(variable: str) -> str:
+    """Its name, unless it may be a key that was given in its place."""
+    if looks_like_a_variable(variable):
+        return variable
+    return "variable of the name that stands here and is not shown, for it may be the key"
+
+
+@dataclass
+class ModelChecks:
+    """Reads every model's files once; ``files`` has them by config key.
+
+    ``partial``: keys of models whose files may not all be there.
+    """
+
+    config: RunConfig
+    found: Findings
+    partial: Set[str] = frozenset()
+    files: dict[str, ModelFiles] = field(default_factory=dict)
+
+    def models(self) -> None:
+        """Models are there, and share one tokenizer."""
+        for key, model in self._model_keys().items():
+            try:
+                files = ModelFiles.read(model, weights=key not in self.partial)
+            except ModelError as error:
+                self.found.add(key, error.message, error.remedy)
+                continue
+            if files is not None:
+                self.files[key] = files
+                self._vocabulary(key, files)
+                self._foreign_code(key, files)
+                self._redirected(key, files)
+        student = self.files.get("student.model")
+        if student is None:
+            return
+        self._student(student)
+        for key, files in self.files.items():
+            if not files.same_tokenizer(student):
+                self.found.add(
+                    key,
+                    f"{files.path} and the student have different tokenizers: token ids would "
+                    "mean different things to them",
+                    "teachers need the student's tokenizer",
+                )
+            elif student.eos and files.eos:
+                self._ends(key, files, student)
+
+    def _ends(self, key: str, files: ModelFiles, student: ModelFiles) -> None:
+        """A response ends as a turn of the student's template does; without one, as both can."""
+        end = self._turn_end
+        if files is student and end is not None:
+            return  # its rollouts end there, whatever its files say: Text.response_ends
+        if end is None and not set(student.eos) & set(files.eos):
+            self.found.add(
+                key,
+                f"{files.path} ends a response with token {list(files.eos)}, the student with "
+                f"{list(student.eos)}: the student would be taught never to stop",
+                "give both generation_config.json a common eos_token_id",
+            )
+        elif end is not None and end not in files.eos:
+            self.found.add(
+                key,
+                f"the student's chat template ends an assistant's turn with token {end}, "
+                f"{files.path} ends a response with {list(files.eos)}: the student would be taught "
+                "never to end a turn",
+                f"add {end} to its eos_token_id in generation_config.json, or set "
+                "data.chat_template to never",
+            )
+
+    @cached_property
+    def _turn_end(self) -> int | None:
+        return Text.of(self.config).turn_end()
+
+    def _model_keys(self) -> dict[str, str]:
+        teachers = self.config.teachers.items()
+        return {"student.model": self.config.student.model} | {
+            f"teachers.{name}.model": teacher.model
+            for name, teacher in teachers
+            if not isinstance(teacher, SelfTeacher) and teacher.model is not None
+        }
+
+    def _engine_keys(self) -> set[str]:
+        """Keys of models that this run loads itself."""
+        teachers = self.config.teachers.items()
+        own = {f"teachers.{name}.model" for name, t in teachers if isinstance(t, EngineTeacher)}
+        return own | {"student.model"}
+
+    def _vocabulary(self, key: str, files: ModelFiles) -> None:
+        if files.vocabulary is not None and files.vocabulary < files.tokens:
+            self.found.add(
+                key,
+                f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
+                f"{files.tokens} tokens",
+                "resize its embeddings, or give it the tokenizer it was trained with",
+            )
+
+    def _redirected(self, key: str, files: ModelFiles) -> None:
+        """What is checked, pinned and trained is what engines load."""
+        if files.redirects:
+            self.found.add(
+                key,
+                f"{files.path} has {', '.join(files.redirects)}: another model, or configuration, "
+                "than the one that stands there would be loaded in its place",
+                "name the model itself, without these",
+            )
+
+    def _foreign_code(self, key: str, files: ModelFiles) -> None:
+        """Code of another repository than the one that was read and pinned."""
+        section = key.removesuffix(".model")
+        trusted = {named.key for named in named_models(self.config) if named.trusted}
+        foreign = sorted(name for name in files.code if "--" in name)
+        if section in trusted and foreign:
+            self.found.add(
+                f"{section}.trust_remote_code",
+                f"{files.path}/config.json takes {foreign[0][:80]!r}: code of another repository, "
+                "of no revision",
+                "copy the code beside the model and name it there without the repository",
+            )
+
+    def support(self) -> None:
+        """What the objective asks of the models: enough tokens, heads that can be loaded."""
+        config = self.config
+        kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
+        smallest = min((f.vocabulary for f in self.files.values() if f.vocabulary), default=top_k)
+        if top_k > smallest:
+            self.found.add(
+                "loss.top_k",
+                f"{top_k} is more than the vocabulary of {smallest} tokens",
+                f"at most {smallest}",
+            )
+        rollout = config.rollout
+        found = cuts(rollout.top_p, rollout.top_k, rollout.min_p) if kind == "student_topk" else []
+        for key, value, whole in found:
+            self.found.add(
+                key,
+                f"{value} leaves the student's tokens that it does not sample from without an "
+                f"order, and loss.support student_topk takes its best {top_k}",
+                f"{whole}, or another loss.support",
+            )
+        self._endpoints(kind)
+        self._refreshed(kind)
+        if kind == "hidden":
+            self._heads()
+
+    def _refreshed(self, kind: ScoreKind) -> None:
+        """The trainer's copy of a head would stay the initial one; who sleeps takes no weights."""
+        for name, teacher in self.config.teachers.items():
+            if not isinstance(teacher, SelfTeacher) or not teacher.refresh_every:
+                continue
+            if teacher.host is not None:
+                self.found.add(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but it is colocated, and sleeps when its "
+                    "weights come",
+                    "0, or placement dedicated",
+                )
+            if kind == "hidden":
+                self.found.add(
+                    f"teachers.{name}.refresh_every",
+                    f"found {teacher.refresh_every}, but with full_vocab its head is the "
+                    "trainer's, and stays the initial one",
+                    "0, or another loss.support",
+                )
+
+    def _endpoints(self, kind: ScoreKind) -> None:
+        """What servers can return for the objective, and whether there is a key."""
+        for name, teacher in self.config.teachers.items():
+            if not isinstance(teacher, EndpointTeacher):
+                continue
+            if kind not in ("sampled", "teacher_topk"):
+                self.found.add(
+                    f"teachers.{name}.kind",
+                    f"the objective needs {WORDS[kind]}, which no server returns: their APIs give "
+                    "the log-probabilities of the sampled token and of the teacher's best",
+                    "kind vllm, or a loss of sampled tokens or with support teacher_topk",
+                )
+            if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
+                self.found.add(
+                    f"teachers.{name}.api_key_env",
+                    f"the environment has no {_shown(teacher.api_key_env)}",
+                    "export it; the key itself stands in no config",
+                )
+
+    def _heads(self) -> None:
+        for key, files in self.files.items():
+            try:
+                if key != "student.model" and key not in self.partial:
+                    HeadFiles.read(files.path)
+            except ModelError as error:
+                self.found.add(key, error.message, error.remedy)
+
+    def _student(self, files: ModelFiles) -> None:
+        for file in foreign(files.path):
+            self.found.add(
+                "student.model",
+                f"{file} is a link to {os.path.realpath(file)}, out of the model: what lies there "
+                "would get into the trained model",
+                "put the file itself there, or remove the link",
+            )
+        fault = files.no_student
+        if fault:
+            remedy = "a causal language model of text"
+            self.found.add("student.model", f"{files.path} {fault}", remedy)
+        try:
+            LogitShape.of(files.config, str(files.path))
+        except ModelError as error:
+            self.found.add("student.model", error.message, "another student")
+        if not files.eos and "student.model" not in self.partial:
+            self.found.add(
+                "student.model",
+                f"{files.path} names no eos_token_id: every response would run to "
+                "rollout.max_tokens",
+                "set it in generation_config.json",
+            )
+
+    def head_sizes(self) -> None:
+        for key, files in self.files.items():
+            if key not in self._engine_keys():
+                continue
+            if files.head_size is not None and files.head_size not in HEAD_DIMS_ON_CPU:
+                self.found.add(
+                    key,
+                    f"head size {files.head_size} has no attention kernel on CPU",
+                    f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
+                )
+
+    @property
+    def rows(self) -> int | None:
+        """Of the smallest model that has one for each token that its tokenizer counts."""
+        sizes = (f.vocabulary for f in self.files.values() if (f.vocabulary or 0) >= f.tokens)
+        return min((size for size in sizes if size), default=None)
+
+    def prompt_limit(self, key: str, response: int) -> tuple[int, str] | None:
+        """Tokens a prompt may have, and the key that bounds it.
+
+        The shortest model must hold prompt, response and one more, ``data.max_prompt_tokens`` may
+        say less.
+        """
+        known = [value for value in self._lengths() if value]
+        if known and min(known) - response - 1 < 1:
+            if not self.found.has(key):  # data.train and data.eval share the bound
+                self.found.add(
+                    key,
+                    f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
+                    "positions",
+                    "lower it",
+                )
+            return None
+        limits = [(value - response - 1, key) for value in known]
+        if self.config.data.max_prompt_tokens:
+            limits.append((self.config.data.max_prompt_tokens, "data.max_prompt_tokens"))
+        return min(limits, default=None)
+
+    def _lengths(self) -> Iterator[int | None]:
+        """Tokens of the longest sequence of each engine and server, as far as it is known."""
+        for _, engine, files in self._engines():
+            given = max_model_len(engine)
+            yield given if files is None else Positions.of(files.config, given).longest
+        for key in self.files.keys() - self._engine_keys():
+            yield self.files[key].positions
+
+    def _engines(self) -> Iterator[tuple[str, EngineConfig, ModelFiles | None]]:
+        """Sections of the engines that this run starts, and their models' files."""
+        student = self.files.get("student.model")
+        yield "rollout", self.config.rollout.engine, student
+        for name, teacher in self.config.teachers.items():
+            if isinstance(teacher, SelfTeacher):
+                yield f"teachers.{name}", teacher.engine, student
+            elif isinstance(teacher, EngineTeacher):
+                key = f"teachers.{name}"
+                yield key, teacher.engine, self.files.get(f"{key}.model")
+
+    def positions(self) -> None:
+        """No engine holds more than its model has positions for; students are the same to all."""
+        for section, engine, files in self._engines():
+            fault = files and Positions.of(files.config, max_model_len(engine)).fault
+            if fault:
+                self.found.add(f"{section}.engine.max_model_len", fault, "lower it")
+        changed = self.config.rollout.engine.extra.get("hf_overrides")
+        others = sorted(changed.keys() - OVERRIDES) if isinstance(changed, dict) else []
+        if others:
+            self.found.add(
+                "rollout.engine.extra",
+                f"hf_overrides changes {', '.join(others)} of the student, but in its engines only",
+                "change the student's config.json: the trainer then reads the same",
+            )

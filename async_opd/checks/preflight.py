@@ -1,0 +1,112 @@
+"""Everything that can be wrong with the input, found before any engine starts, all at once.
+
+Reads the files that a config names; imports neither torch, ray, vllm nor transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_opd.checks.data import DataChecks, Room
+from async_opd.checks.devices import gpu_count, resolve_device
+from async_opd.checks.findings import Findings
+from async_opd.checks.models import ModelChecks
+from async_opd.checks.resources import misplaced, pools
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import Problem
+from async_opd.core.row import Row
+from async_opd.models.hub import with_cached
+from async_opd.queue.sizes import payloads, refused, traffic
+
+
+@dataclass
+class Inputs:
+    """What preflight read, so that the run does not read it again."""
+
+    train: list[list[Row]] = field(default_factory=list)
+    eval: list[Row] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What is no problem, and yet may not be what was meant."""
+    max_prompt_tokens: int | None = None
+    """What a training prompt may have so that it and its response fit every model."""
+
+
+def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
+    """Reads the data and collects all problems. ``gpus`` overrides what the machine has."""
+    found = Findings(where)
+    config, partial = with_cached(config, found.notes)
+    models, data = ModelChecks(config, found, partial), DataChecks(config, found)
+    models.models()
+    models.support()
+    models.positions()
+    _hardware(config, found, models, gpu_count() if gpus is None else gpus)
+    data.grader("eval.grader", config.eval.grader)
+    if config.reward is not None:
+        data.grader("reward.grader", config.reward.grader)
+    train, evaluation = data.sources("train"), data.sources("eval")
+    to_train = [row for rows in train for row in rows]
+    to_evaluate = [row for rows in evaluation for row in rows]
+    if not data.unreadable:
+        data.routes(to_train, to_evaluate)
+    data.media("train", to_train)
+    data.media("eval", to_evaluate)
+    data.answers("eval", to_evaluate, config.eval.grader)
+    data.verifiers("eval", to_evaluate)
+    if config.reward is not None:
+        data.answers("train", to_train, config.reward.grader)
+        data.verifiers("train", to_train)
+    limit = _prompts(config, models, data, "train", train)
+    _prompts(config, models, data, "eval", evaluation)
+    _payload(config, found, gpu_count() if gpus is None else gpus, limit)
+    return Inputs(train, to_evaluate, found.problems, found.notes, limit)
+
+
+def _prompts(
+    config: RunConfig,
+    models: ModelChecks,
+    data: DataChecks,
+    part: str,
+    sources: Sequence[Sequence[Row]],
+) -> int | None:
+    """Prompts and responses of a part fit the models. Returns the prompts' limit."""
+    if "student.model" not in models.files or not any(sources):
+        return None
+    key, response = "rollout.max_tokens", config.rollout.max_tokens
+    if part == "eval" and config.eval.max_tokens is not None:
+        key, response = "eval.max_tokens", config.eval.max_tokens
+    bound = models.prompt_limit(key, response)
+    if bound is None:
+        return None
+    limit, key = bound
+    data.prompts(part, sources, Room(key, limit, models.rows))
+    return limit
+
+
+def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int | None) -> None:
+    """The queue can hold the longest sample."""
+    teachers = payloads(config, resolve_device(config, gpus))
+    problem = refused(config, traffic(config, teachers, prompt_tokens or 0))
+    if problem is not None:
+        found.add(*problem)
+
+
+def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int) -> None:
+    """The pools fit the machine."""
+    for key, fault, remedy in misplaced(config):
+        found.add(key, f"found {fault}", remedy)
+    if resolve_device(config, gpus) == "cpu":
+        models.head_sizes()
+        return
+    if config.cluster.address:
+        return  # the cluster knows its own GPUs
+    wanted = pools(config)
+    total = sum(pool.gpus for pool in wanted)
+    if total > gpus:
+        sums = " + ".join(pool.words for pool in wanted)
+        found.add(
+            "cluster",
+            f"the pools take {total} GPUs ({sums}), this machine has {gpus}",
+            "take fewer replicas, or join a larger cluster with cluster.address",
+        )

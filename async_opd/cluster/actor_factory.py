@@ -1,0 +1,343 @@
+"""The boxes of a run: starts the Ray actor of each kind, remembers all, and builds them anew.
+
+One box is one process. What is on the GPUs of another (a colocated teacher) is its guest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
+from async_opd.cluster.proxies import (
+    QueueProxy,
+    StudentProxy,
+    TeacherProxy,
+)
+from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
+from async_opd.config.loss import score_kind, scored_top_k
+from async_opd.config.run_config import (
+    EndpointTeacher,
+    EngineTeacher,
+    RunConfig,
+    VllmTeacher,
+)
+from async_opd.core.errors import EngineStartError, StageError
+from async_opd.core.stages import TRAINER, SamplingSpec
+from async_opd.grading.grader_pool import GraderSpec
+from async_opd.models.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
+from rollouter.spec import StudentEngineSpec
+from teachers.endpoint.replica import EndpointReplica
+from teachers.endpoint.spec import endpoint_spec
+from teachers.spec import TeacherEngineSpec
+
+
+@dataclass(frozen=True)
+class Factory:
+    """What an actor builds: ``module:callable``, and arguments after those of every run."""
+
+    path: str
+    extra: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Factories:
+    """The real parts. Benchmarks replace them with simulated ones; no config can."""
+
+    student: Factory = Factory("rollouter.replica:StudentReplica")
+    teacher: Factory = Factory("teachers.replica:TeacherReplica")
+    trainer: Factory = Factory("async_opd.cluster.trainer_actor:build_trainer")
+
+
+async def _noop() -> None:
+    """What there is to build, others build."""
+
+
+def discard(text: str) -> None:
+    """Is told, and does nothing."""
+
+
+@dataclass
+class ActorFactory:
+    """Starts each kind of actor, and remembers all of them."""
+
+    config: RunConfig
+    device: Device
+    eos_ids: tuple[int, ...]
+    factories: Factories
+    notify: Callable[[str], None]
+    started: list[Remote] = field(default_factory=list)
+    engines: list[Remote] = field(default_factory=list)
+    stages: list[Remote] = field(default_factory=list)
+    placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
+    colocated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
+
+    async def queue(self) -> QueueActor:
+        """The message queue."""
+        queue = QueueActor(self._create("queue", restarts=True), self.config)
+        await queue.build()
+        return queue
+
+    async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
+        """One replica of the student; ``incarnation`` counts its restarts."""
+        config = self.config
+        rollout = config.rollout
+        name = f"student/{index}"
+        spec = StudentEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                rollout.engine,
+                model=config.student.model,
+                device=self.device,
+                tensor_parallel=rollout.tensor_parallel,
+                seed=config.seed + index,
+                trust_remote_code=config.student.trust_remote_code,
+                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
+            ),
+            sampling=SamplingSpec(
+                rollout.max_tokens,
+                rollout.temperature,
+                rollout.top_p,
+                rollout.n,
+                rollout.top_k,
+                rollout.min_p,
+            ),
+            eos_ids=self.eos_ids,
+            transfer_backend=transfer_backend(config, self.device),
+            concurrency=rollout.concurrency,
+            top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
+            grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
+            seed=config.seed if rollout.reproducible else None,
+            incarnation=incarnation,
+        )
+        remote = await self._start(
+            name,
+            self.factories.student.path,
+            (spec, queue, *self.factories.student.extra),
+            engine_gpus=rollout.tensor_parallel,
+            host=("rollout", index),
+        )
+        return StudentProxy(remote, spec.consumer)
+
+    async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
+        """One replica of a teacher; a server of somebody else needs no actor."""
+        teacher = self.config.teachers[teacher_name]
+        name = f"teacher {teacher_name}/{index}"
+        if isinstance(teacher, EndpointTeacher):
+            spec = endpoint_spec(self.config, teacher, name, teacher.urls[index])
+            return EndpointReplica(spec)
+        place = self.placements.get((teacher.host or "", index))
+        return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
+
+    async def _build_ranks_after_teachers(
+        self, host: str, remotes: Sequence[Remote], build: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Builds a host of several processes, after the teachers that share GPUs with each."""
+        if self.device == "cpu":
+            builds = (
+                self._build_after_teachers(host, i, remote, _noop)
+                for i, remote in enumerate(remotes)
+            )
+            await asyncio.gather(build(), *builds)
+            return
+        await asyncio.gather(
+            *(
+                self._build_after_teachers(host, i, remote, _noop)
+                for i, remote in enumerate(remotes)
+            )
+        )
+        await build()
+
+    async def _build_after_teachers(
+        self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Builds a host, after the teachers that share its GPUs, each asleep before the next.
+
+        So each finds the memory free. On a CPU there is nothing to wait for.
+        """
+        config = self.config
+        colocated = [
+            name
+            for name, teacher in config.teachers.items()
+            if teacher.host == host and index < teacher.replicas
+            if index not in self.colocated.get(name, {})  # they outlive their host
+        ]
+        if self.device == "cpu":
+            await asyncio.gather(build(), *(self._start_asleep(name, index) for name in colocated))
+            return
+        if colocated:
+            self.placements[host, index] = await remote.place(config.timeouts.engine_start_s)
+        for name in colocated:
+            await self._start_asleep(name, index)
+        await build()
+
+    async def _start_asleep(self, name: str, index: int) -> None:
+        teacher = await self.teacher(name, index)
+        assert isinstance(teacher, TeacherProxy)
+        bound_s = self.config.timeouts.engine_start_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await teacher.sleep()
+        except BaseException as error:
+            teacher.kill()  # nobody knows of it yet
+            if not isinstance(error, TimeoutError):
+                raise
+            cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
+            remedy = f"raise {START_KEY} if it only is slow; otherwise see its log"
+            raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
+        self.colocated.setdefault(name, {})[index] = teacher
+
+    async def _engine(
+        self, teacher: EngineTeacher, teacher_name: str, name: str, place: ActorPlacement | None
+    ) -> Remote:
+        config = self.config
+        spec = TeacherEngineSpec(
+            name=name,
+            kwargs=engine_kwargs(
+                teacher.engine,
+                model=config.teacher_model(teacher_name),
+                device=self.device,
+                tensor_parallel=teacher.tensor_parallel,
+                seed=config.seed,
+                trust_remote_code=(
+                    teacher if isinstance(teacher, VllmTeacher) else config.student
+                ).trust_remote_code,
+                sleeps=teacher.host is not None,
+            ),
+            kind=score_kind(config.loss),
+            top_k=scored_top_k(config.loss),
+            eos_ids=self.eos_ids,
+            temperature=teacher.temperature,
+        )
+        return await self._start(
+            name,
+            self.factories.teacher.path,
+            (spec, *self.factories.teacher.extra),
+            engine_gpus=teacher.tensor_parallel,
+            place=place,
+        )
+
+    async def trainer(self, queue: QueueProxy) -> TrainerActor:
+        """The trainer: all of its ranks, each after the teachers on its GPU."""
+        names = [TRAINER, *(f"{TRAINER}/{rank}" for rank in range(1, self.config.train.ranks))]
+        first, *others = ranks = [
+            self._create(
+                name,
+                env={"OMP_NUM_THREADS": str(self.config.train.threads)},
+                gpus=int(self.device == "cuda"),
+                restarts=True,
+            )
+            for name in names
+        ]
+        factory = self.factories.trainer
+        args = (self.config, self.device, queue, *factory.extra)
+        trainer = TrainerActor(first, self.config, self.device, factory.path, args, tuple(others))
+        await self._build_ranks_after_teachers("train", ranks, trainer.build)
+        return trainer
+
+    async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
+        """The scoring stage."""
+        actor_factory = replace(
+            self, notify=discard, started=[], engines=[], stages=[], colocated={}
+        )
+        rebuild = _RebuildTeacher(actor_factory)
+        scorer = ScorerActor(
+            self._create("scorer", restarts=True),
+            self.config,
+            teachers,
+            queue,
+            rebuild,
+            self.device,
+        )
+        await scorer.build()
+        self.stages.append(scorer.remote)
+        return scorer
+
+    async def close(self) -> None:
+        """Stops stages that would mend engines, shuts engines down, then kills every process."""
+        for remotes in (self.stages, self.engines):
+            shutdowns = (
+                remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
+                for remote in remotes
+            )
+            await asyncio.gather(*shutdowns, return_exceptions=True)  # a dead one needs no shutdown
+        for remote in self.started:
+            remote.kill()
+
+    async def _start(
+        self,
+        name: str,
+        factory: str,
+        args: tuple[Any, ...],
+        *,
+        env: dict[str, str] | None = None,
+        engine_gpus: int = 0,
+        gpus: int = 0,
+        place: ActorPlacement | None = None,
+        host: tuple[str, int] | None = None,
+    ) -> Remote:
+        """``place``: on whose GPUs it is; ``host``: it may have guests on its own."""
+        if engine_gpus:
+            env = engine_env(self.device)
+            gpus = engine_gpus if self.device == "cuda" and place is None else 0
+        remote = self._create(name, env=env, gpus=gpus, place=place)
+        try:
+            build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
+            await (build() if host is None else self._build_after_teachers(*host, remote, build))
+        except BaseException:
+            remote.kill()
+            raise
+        if engine_gpus:
+            self.engines.append(remote)  # what is not built cannot be shut down, only killed
+        return remote
+
+    def _create(
+        self,
+        name: str,
+        *,
+        env: dict[str, str] | None = None,
+        gpus: int = 0,
+        restarts: bool = False,
+        place: ActorPlacement | None = None,
+    ) -> Remote:
+        remote = Remote.create(
+            name,
+            timeout_s=self.config.timeouts.request_s,
+            env=(env or {}) if self.config.cluster.address else {**(env or {}), **LOOPBACK},
+            gpus=gpus,
+            restarts=restarts,
+            place=place,
+        )
+        self.started.append(remote)
+        return remote
+
+
+@dataclass
+class _RebuildTeacher:
+    """Builds teachers' replicas anew; lives in the scoring stage's process, which owns them."""
+
+    actor_factory: ActorFactory
+
+    async def __call__(self, teacher: str, index: int, old: TeacherProxy) -> TeacherProxy:
+        """See teachers.protocols.RebuildTeacher."""
+        old.kill()
+        replica = await self.actor_factory.teacher(teacher, index)
+        assert isinstance(replica, TeacherProxy)  # servers are waited for, not rebuilt
+        return replica
+
+    async def close(self) -> None:
+        """See teachers.protocols.RebuildTeacher."""
+        await self.actor_factory.close()
+
+
+def transfer_backend(config: RunConfig, device: Device) -> str:
+    """The collective library of the weight sync. StageError for nccl without a GPU."""
+    backend = config.sync.backend
+    if backend == "nccl" and device == "cpu":
+        raise StageError("weight sync", "sync.backend is nccl but the pools are on CPU", "use auto")
+    if backend == "auto":
+        return "nccl" if device == "cuda" else "gloo"
+    return backend

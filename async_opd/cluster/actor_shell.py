@@ -1,0 +1,314 @@
+"""The one Ray actor shell: it builds a plain object in its own process and calls its methods.
+
+    driver ── build("module:callable", args) ──► ActorShell ── call("method", args) ──► object
+
+Typed proxies in ``async_opd.cluster.proxies`` stand on top; nothing else talks to an ActorShell.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import importlib
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, cast
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_opd.cluster.faults import to_stage_error
+from async_opd.core.errors import (
+    EngineStartError,
+    ProcessRestarts,
+    StageError,
+    StageTimeout,
+    first_cause,
+)
+from async_opd.files.private_folder import private_compile_cache
+from async_opd.files.safe_open import PRIVATE_UMASK, regular_file
+from async_opd.processes.loop_lag import LoopLag
+from async_opd.processes.parent_death import SAFE_PATH
+
+START_KEY, REQUEST_KEY, LIVENESS_KEY = (
+    "timeouts.engine_start_s",
+    "timeouts.request_s",
+    "supervision.timeout_s",
+)
+"""Bounds in the config, for remedies."""
+RETRY_S = 0.05
+"""Before a call is made again that a dying process has broken off."""
+
+LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
+"""Read of a log, from its end, and shown of one of its lines."""
+
+
+@dataclass(frozen=True)
+class ActorPlacement:
+    """GPUs of a process, which others may share."""
+
+    node: str
+    gpus: tuple[str, ...]
+
+
+LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
+"""Ray would hide all GPUs from a process that reserves none."""
+
+
+def _imported(module: str) -> ModuleType:
+    """Without garbage collection meanwhile, which finds nothing and takes a quarter of the time.
+
+    vLLM and all it needs: 4.8 s of processor time in place of 6.4.
+    """
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.enable()
+
+
+class ActorShell:
+    """Lives in an actor process. Ray runs it on uvloop; calls are concurrent."""
+
+    def __init__(self) -> None:
+        os.umask(PRIVATE_UMASK)  # a cluster that was joined has its own
+        private_compile_cache()
+        self._object: Any = None
+        self._built = asyncio.Event()
+        self._lag: LoopLag | None = None
+
+    async def pid(self) -> int:
+        """The actor's process id."""
+        return os.getpid()
+
+    async def is_built(self) -> bool:
+        """Whether it has an object."""
+        return self._built.is_set()
+
+    async def lag(self) -> float:
+        """Seconds that its event loop was held up at most since the last call; 0 at the first."""
+        self._lag = self._lag or LoopLag()
+        return self._lag.drain()
+
+    async def block_forever(self) -> None:
+        """Does not return: whoever waits for it is told when the process ends."""
+        await asyncio.Event().wait()
+
+    async def place(self) -> ActorPlacement:
+        """Where the process is."""
+        context = ray.get_runtime_context()
+        gpus = context.get_accelerator_ids().get("GPU", [])
+        return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)))
+
+    async def listen(self, address: str | None) -> tuple[str, int, int]:
+        """Opens a socket for whoever is built here: its address, port and file descriptor."""
+        address = address or ray.util.get_node_ip_address()
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family)
+        return address, int(listener.getsockname()[1]), listener.detach()
+
+    async def build(self, factory: str, args: tuple[Any, ...]) -> None:
+        """Imports ``module:callable`` and calls it."""
+        module, _, name = factory.partition(":")
+        self._object = getattr(_imported(module), name)(*args)
+        self._built.set()
+
+    async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """Awaits a method of the object; in a process that was restarted, until it is built."""
+        await self._built.wait()
+        try:
+            return await getattr(self._object, method)(*args, **named)
+        except ExceptionGroup as group:
+            raise first_cause(group) from group
+
+
+class Remote:
+    """A named ActorShell. Picklable: other actors may hold it too.
+
+    Every call maps Ray's errors to ours: a dead process, an error inside, a wait without end.
+    """
+
+    def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
+        self.name = name
+        self._restarts = restarts
+        self._handle = handle
+        self._timeout_s = timeout_s
+
+    @classmethod
+    def create(
+        cls,
+        name: str,
+        *,
+        timeout_s: float,
+        env: dict[str, str] | None = None,
+        gpus: int = 0,
+        restarts: bool = False,
+        place: ActorPlacement | None = None,
+    ) -> Remote:
+        """Starts the process, and, with ``restarts``, another one without an object when it dies.
+
+        It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
+        no GPU either, and sees those of the process that is there.
+
+        It knows its name, and so do its children: ``ASYNC_OPD_ACTOR``. None of them imports from
+        the working directory by itself.
+        """
+        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
+        options["enable_task_events"] = False  # Ray's server keeps one of every call, for ever
+        env = {**(env or {}), "ASYNC_OPD_ACTOR": name, SAFE_PATH: "1"}
+        if place is not None:
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
+            env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}
+        options["runtime_env"] = {"env_vars": env}
+        if gpus:
+            options["num_gpus"] = gpus
+        if restarts:
+            options["max_restarts"] = -1
+        return cls(name, ray.remote(ActorShell).options(**options).remote(), timeout_s, restarts)
+
+    async def place(self, timeout_s: float) -> ActorPlacement:
+        """The node and the GPUs of the process."""
+        place = self._handle.place
+        found = await self._bounded(place.remote, timeout_s, "starting a process", START_KEY)
+        return cast(ActorPlacement, found)
+
+    async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
+        """Builds the object; EngineStartError with the process's last words if that fails."""
+        try:
+            pid = await self._started(timeout_s)
+            build = partial(self._handle.build.remote, factory, args)
+            await self._bounded(build, timeout_s, "building", START_KEY)
+        except StageError as error:
+            words = await asyncio.to_thread(last_error_lines, pid) if "pid" in locals() else ""
+            raise EngineStartError(
+                self.name,
+                f"did not start: {error.cause}"
+                + (f"\n    its last words:\n{words}" if words else ""),
+                error.remedy,
+            ) from error
+
+    async def _started(self, timeout_s: float) -> int:
+        """The process's id; of the next one, while Ray ends the one before."""
+        pid, error = self._handle.pid.remote, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                while True:
+                    try:
+                        return int(await self._bounded(pid, timeout_s, "starting", START_KEY))
+                    except ProcessRestarts as again:
+                        error = again
+                    await asyncio.sleep(RETRY_S)
+        except StageTimeout:
+            raise
+        except TimeoutError as late:
+            cause = f"no process of it lived for {timeout_s:g} s" + (f": {error}" if error else "")
+            raise StageTimeout(self.name, cause, f"raise {START_KEY} if it only is slow") from late
+
+    async def listen(self, address: str | None, timeout_s: float) -> tuple[str, int, int]:
+        """Address, port and file descriptor of a socket in its process, opened for what is built.
+
+        ``address`` None is the one by which the cluster knows its node.
+        """
+        await self._started(timeout_s)
+        listen = partial(self._handle.listen.remote, address)
+        found = await self._bounded(listen, timeout_s, "listening", START_KEY)
+        return cast(tuple[str, int, int], found)
+
+    async def call(
+        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
+    ) -> Any:
+        """Calls a method with the default or another bound, supervision's; ``inf`` for none."""
+        bound = self._timeout_s if timeout_s is None else timeout_s
+        key = REQUEST_KEY if timeout_s is None else LIVENESS_KEY
+        call = partial(self._handle.call.remote, method, args, named)
+        return await self._bounded(call, bound, method, key)
+
+    async def call_with_retry(
+        self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
+    ) -> Any:
+        """As ``call``, made again whenever the process dies under it and another one comes."""
+        while True:
+            try:
+                return await self.call(method, *args, timeout_s=timeout_s, **named)
+            except ProcessRestarts as error:
+                if error.stage != self.name:
+                    raise
+            await asyncio.sleep(RETRY_S)
+
+    async def _bounded(self, call: Callable[[], Any], timeout_s: float, what: str, key: str) -> Any:
+        """Makes the call and waits for its answer; ``key`` sets the bound in the config."""
+        try:
+            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
+                return await call()
+        except ray.exceptions.RayError as error:
+            raise to_stage_error(self.name, what, error, self._restarts) from error
+        except TimeoutError as error:
+            raise StageTimeout(
+                self.name,
+                f"{what} took longer than {timeout_s:g} s",
+                f"raise {key} if it can take so long; otherwise it hangs" if key else "",
+            ) from error
+
+    async def pid(self, timeout_s: float) -> int:
+        """The id of its process now."""
+        pid = self._handle.pid.remote
+        return int(await self._bounded(pid, timeout_s, "a sign of life", LIVENESS_KEY))
+
+    async def lag(self, timeout_s: float) -> float:
+        """See ActorShell.lag."""
+        return float(
+            await self._bounded(self._handle.lag.remote, timeout_s, "its lag", LIVENESS_KEY)
+        )
+
+    async def is_built(self, timeout_s: float) -> bool:
+        """Whether its process has an object: one that was restarted has none."""
+        is_built = self._handle.is_built.remote
+        return bool(await self._bounded(is_built, timeout_s, "a question", LIVENESS_KEY))
+
+    async def end(self) -> StageError:
+        """Waits until the process that runs now has died, or cannot be reached any more."""
+        forever = self._handle.block_forever.remote
+        try:
+            await self._bounded(forever, float("inf"), "its run", "")
+        except StageError as error:
+            return error
+        raise StageError(self.name, "a call without end has returned")
+
+    def restart(self) -> None:
+        """Ends the process; Ray starts another one, whose object is still to be built."""
+        ray.kill(self._handle, no_restart=False)
+
+    def kill(self) -> None:
+        """Ends the process and its children for good."""
+        ray.kill(self._handle)
+
+
+def last_error_lines(pid: int, lines: int = 15) -> str:
+    """The errors at the end of an actor's output, if its log is on this machine.
+
+    In a cluster that was joined, Ray's logs lie where others can put a link or a pipe.
+    """
+    node = ray._private.worker._global_node
+    if node is None:
+        return ""
+    words: list[str] = []
+    for suffix in ("err", "out"):
+        for path in sorted(os.scandir(node.get_logs_dir_path()), key=lambda entry: entry.name):
+            if path.name.startswith("worker-") and path.name.endswith(f"-{pid}.{suffix}"):
+                words += [line for line in _end_of(path.path) if "rror" in line][-lines:]
+    return "\n".join(f"      {word[:MAX_LINE_CHARACTERS]}" for word in words[: 4 * lines])
+
+
+def _end_of(path: str) -> list[str]:
+    """The last lines of a regular file; of anything else, why it has none."""
+    try:
+        with open(path, "rb", opener=regular_file) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
+            data = file.read(LOG_BYTES)
+    except OSError as error:
+        return [f"error: {error}"]
+    return [line.rstrip() for line in data.decode(errors="replace").split("\n")]

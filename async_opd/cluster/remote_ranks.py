@@ -1,0 +1,77 @@
+"""The trainer's other ranks over Ray: each in an actor of its own.
+
+learner's thread ──dispatch──► event loop ──remote calls──► Follower in rank 1 … N-1
+      ▲ results ◄──────────────┘ the first that fails ──► failure()
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.proxies import NO_TIMEOUT
+from async_opd.core.errors import ProcessDied, StageError
+from async_opd.core.stages import TRAINER
+from trainer.rank_group import GRACE_S
+
+
+class RemoteRankGroup:
+    """Implements ``trainer.rank_group.RankGroup``. Lives in rank 0's process, on its event loop."""
+
+    def __init__(self, followers: Sequence[Remote], grace_s: float = GRACE_S / 2) -> None:
+        """A failure may be that of another's death, which is known up to ``grace_s`` later."""
+        self.ranks = len(followers) + 1
+        self._followers = tuple(followers)
+        self._broken = False
+        self._loop = asyncio.get_running_loop()
+        self._grace_s = grace_s
+        self._failure: asyncio.Future[StageError] = self._loop.create_future()
+        self._death: asyncio.Future[StageError] = self._loop.create_future()
+
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        """See RankGroup.dispatch. Bounded by ``timeouts.collective_s`` of their collectives."""
+        if self._broken:
+            raise StageError(TRAINER, "its ranks are out of step, after an error in one of them")
+        calls: list[Future[Any]] = [
+            asyncio.run_coroutine_threadsafe(self._call(follower, method, given), self._loop)
+            for follower, given in zip(self._followers, arguments, strict=True)
+        ]
+        return lambda: [call.result() for call in calls]
+
+    def mark_broken(self) -> None:
+        """See RankGroup.mark_broken."""
+        self._broken = True
+
+    async def failure(self) -> StageError:
+        """See RankGroup.failure. A rank that died is the trainer's death."""
+        await asyncio.wait((self._failure,))
+        await asyncio.wait((self._death,), timeout=self._grace_s)
+        return (self._death if self._death.done() else self._failure).result()
+
+    async def _call(self, follower: Remote, method: str, arguments: tuple[Any, ...]) -> Any:
+        try:
+            return await follower.call(method, *arguments, timeout_s=NO_TIMEOUT)
+        except Exception as error:
+            self._broken = True
+            failure = _failure(follower.name, error)
+            if isinstance(failure, ProcessDied) and not self._death.done():
+                self._death.set_result(failure)
+            if not self._failure.done():
+                self._failure.set_result(failure)
+            if failure is error:
+                raise
+            raise failure from error
+
+
+def _failure(name: str, error: Exception) -> StageError:
+    """A rank's death is the trainer's."""
+    if isinstance(error, ProcessDied):
+        return ProcessDied(TRAINER, f"{name}: {error.cause}", error.remedy)
+    if isinstance(error, StageError):
+        return error
+    return StageError(name, f"{type(error).__name__}: {error}")

@@ -1,0 +1,271 @@
+"""The stages of which there is one: queue, scorer, trainer. Each can be built again.
+
+queue    dies: built again, empty; the ledger issues again what is in flight
+scorer   dies: built again; what it had taken from the queue goes back
+trainer  dies, or any of its ranks: all ranks are built again, and the run goes on from a checkpoint
+         (async_opd.training); the queue is emptied, the scorer hands its replicas over to the next
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.proxies import QueueProxy, TeacherProxy
+from async_opd.cluster.supervisor import Supervisor
+from async_opd.config.run_config import RunConfig
+from async_opd.core.deadline import Deadline
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
+from async_opd.core.rank_spec import RankSpec
+from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
+from async_opd.models.engine_args import Device
+from async_opd.processes.restarts import Restarts
+from async_opd.queue.sizes import payloads
+from async_opd.weight_sync.rendezvous import new_secret
+from teachers.endpoint.replica import EndpointReplica
+from teachers.protocols import RebuildTeacher, TeacherWeights
+
+Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
+
+FOLLOWER = "async_opd.cluster.trainer_actor:build_follower"
+
+
+class SingletonActor(Protocol):
+    """A stage in a process of its own."""
+
+    @property
+    def remote(self) -> Remote: ...
+
+    async def build(self) -> None:
+        """Builds its object, in a process that has none or in place of the one there."""
+
+
+@dataclass
+class QueueActor:
+    """The message queue."""
+
+    remote: Remote
+    config: RunConfig
+
+    async def build(self) -> None:
+        """See SingletonActor."""
+        config = self.config
+        limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
+        names = topics(config.teachers)
+        args = (names, *limits, None, (PROMPTS, STALE, DEAD))
+        path = "async_opd.queue.message_queue:MessageQueue"
+        await self.remote.build(path, args, config.timeouts.engine_start_s)
+
+
+@dataclass
+class TrainerActor:
+    """The trainer. Built, it is at step 0, with the student's first weights.
+
+    ``remote`` is its first rank; the others know only each other and what it orders.
+    """
+
+    remote: Remote
+    config: RunConfig
+    device: Device
+    path: str
+    args: tuple[Any, ...]
+    others: tuple[Remote, ...] = ()
+
+    @property
+    def ranks(self) -> tuple[Remote, ...]:
+        """All of them, the first one first."""
+        return (self.remote, *self.others)
+
+    async def build(self) -> None:
+        """See SingletonActor. Several ranks are built together: each waits for all."""
+        bound = self.config.timeouts.engine_start_s
+        if not self.others:
+            await self.remote.build(self.path, self.args, bound)
+            return
+        first, *specs = await self._rank_specs(bound)
+        args = (*self.args, first, self.others)
+        await _gather_or_cancel(
+            self.remote.build(self.path, args, bound),
+            *(
+                other.build(FOLLOWER, (self.config, self.device, spec), bound)
+                for other, spec in zip(self.others, specs, strict=True)
+            ),
+        )
+
+    async def _rank_specs(self, bound: float) -> list[RankSpec]:
+        """A spec for each rank; they meet where the first one listens."""
+        address = None if self.config.cluster.address else "127.0.0.1"
+        host, port, listener = await self.remote.listen(address, bound)
+        collective_s = self.config.timeouts.collective_s
+        spec = RankSpec(0, len(self.ranks), host, port, collective_s, bound, new_secret(), listener)
+        others = (replace(spec, rank=i, listener=None) for i in range(1, len(self.ranks)))
+        return [spec, *others]
+
+    def restart(self) -> None:
+        """Every process gets another one: some may have an object, or still build one."""
+        for rank in self.ranks:
+            rank.restart()
+
+    async def end(self, bound: float) -> None:
+        """Every process that still has something gets another one: it may hang in a collective."""
+        await asyncio.gather(*(_end(rank, bound) for rank in self.ranks))
+
+
+@dataclass
+class ScorerActor:
+    """The scoring stage. Built again it has another name, and what those before had goes back."""
+
+    remote: Remote
+    config: RunConfig
+    teachers: Teachers
+    queue: QueueProxy
+    rebuild: RebuildTeacher
+    device: Device
+    incarnation: int = 0
+    released: int = 1
+    weights: dict[str, TeacherWeights] = field(default_factory=dict)
+    """The newest of teachers that are the student itself, for replicas that are rebuilt."""
+
+    async def build(self) -> None:
+        """See SingletonActor."""
+        self.incarnation += 1
+        config = self.config
+        sizes = {name: t.batch_size for name, t in config.teachers.items()}
+        health = {name: teacher.health for name, teacher in config.teachers.items()}
+        consumer = f"scorer#{self.incarnation}"
+        hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
+        tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
+        bounds = (sizes, health, self.rebuild, consumer, hosts, config.train.batch_size, tokens)
+        args = (self.teachers, self.queue, *bounds)
+        path = "teachers.stage:ScorerStage"
+        await self.remote.build(path, args, config.timeouts.engine_start_s)
+        for incarnation in range(self.released, self.incarnation):
+            for teacher in self.teachers:
+                await self.queue.release(rollouts_topic(teacher), f"scorer#{incarnation}")
+        self.released = self.incarnation
+        for name, weights in self.weights.items():
+            await self.remote.call("load", name, weights)
+
+    async def hand_over(self, bound: float) -> None:
+        """Scoring stops; the replicas of now, rebuilt ones too, are those of the next stage.
+
+        Beyond ``bound`` it may take as long as a colocated teacher that does not go to sleep: the
+        stage gives that one up, and still hands over.
+        """
+        colocated = [t for t in self.config.teachers.values() if t.host is not None]
+        bound += max((teacher.health.timeout_s for teacher in colocated), default=0.0)
+        found = await self.remote.call("hand_over", timeout_s=bound)
+        self.teachers, self.rebuild = found
+
+
+@dataclass
+class SingletonActors:
+    """Keeps them alive while a run goes on, and empties them before it goes on from elsewhere."""
+
+    config: RunConfig
+    notify: Callable[[str], None]
+    queue: QueueActor
+    scorer: ScorerActor
+    trainer: TrainerActor
+    restarts: Restarts = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Nothing has died yet. What dies is counted over all restarts of the trainer."""
+        self.restarts = Restarts(self.config.supervision)
+        self._step: Callable[[], int] = int
+        self._queue = self._supervisor_of(self.queue, self.queue.remote)
+        self._scorer = self._supervisor_of(self.scorer, self.scorer.remote)
+
+    async def supervise(
+        self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
+    ) -> None:
+        """See async_opd.pipeline.Stages. Raises ProcessDied of the trainer: it has lost a state."""
+        self._step = step
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._queue.run(reissue))
+            group.create_task(self._scorer.run())
+            for rank in self.trainer.ranks:
+                group.create_task(self._watch(rank))
+
+    async def rebuild_all(self, error: StageError) -> None:
+        """After the trainer's death: all three as new.
+
+        Whatever dies or fails meanwhile is one more death; the last one's error if there were too
+        many.
+        """
+        while (delay := self.restarts.next_delay(self._step())) is not None:
+            await Deadline(TRAINER).pause(delay)
+            try:
+                await self._as_new()
+            except StageError as failed:
+                self.notify(f"the trainer could not be restarted: {failed}")
+                error = failed
+                self.trainer.restart()
+            else:
+                return
+        raise error
+
+    async def _as_new(self) -> None:
+        bound = self.config.supervision.timeout_s
+        await self.trainer.end(bound)
+        await self._end(self.scorer, self.scorer.hand_over)
+        await self._end(self.queue, lambda bound: self.queue.remote.call("close", timeout_s=bound))
+        await self.queue.build()
+        death = asyncio.create_task(self._queue.wait_for_death())
+        building = asyncio.create_task(_gather_or_cancel(self.scorer.build(), self.trainer.build()))
+        try:
+            await asyncio.wait({death, building}, return_when=asyncio.FIRST_COMPLETED)
+            if not building.done():
+                raise death.result()
+            building.result()
+        finally:
+            death.cancel()
+            building.cancel()
+            await asyncio.wait({building})
+
+    async def _watch(self, rank: Remote) -> None:
+        error = await self._supervisor_of(self.trainer, rank).wait_for_death()
+        who = "" if rank.name == TRAINER else f"{rank.name}: "
+        raise ProcessDied(TRAINER, who + error.cause, error.remedy)
+
+    async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
+        """Its object stops; if it does not, or there is none yet, its process ends."""
+        bound = self.config.supervision.timeout_s
+        try:
+            if await actor.remote.is_built(bound):
+                await ending(bound)
+            else:
+                actor.remote.restart()
+        except ProcessDied:
+            return
+        except StageError as error:
+            self.notify(f"{actor.remote.name} did not end well: {error}")
+            actor.remote.restart()
+
+    def _supervisor_of(self, actor: SingletonActor, remote: Remote) -> Supervisor:
+        bounds = self.config.supervision
+        return Supervisor(remote, actor.build, bounds, self.notify, lambda: self._step())
+
+
+async def _gather_or_cancel(*builds: Coroutine[Any, Any, None]) -> None:
+    """All of them; the first error cancels the others."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for build in builds:
+                group.create_task(build)
+    except ExceptionGroup as errors:
+        raise first_cause(errors) from errors
+
+
+async def _end(remote: Remote, bound: float) -> None:
+    """One that has nothing yet stays as it is."""
+    try:
+        if await remote.is_built(bound):
+            remote.restart()
+    except ProcessDied:
+        return
+    except StageTimeout:
+        remote.restart()

@@ -1,0 +1,88 @@
+"""Builds the training stage inside of its actor, and the other ranks inside of theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import ray
+
+from async_opd.accounting.admission import max_samples_in_flight
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.remote_ranks import RemoteRankGroup
+from async_opd.config.run_config import RunConfig
+from async_opd.core.rank_spec import RankSpec
+from async_opd.core.stages import Queue
+from async_opd.models.engine_args import Device
+from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
+from trainer.publisher import GlooTransport, Publisher, Transport
+from trainer.rank_group import SINGLE_RANK
+from trainer.stage import TrainerStage
+
+if TYPE_CHECKING:
+    from trainer.rank import Follower
+
+
+def build_trainer(
+    config: RunConfig,
+    device: Device,
+    queue: Queue,
+    spec: RankSpec | None = None,
+    followers: Sequence[Remote] = (),
+) -> TrainerStage:
+    """Learner, publisher and stage of rank 0; with a ``spec``, of the first of several ranks."""
+    import torch
+
+    from trainer.build import build_learner
+
+    torch.set_num_threads(config.train.threads)
+    rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
+    learner = build_learner(config, device, spec, rank_group)
+    return TrainerStage(
+        learner,
+        Publisher(learner.named_weights, lambda: _transport(config, device)),
+        build_batcher(config, queue),
+        max_version_lag=config.async_.max_version_lag,
+        model_dir=config.student.model,
+        rank_group=rank_group,
+    )
+
+
+def build_follower(config: RunConfig, device: Device, spec: RankSpec) -> Follower:
+    """Another rank."""
+    import torch
+
+    from trainer.build import build_follower
+
+    torch.set_num_threads(config.train.threads)
+    return build_follower(config, device, spec)
+
+
+def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
+    """Takes batches as the config says."""
+    requeue = config.async_.on_stale == "requeue"
+    return Batcher(
+        queue,
+        batch_size=config.train.batch_size,
+        max_version_lag=config.async_.max_version_lag if requeue else None,
+        group_size=config.rollout.n if config.reward is not None else 1,
+        remembered=max(MIN_REMEMBERED, REMEMBERED_BUDGETS * max_samples_in_flight(config)),
+    )
+
+
+COLLECTIVE_TIMEOUT_SHARE = 0.75
+"""Of ``sync.timeout_s``: a collective ends before the call that waits for it, so that who still
+answers is known not to be the one that hangs."""
+
+
+def _transport(config: RunConfig, device: Device) -> Transport:
+    chunk_bytes, timeout_s = (
+        config.sync.chunk_mib << 20,
+        config.sync.timeout_s * COLLECTIVE_TIMEOUT_SHARE,
+    )
+    if device == "cuda" and config.sync.backend != "gloo":
+        from rollouter.transports.nccl import NcclTransport
+
+        return NcclTransport(timeout_s, chunk_bytes)
+    host = ray.util.get_node_ip_address() if config.cluster.address else "127.0.0.1"
+    return GlooTransport(host, timeout_s, chunk_bytes)

@@ -1,0 +1,84 @@
+"""Where prompts come from: the ``data`` section of the config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PositiveInt, model_validator
+
+from async_opd.config.section import Section
+
+
+class FileSource(Section):
+    """Prompts from a jsonl or parquet file, or from a Hugging Face ``datasets`` directory."""
+
+    kind: Literal["file"] = "file"
+    path: str = Field(min_length=1)
+    """``*.jsonl``, ``*.parquet``, or a directory written by ``Dataset.save_to_disk``. Relative
+    paths are relative to the config file."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the stream, relative to the other sources' weights."""
+
+
+class ReasoningGymSource(Section):
+    """Procedural tasks from the ``reasoning-gym`` package, graded by its own verifier."""
+
+    kind: Literal["reasoning_gym"]
+    task: str
+    """Name of the reasoning-gym dataset; it is also the rows' data source."""
+    size: PositiveInt = 1000
+    """Number of entries."""
+    seed: int = 0
+    """Seed of the generator: give training and evaluation different ones."""
+    options: dict[str, Any] = Field(default={})
+    """Further arguments of the task's own config."""
+    weight: float = Field(default=1.0, gt=0)
+    """Share of this source in the stream, relative to the other sources' weights."""
+
+
+Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+
+
+class DataConfig(Section):
+    """Where prompts come from and which field means what."""
+
+    train: list[Source]
+    """Sources of the prompts that are trained on, mixed by weight. A bare string is a file."""
+    eval: list[Source] = Field(default=[])
+    """Sources of the prompts that are evaluated on; none means no evaluation."""
+    prompt: str = "prompt"
+    """Field with the prompt: a string, or a list of chat messages."""
+    answer: str = "answer"
+    """Field with the reference answer; only evaluation needs it."""
+    route_by: str = "data_source"
+    """Field that routes a row to the teacher whose ``sources`` contain its value."""
+    chat_template: Literal["auto", "always", "never"] = "auto"
+    """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
+    special_tokens: Literal["text", "parse"] = "text"
+    """Special tokens that a prompt spells (``<|im_end|>``): ``text`` reads them as any other text,
+    so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data that
+    comes with its chat template applied."""
+    max_prompt_tokens: PositiveInt | None = None
+    """Longer prompts are refused; by default what the model leaves beside the response."""
+    shuffle: bool = True
+    """Reorders the rows of each source in every epoch, by the seed."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strings_are_files(cls, values: Any) -> Any:
+        if isinstance(values, dict):
+            values = dict(values)
+            for key in ("train", "eval"):
+                if isinstance(values.get(key), str):
+                    values[key] = [values[key]]
+                if isinstance(values.get(key), list):
+                    values[key] = [_as_source(entry) for entry in values[key]]
+        return values
+
+
+def _as_source(entry: Any) -> Any:
+    if isinstance(entry, str):
+        return {"kind": "file", "path": entry}
+    if isinstance(entry, dict) and "kind" not in entry:
+        return {"kind": "file", **entry}
+    return entry

@@ -1,0 +1,311 @@
+"""From a YAML file and ``key=value`` overrides to a RunConfig, or to all problems at once.
+
+defaults  <  YAML  <  command line
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import reprlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from async_opd.config.keys import (
+    default_of,
+    key_of,
+    keys_below,
+    keys_called,
+    kinds_with,
+    why_removed,
+)
+from async_opd.config.run_config import RunConfig, SizesError
+from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
+from async_opd.config.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
+from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.nesting import MAX_DEPTH
+
+COMMAND_LINE = "command line"
+MAX_SUGGESTED = 12
+MAX_SHOWN_CHARACTERS = 200
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = 80
+_shown = _short.repr
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Bytes of a config file; its data and models are other files."""
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Reads, overrides, validates. Raises ConfigError with every problem found.
+
+    Relative paths of models and data are relative to the file's folder, wherever they were given;
+    ``run_dir`` stays relative to the working directory.
+    """
+    file = Path(path)
+    source = _Source(str(file), _read(file))
+    source.check_secrets()
+    for override in overrides:
+        source.override(override)
+    source.check_secrets()
+    source.check_names()
+    _resolve_paths(source.tree, file.resolve().parent)
+    config: RunConfig | None = None
+    try:
+        config = RunConfig.model_validate(source.tree)
+    except ValidationError as error:
+        for entry in error.errors():
+            source.problems += _problems(entry, source)
+    if source.problems or config is None:
+        raise ConfigError(_without_secrets(source))
+    return config
+
+
+def _without_secrets(source: _Source) -> list[Problem]:
+    """The problems without the values of variables that the config names."""
+    hide = Redactor(source.tree)
+    return [
+        Problem(hide(p.where), hide(p.key), hide(p.message), hide(p.remedy))
+        for p in source.problems
+    ]
+
+
+def dump_config(config: RunConfig) -> str:
+    """YAML that loads to an equal config."""
+    return dump_yaml(config.model_dump(by_alias=True))
+
+
+class _Source:
+    """The tree of values, where each came from, and what is wrong with it so far."""
+
+    def __init__(self, file: str, tree: dict[Any, Any]) -> None:
+        self.file = file
+        self.tree = tree
+        self.problems: list[Problem] = []
+        self._overridden: set[str] = set()
+
+    def where(self, key: str) -> str:
+        """The file, or the command line if the key or one it lies in was given there."""
+        return COMMAND_LINE if any(_lies_in(key, k) for k in self._overridden) else self.file
+
+    def override(self, text: str) -> None:
+        """Applies ``a.b.c=value``; what is wrong with it becomes a problem."""
+        key, equals, raw = text.partition("=")
+        parts = [part.strip() for part in key.split(".")]
+        if not equals or not all(parts):
+            remedy = "write key=value, as in train.lr=1e-4"
+            short = text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
+            self.problems.append(Problem(COMMAND_LINE, short, "is no override", remedy))
+            return
+        if len(parts) > MAX_DEPTH:
+            said = f"{key[:40]}…"
+            self.problems.append(Problem(COMMAND_LINE, said, f"has {len(parts)} parts", "fewer"))
+            return
+        try:
+            value = load_yaml(raw)
+        except YamlError as error:
+            said = f"{_shown(raw)} is no valid YAML: {error}"
+            message = "is no valid YAML" if names_secret(parts[-1]) else said
+            remedy = "quote it: key='\"value\"'"
+            self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+            return
+        node: Any = self.tree
+        for depth, part in enumerate(parts[:-1], 1):
+            if node.get(part) is None:
+                node[part] = {}
+                self._overridden.add(".".join(parts[:depth]))
+            node = node[part]
+            if not isinstance(node, dict):
+                shown = _shown(_without_names(part, node))
+                message = f"{'.'.join(parts[:depth])} is {shown}, which has no keys below it"
+                remedy = f"give {'.'.join(parts[:depth])} as a whole"
+                self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+                return
+        node[parts[-1]] = value
+        self._overridden.add(".".join(parts))
+
+    def check_secrets(self) -> None:
+        """Secrets that stand in the config: it is written to the run directory and to wandb."""
+        for key in take_out(self.tree):
+            message = "holds a secret, or what looks like one"
+            remedy = (
+                "put it into an environment variable; a key of an endpoint is named by "
+                "api_key_env, the hub and wandb read HF_TOKEN and WANDB_API_KEY themselves"
+            )
+            self.problems.append(Problem(self.where(key), key, message, remedy))
+
+    def check_names(self) -> None:
+        """What pydantic would accept or refuse for another reason than the true one."""
+        if "async_" in self.tree:
+            value = self.tree.pop("async_")
+            message = f"unknown key (value {_shown(value)})"
+            where = self.where("async_")
+            self.problems.append(Problem(where, "async_", message, "did you mean async?"))
+        loss = self.tree.get("loss")
+        culprit = supervised_k1(loss)
+        if culprit is not None:
+            key = f"loss.{culprit}" if culprit else "loss"
+            self.problems.append(
+                Problem(self.where(key), key, f"found {_shown(loss)}: {MESSAGE}", REMEDY)
+            )
+            loss = self.tree["loss"] = without_request(loss)
+        if isinstance(loss, dict):
+            self.tree["loss"] = {"kind": "forward_kl", **loss}
+
+
+def _lies_in(key: str, outer: str) -> bool:
+    return key == outer or key.startswith(outer + ".")
+
+
+def _read(file: Path) -> dict[Any, Any]:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_CONFIG_BYTES + 1)
+        if len(content) > MAX_CONFIG_BYTES:
+            raise ValueError(f"it has more than {MAX_CONFIG_BYTES >> 20} MiB")
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        problem = Problem(str(file), "", f"cannot be read: {error}", "check the path")
+        raise ConfigError([problem]) from None
+    try:
+        tree = load_yaml(text)
+    except YamlError as error:
+        problems = [
+            Problem(f"{file}:{line}", key, f"is no valid YAML: {message}" if not key else message)
+            for line, key, message in error.faults
+        ]
+        raise ConfigError(problems) from None
+    if not isinstance(tree, dict):
+        found = "nothing" if tree is None else _shown(tree)
+        message = f"holds {found}, expected keys and values"
+        remedy = f"it needs {', '.join(_required())}"
+        raise ConfigError([Problem(str(file), "", message, remedy)])
+    return tree
+
+
+def _required() -> list[str]:
+    return [name for name, info in RunConfig.model_fields.items() if info.is_required()]
+
+
+def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
+    """Makes paths absolute that are relative to the config file.
+
+    A model whose first folder is there is a path, even if the rest of it is not: it may be
+    mistyped, and would be asked for on the hub.
+    """
+    teachers = tree.get("teachers")
+    models = [tree.get("student"), *(teachers.values() if isinstance(teachers, dict) else ())]
+    for section in models:
+        if isinstance(section, dict) and isinstance(section.get("model"), str):
+            model = section["model"]
+            first = model.partition("/")[0]
+            if model.startswith(("./", "../")) or (first and _exists(folder / first)):
+                section["model"] = str(folder / model)
+    data = tree.get("data")
+    if isinstance(data, dict):
+        for key in ("train", "eval"):
+            entries = data.get(key)
+            if isinstance(entries, list):
+                data[key] = [_resolved(entry, folder) for entry in entries]
+            elif entries is not None:
+                data[key] = _resolved(entries, folder)
+
+
+def _resolved(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, str) and entry:
+        return str(folder / entry)
+    if isinstance(entry, dict) and isinstance(entry.get("path"), str) and entry["path"]:
+        return {**entry, "path": str(folder / entry["path"])}
+    return entry
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL: preflight says so
+        return False
+
+
+def _problems(entry: Any, source: _Source) -> Iterator[Problem]:
+    """One pydantic error in our words."""
+    if isinstance(entry.get("ctx", {}).get("error"), SizesError):
+        for key, message, remedy in entry["ctx"]["error"].faults:
+            yield Problem(source.where(key), key, message, remedy)
+        return
+    key = key_of(entry["loc"])
+    message, remedy = _words(entry, key)
+    if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        key = f"{key}.kind"
+    yield Problem(source.where(key), key, message, remedy)
+
+
+def _words(entry: Any, key: str) -> tuple[str, str]:
+    """Message and remedy."""
+    kind, found = entry["type"], _without_names(key, entry["input"])
+    if kind == "extra_forbidden":
+        return _unknown(entry["loc"], key, found)
+    if kind == "missing":
+        return "is missing", f"add {key}"
+    if kind == "union_tag_invalid":
+        allowed = entry["ctx"]["expected_tags"]
+        return f"found {found['kind']!r}, expected one of {allowed}", _nearest(
+            found["kind"], allowed
+        )
+    if key == "loss" and isinstance(found, str):
+        return f"found {found!r}, expected a section", f"write loss: {{kind: {found}}}"
+    expected = str(entry["msg"]).removeprefix("Value error, ")
+    expected = re.sub(r"^(Input|Tuple|String|List|Dictionary) should (be|have) ", "", expected)
+    default = default_of(key)
+    remedy = f"the default is {default!r}" if default is not None else ""
+    if kind == "literal_error":
+        remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
+    shown = "a value that is not shown" if found == HIDDEN else _shown(found)
+    return f"found {shown}, expected {expected}", remedy
+
+
+def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
+    """Of a key that the section does not have; another kind of it, or an older version, may."""
+    removed = why_removed(key)
+    if removed is not None:
+        return f"found {_shown(found)}: {removed}", "delete the key"
+    section, _, name = key.rpartition(".")
+    others = kinds_with(section, name)
+    if not others:
+        return f"unknown key (value {_shown(found)})", _nearest_key(key)
+    return (
+        f"unknown key of kind {loc[-2]} (value {_shown(found)}): {', '.join(others)} have it",
+        f"remove it; an override of {section}.kind keeps the file's other keys, one of {section} "
+        "as a whole replaces them",
+    )
+
+
+def _without_names(key: str, found: Any) -> Any:
+    """The value, hidden where a key may stand in place of its variable's name."""
+    if key.endswith("_env"):
+        return HIDDEN
+    if isinstance(found, dict):
+        return {name: _without_names(str(name), value) for name, value in found.items()}
+    return found
+
+
+def _nearest(found: Any, allowed: str) -> str:
+    """The closest of the quoted words in ``allowed``."""
+    near = difflib.get_close_matches(str(found).lower(), re.findall(r"'([^']+)'", allowed), n=1)
+    return f"did you mean {near[0]}?" if near else ""
+
+
+def _nearest_key(key: str) -> str:
+    parent, _, name = key.rpartition(".")
+    known = keys_below(parent)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    if near:
+        return f"did you mean {f'{parent}.{near[0]}'.lstrip('.')}?"
+    elsewhere = keys_called(name)
+    if elsewhere:
+        return f"did you mean {' or '.join(elsewhere[:3])}?"
+    return f"known here: {', '.join(known[:MAX_SUGGESTED])}" if known else "remove it"

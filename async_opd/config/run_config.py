@@ -1,0 +1,282 @@
+"""What a run is: frozen pydantic sections; the docstring under a field is its documentation.
+
+Defaults are the recommended run. Loading a file, overrides and error messages are in
+``async_opd.config.load``; checks that need the files it names in ``async_opd.checks.preflight``.
+Imports nothing heavier than pydantic.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from async_opd.config.data import DataConfig as DataConfig
+from async_opd.config.data import FileSource as FileSource
+from async_opd.config.data import ReasoningGymSource as ReasoningGymSource
+from async_opd.config.ending import CheckpointConfig as CheckpointConfig
+from async_opd.config.ending import ShutdownConfig as ShutdownConfig
+from async_opd.config.ending import TimeoutConfig as TimeoutConfig
+from async_opd.config.engine import EngineConfig as EngineConfig
+from async_opd.config.grading import GradingConfig as GradingConfig
+from async_opd.config.loss import ForwardKLConfig as ForwardKLConfig
+from async_opd.config.loss import JSDConfig as JSDConfig
+from async_opd.config.loss import K1Config as K1Config
+from async_opd.config.loss import Loss as Loss
+from async_opd.config.loss import ReverseKLConfig as ReverseKLConfig
+from async_opd.config.loss import RewardConfig as RewardConfig
+from async_opd.config.loss import SampledConfig as SampledConfig
+from async_opd.config.loss import nucleus_faults
+from async_opd.config.plan import PlanConfig as PlanConfig
+from async_opd.config.section import Section as Section
+from async_opd.config.supervision import SupervisionConfig as SupervisionConfig
+from async_opd.config.teachers import EndpointHealth as EndpointHealth
+from async_opd.config.teachers import EndpointTeacher as EndpointTeacher
+from async_opd.config.teachers import EngineTeacher as EngineTeacher
+from async_opd.config.teachers import HealthConfig as HealthConfig
+from async_opd.config.teachers import SelfTeacher as SelfTeacher
+from async_opd.config.teachers import TeacherConfig as TeacherConfig
+from async_opd.config.teachers import VllmTeacher as VllmTeacher
+from async_opd.config.train import AsyncConfig as AsyncConfig
+from async_opd.config.train import SyncConfig as SyncConfig
+from async_opd.config.train import TrainConfig as TrainConfig
+
+
+class SizesError(ValueError):
+    """Sizes that do not fit each other; ``faults`` are (dotted key, what is wrong, remedy)."""
+
+    def __init__(self, faults: list[tuple[str, str, str]]) -> None:
+        super().__init__("; ".join(f"{key}: {message}" for key, message, _ in faults))
+        self.faults = faults
+
+
+class StudentConfig(Section):
+    """The model that is trained."""
+
+    model: str = Field(min_length=1)
+    """Directory of a Hugging Face model, or a hub id. What begins with a folder beside the config
+    is a directory."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
+    required, and a commit."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model. Only for models you trust."""
+
+
+class RolloutConfig(Section):
+    """How the student answers prompts."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Independent engines of the student."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine."""
+    n: PositiveInt = 4
+    """Rollouts of each prompt (its group)."""
+    max_tokens: PositiveInt = 1024
+    """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the sampled distribution; 1 keeps it all."""
+    top_k: int = Field(default=0, ge=0)
+    """Samples from so many of the most probable tokens; 0: from all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Samples from tokens at least this fraction as probable as the best one; 0: from all."""
+    reproducible: bool = False
+    """Draws every rollout by a seed of its own, from ``seed`` and its uid, so that it does not
+    depend on what else is sampled. Slower; what else it takes is in docs/reliability.md."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Rollouts in flight on each replica. ``auto`` follows what its engine can hold (requests that
+    wait, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
+    engine: EngineConfig = EngineConfig()
+    """Settings of each engine."""
+
+
+class QueueConfig(Section):
+    """The message queue between the stages. Producers wait where it is full."""
+
+    max_samples: PositiveInt = 4096
+    """Most samples of a topic, those leased out included."""
+    max_mib: PositiveInt = 4096
+    """Most MiB of a topic, those leased out included."""
+    lease_s: float = Field(default=600, gt=0)
+    """A stage that gives no sign of life for so long loses what it has taken to the next one. While
+    it lives it renews its leases, however long it works on them."""
+
+
+class EvalConfig(Section):
+    """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
+
+    every: int = Field(default=5, ge=0)
+    """Weight versions between two evaluations; 0: only before and after."""
+    max_prompts: PositiveInt | None = None
+    """Evaluates on the first so many prompts of each data source; by default on all."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: PositiveInt | None = None
+    """Longest response; by default ``rollout.max_tokens``."""
+    grader: str = "exact"
+    """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
+    returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
+    teachers: bool = True
+    """Also measures each teacher on its own data sources once, before training."""
+
+
+class GuardrailConfig(Section):
+    """Limits of what responses may turn into while training. See docs/staleness.md."""
+
+    mode: Literal["warn", "stop", "off"] = "warn"
+    """A limit that is passed is a message (``warn``), or ends the run with exit code 1."""
+    max_truncated_share: float = Field(default=0.5, gt=0, le=1)
+    """Most responses of a batch that are cut off at ``rollout.max_tokens``."""
+    max_length_drift: float = Field(default=3.0, gt=1)
+    """Longest mean response, as a multiple of that of the first ``baseline_steps`` steps."""
+    max_repetition: float = Field(default=0.5, gt=0, le=1)
+    """Largest share of a response's 8-grams that occurred in it before, as a mean."""
+    baseline_steps: PositiveInt = 10
+    """Steps at the start that define the usual length."""
+    window: PositiveInt = 10
+    """Steps over which the values are smoothed (exponential mean)."""
+
+
+class LogConfig(Section):
+    """Where metrics go, besides ``metrics.jsonl``."""
+
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """Live display, plain lines, or nothing; ``auto``: live on a terminal."""
+    wandb: Literal["auto", "online", "offline", "off"] = "auto"
+    """``auto``: online if you are logged in, else offline."""
+    project: str = "async_opd"
+    """wandb project."""
+
+    @field_validator("console", "wandb", mode="before")
+    @classmethod
+    def _off_is_a_word(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads a bare off as false
+
+
+class ClusterConfig(Section):
+    """Where the pools live."""
+
+    address: str | None = None
+    """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of all pools; ``auto``: GPUs if there are any."""
+
+
+class RunConfig(Section):
+    """Everything of a run."""
+
+    name: str = "run"
+    """Name of the run: its wandb name and its directory below ``runs/``."""
+    seed: int = 0
+    """Seed of data order, sampling and training."""
+    run_dir: str | None = None
+    """Where results go; by default ``runs/<name>-<time>``."""
+    student: StudentConfig
+    teachers: dict[str, TeacherConfig] = Field(min_length=1)
+    """Teachers by name."""
+    data: DataConfig
+    rollout: RolloutConfig = RolloutConfig()
+    loss: Annotated[Loss, Field(discriminator="kind")] = ForwardKLConfig()
+    reward: RewardConfig | None = None
+    """Task reward beside the distillation loss, or instead of it with ``loss.weight`` 0."""
+    train: TrainConfig = TrainConfig()
+    async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
+    sync: SyncConfig = SyncConfig()
+    queue: QueueConfig = QueueConfig()
+    eval: EvalConfig = EvalConfig()
+    grading: GradingConfig = GradingConfig()
+    guardrail: GuardrailConfig = GuardrailConfig()
+    log: LogConfig = LogConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    shutdown: ShutdownConfig = ShutdownConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    timeouts: TimeoutConfig = TimeoutConfig()
+    supervision: SupervisionConfig = SupervisionConfig()
+    plan: PlanConfig | None = None
+    """Speeds for ``async_opd plan``; a run does not read them."""
+
+    @field_validator("teachers", mode="before")
+    @classmethod
+    def _teachers_have_a_kind(cls, teachers: Any) -> Any:
+        """One that says none is a model in engines of its own."""
+        if not isinstance(teachers, dict):
+            return teachers
+        return {
+            name: {"kind": "vllm", **teacher} if isinstance(teacher, dict) else teacher
+            for name, teacher in teachers.items()
+        }
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        """Sizes that would starve or dead-lock the pipeline are refused here."""
+        size, group = self.train.batch_size, self.rollout.n
+        faults = []
+        if size % group:
+            low, high = size // group * group, -(-size // group) * group
+            faults.append(
+                (
+                    "train.batch_size",
+                    f"found {size}, expected a multiple of rollout.n ({group}): groups are whole",
+                    f"for example {low or high} or {high}",
+                )
+            )
+        if self.queue.max_samples < size:
+            faults.append(
+                (
+                    "queue.max_samples",
+                    f"found {self.queue.max_samples}, which cannot hold one batch "
+                    f"(train.batch_size = {size})",
+                    f"at least {size}",
+                )
+            )
+        if self.loss.weight == 0 and self.reward is None:
+            faults.append(
+                ("loss.weight", "found 0 without a reward: nothing is learned", "add a reward")
+            )
+        if self.reward is not None and group < 2:
+            faults.append(
+                (
+                    "rollout.n",
+                    f"found {group}, expected at least 2: an advantage is relative to the group",
+                    "for example 4",
+                )
+            )
+        rollout = self.rollout
+        faults += nucleus_faults(
+            self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
+        )
+        if faults:
+            raise SizesError(faults)
+        return self
+
+    def teacher_of(self, data_source: str) -> str | None:
+        """The name of the teacher responsible for a data source, if there is one."""
+        for name, teacher in self.teachers.items():
+            if data_source in (teacher.sources if teacher.sources is not None else [name]):
+                return name
+        return None
+
+    def teacher_model(self, name: str) -> str:
+        """The model of a teacher, by directory, hub id or its name on a server."""
+        teacher = self.teachers[name]
+        if isinstance(teacher, EndpointTeacher):
+            return teacher.served_model
+        return self.student.model if isinstance(teacher, SelfTeacher) else teacher.model
+
+    @property
+    def prompt_templates(self) -> dict[str, str]:
+        """By teacher, where it sees another prompt than the student."""
+        teachers = self.teachers.items()
+        return {name: t.prompt_template for name, t in teachers if t.prompt_template is not None}
+
+    @property
+    def versions(self) -> int:
+        """Weight versions the run makes: one per ``sync_steps``, and one for a remainder."""
+        return math.ceil(self.train.steps / self.async_.sync_steps)
+
+    def version_after(self, step: int) -> int:
+        """The newest weight version whose weights are complete after a step."""
+        return self.versions if step == self.train.steps else step // self.async_.sync_steps

@@ -1,0 +1,249 @@
+"""The ``teachers`` section: kinds of teacher, and when one of their replicas counts as broken."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from ipaddress import ip_address
+from string import Formatter
+from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from async_opd.config.engine import EngineConfig
+from async_opd.config.section import Section
+
+
+class CallHealth(Section):
+    """How long calls may take, and how often they are tried."""
+
+    timeout_s: float = Field(default=60, gt=0)
+    """A call may take so long, plus the time of the tokens outstanding on its replica."""
+    min_tokens_per_s: float = Field(default=200, gt=0)
+    """The slowest speed at which a replica's outstanding tokens are waited for."""
+    min_response_tokens_per_s: float = Field(default=5, gt=0)
+    """The slowest speed at which one response of the teacher itself grows (``eval.teachers``): it
+    is waited for at least as long as its ``max_tokens`` take then."""
+    tries: int = Field(default=4, ge=2)
+    """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
+    others alone."""
+    probe_s: float = Field(default=1, gt=0)
+    """A replica that failed has to score a rollout that was scored before. The first such probe
+    comes at once, the others after 1, 3, 7 … times this long."""
+
+    def response_s(self, tokens: int) -> float:
+        """Seconds that one response of so many tokens may take: they come one after the other."""
+        return self.timeout_s + tokens / self.min_response_tokens_per_s
+
+
+class HealthConfig(CallHealth):
+    """When a teacher's replica counts as broken, and what is done about it."""
+
+    probes: PositiveInt = 5
+    """A replica that still answers but fails so many probes is rebuilt; a dead one is at once."""
+    rebuilds: int = Field(default=3, ge=0)
+    """Rebuilds in a row without a scored batch in between; then the replica is given up."""
+
+
+class EndpointHealth(CallHealth):
+    """When a server counts as away. Nobody here can restart it."""
+
+    patience_s: float = Field(default=600, gt=0)
+    """A server that fails is probed for so long, at most 30 s apart; then it is given up. Without
+    any left, the run fails."""
+
+
+class Teacher(Section):
+    """What every kind of teacher has."""
+
+    sources: list[str] | None = None
+    """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
+    weight: float = Field(default=1.0, gt=0)
+    """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
+    weighted mean, so that only ratios between teachers matter."""
+    temperature: float = Field(default=1.0, ge=0.01, le=100)
+    """Its scores are those of softmax(logits / temperature): above 1 softer, so that what it finds
+    unlikely counts for more; below 1 sharper. Its own answers (``eval.teachers``) do not use it."""
+    max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
+    """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
+    code 1. Counted of at least 1000: by default the first ten are always allowed."""
+    prompt_template: str | None = Field(default=None, min_length=1)
+    """What this teacher sees instead of the student's prompt: a text with fields of the data row in
+    braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is taken as it is, so that
+    it may hold chat messages. Scores still cover the student's response."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _has_fields(cls, template: str | None) -> str | None:
+        if template is not None and not any(name for _, name, _, _ in Formatter().parse(template)):
+            raise ValueError("a template with at least one {field} of the data row")
+        return template
+
+    @property
+    @abstractmethod
+    def gpus(self) -> int:
+        """GPUs of each replica."""
+
+    @property
+    def host(self) -> Literal["rollout", "train"] | None:
+        """The pool whose GPUs it shares, if any."""
+        return None
+
+    @property
+    @abstractmethod
+    def batch_size(self) -> int:
+        """The most rollouts in one call to a replica."""
+
+
+class EngineTeacher(Teacher):
+    """A teacher in vLLM engines of the run's own."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Independent engines of this teacher."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine."""
+    engine: EngineConfig = EngineConfig()
+    """Settings of each engine."""
+    health: HealthConfig = HealthConfig()
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """On GPUs of its own; or on those of another pool, with which it takes turns: it sleeps, wakes
+    when a batch's worth of rollouts waits for teachers or the pool has nothing to do, scores all
+    of them, and sleeps again."""
+    with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")
+    """The pool whose GPUs a colocated teacher shares, one replica on those of each engine."""
+
+    @property
+    def gpus(self) -> int:
+        return self.tensor_parallel
+
+    @property
+    def host(self) -> Literal["rollout", "train"] | None:
+        """The pool it takes turns with, if it is colocated."""
+        return self.with_ if self.placement == "colocated" else None
+
+    @model_validator(mode="after")
+    def _colocated_with_somebody(self) -> Self:
+        if (self.placement == "colocated") != (self.with_ is not None):
+            raise ValueError("'placement: colocated' and 'with: rollout' or 'with: train' together")
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        return self.engine.max_num_seqs
+
+
+class VllmTeacher(EngineTeacher):
+    """A model in vLLM engines of the run's own."""
+
+    kind: Literal["vllm"] = "vllm"
+    model: str = Field(min_length=1)
+    """Directory of a Hugging Face model, or a hub id. What begins with a folder beside the config
+    is a directory."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
+    required, and a commit."""
+    trust_remote_code: bool = False
+    """Runs code that comes with the model. Only for models you trust."""
+
+
+class SelfTeacher(EngineTeacher):
+    """The student itself, as it was at the start or some weight versions ago."""
+
+    kind: Literal["self"]
+    refresh_every: int = Field(default=0, ge=0)
+    """Weight versions after which it takes the student's newest weights, by way of a copy in the
+    run directory; 0: it keeps the initial ones."""
+
+
+class EndpointTeacher(Teacher):
+    """A model on servers that somebody else runs."""
+
+    kind: Literal["endpoint"]
+    urls: list[str] = Field(min_length=1)
+    """Servers of the same model, as ``http://host:port``; balanced like replicas."""
+    api: Literal["vllm", "sglang"] = "vllm"
+    """``vllm``: an OpenAI-compatible vLLM server (``/v1/completions``); ``sglang``: an SGLang
+    server (``/generate``)."""
+    served_model: str = Field(min_length=1)
+    """The model's name on the servers; checked before anything starts."""
+    model: str | None = Field(default=None, min_length=1)
+    """Directory or hub id of the same model, if it is to be had: its tokenizer, vocabulary and
+    length are compared with the student's. By default only the servers are asked."""
+    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
+    """Commit, tag or branch of a hub id; by default the newest."""
+    api_key_env: str | None = None
+    """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
+    file and no log. Every process that asks the servers reads it from its own environment: in a
+    cluster that is joined, that of the node."""
+    allow_http_key: bool = False
+    """Sends the key to ``http://`` servers of other machines, readable on the way. Otherwise that
+    is refused."""
+    concurrency: PositiveInt = 32
+    """Requests in flight at each server."""
+    health: EndpointHealth = EndpointHealth()
+
+    @field_validator("temperature")
+    @classmethod
+    def _is_what_servers_score_at(cls, temperature: float) -> float:
+        if temperature != 1:
+            raise ValueError("1, at which servers score; engines of the run's own (kind: vllm) can")
+        return temperature
+
+    @property
+    def replicas(self) -> int:
+        """Servers."""
+        return len(self.urls)
+
+    @property
+    def gpus(self) -> int:
+        return 0
+
+    @property
+    def batch_size(self) -> int:
+        return self.concurrency
+
+    @field_validator("api_key_env")
+    @classmethod
+    def _is_a_name(cls, name: str | None) -> str | None:
+        if name is not None and not name.isidentifier():
+            raise ValueError("the name of an environment variable, not the key")
+        return name
+
+    @field_validator("urls")
+    @classmethod
+    def _are_servers(cls, urls: list[str]) -> list[str]:
+        """Without trailing slashes, and without ``/v1``, which users copy along."""
+        found = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        for url in found:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise ValueError(f"http://host:port, not {url!r}")
+            if "@" in parts.netloc or parts.query or parts.fragment:
+                raise ValueError("URLs without credentials or ?…: the key belongs in api_key_env")
+        if len(set(found)) < len(found):
+            raise ValueError("each server once")
+        return found
+
+    @model_validator(mode="after")
+    def _keys_travel_encrypted(self) -> Self:
+        plain = [url for url in self.urls if not _is_private(url)]
+        if plain and self.api_key_env and not self.allow_http_key:
+            raise ValueError(
+                f"https for {plain[0]}, which gets a key, or 'allow_http_key: true' where the way "
+                "there is private"
+            )
+        return self
+
+
+def _is_private(url: str) -> bool:
+    """Whether nobody on the way can read what is sent there."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    try:
+        here = ip_address(host).is_loopback
+    except ValueError:
+        here = host == "localhost"
+    return here or parts.scheme == "https"
+
+
+TeacherConfig = Annotated[VllmTeacher | EndpointTeacher | SelfTeacher, Field(discriminator="kind")]

@@ -1,0 +1,71 @@
+"""Rows of parquet files and of Hugging Face ``datasets`` directories, as they lie in the files.
+
+Nothing in them is decoded: an image or a sound stays its bytes and its path, no file outside of the
+folder is opened and no URL fetched. Raises whatever a broken file makes pyarrow raise.
+"""
+
+from __future__ import annotations
+
+import json
+import os.path
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
+
+AT_A_TIME = 64
+"""Rows that become Python objects together, while they are small."""
+SMALL = 1 << 20
+"""Bytes of such rows in Arrow, where a value that a file says once for many rows counts once."""
+MAX_STATE_BYTES = 1 << 20
+"""Bytes of the JSON file that names the others."""
+
+
+def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a parquet file."""
+    with pyarrow.parquet.ParquetFile(path) as file:
+        columns = map(file.schema.column, range(len(file.schema.names)))
+        texts = [one.path for one in columns if one.logical_type.type == "STRING"]
+    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
+        for batch in file.iter_batches(batch_size=AT_A_TIME):
+            yield from _rows(batch)
+
+
+def datasets_rows(folder: Path) -> Iterator[dict[str, Any]]:
+    """Rows of a directory that ``Dataset.save_to_disk`` wrote. ValueError for any other."""
+    for file in _files(folder):
+        with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
+            for batch in stream:
+                batch.validate(full=True)
+                for start in range(0, batch.num_rows, AT_A_TIME):
+                    yield from _rows(batch.slice(start, AT_A_TIME))
+
+
+def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+    """One after the other, where all at once would be as large as a long value times its rows."""
+    if batch.nbytes <= SMALL:
+        yield from batch.to_pylist()
+        return
+    for at in range(batch.num_rows):
+        yield from batch.slice(at, 1).to_pylist()
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files with rows; each lies in the folder itself."""
+    if (folder / "dataset_dict.json").is_file():
+        splits = sorted(one.name for one in folder.iterdir() if (one / "state.json").is_file())
+        raise ValueError(f"it holds splits {splits}: name one, as in {folder}/train")
+    with (folder / "state.json").open("rb") as file:
+        content = file.read(MAX_STATE_BYTES + 1)
+    if len(content) > MAX_STATE_BYTES:
+        raise ValueError(f"its state.json has more than {MAX_STATE_BYTES >> 20} MiB")
+    names = [str(entry["filename"]) for entry in json.loads(content)["_data_files"]]
+    for name in names:
+        if name != os.path.basename(name) or not (folder / name).is_file():
+            raise ValueError(f"its state.json names {name[:200]!r}, which is no file of the folder")
+    if len(set(names)) < len(names):
+        raise ValueError("its state.json names a file twice")
+    return [folder / name for name in names]

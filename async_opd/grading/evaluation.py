@@ -1,0 +1,114 @@
+"""Accuracy per data source: who answers is a parameter, how answers are graded is not."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from async_opd.core.errors import RolloutFault, StageError, first_cause
+from async_opd.core.samples import DeadLetter, Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+
+Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
+Grade = Callable[[Rollout], Awaitable[float]]
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Metrics, and what could not be graded: it is left out of the means."""
+
+    metrics: dict[str, float]
+    lost: tuple[DeadLetter, ...] = ()
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The evaluation prompts, how to sample and how to grade them.
+
+    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it sees
+    to its own bounds, of time and of how many at a time. ``close`` ends what it holds.
+    """
+
+    prompts: tuple[Prompt, ...]
+    sampling: SamplingSpec
+    grade: Grade
+    close: Callable[[], None] = lambda: None
+
+    async def run(self, answers: Answers, prefix: str) -> EvaluationResult:
+        """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
+
+        Each is a mean over the graded rollouts of the data source; ``…/ungraded`` counts the
+        others, if there are any. ``<prefix>/seconds``: how long it took. StageError if nothing of a
+        data source can be graded.
+        """
+        return await self._measure(self.prompts, answers, prefix)
+
+    async def run_teachers(
+        self, answers: Callable[[str, Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
+    ) -> EvaluationResult:
+        """``eval_teacher/<source>/…``: each teacher on the data sources it is responsible for."""
+        by_teacher: dict[str, list[Prompt]] = defaultdict(list)
+        for prompt in self.prompts:
+            by_teacher[prompt.teacher].append(prompt)
+
+        async def one(teacher: str, prompts: Sequence[Prompt]) -> EvaluationResult:
+            async def answer(asked: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+                return await answers(teacher, asked, sampling)
+
+            return await self._measure(prompts, answer, "eval_teacher")
+
+        parts = await asyncio.gather(*(one(name, own) for name, own in by_teacher.items()))
+        return EvaluationResult(
+            {key: value for part in parts for key, value in part.metrics.items()},
+            tuple(lost for part in parts for lost in part.lost),
+        )
+
+    async def _measure(
+        self, prompts: Sequence[Prompt], answers: Answers, prefix: str
+    ) -> EvaluationResult:
+        clock = asyncio.get_running_loop().time
+        started = clock()
+        rollouts = await answers(prompts, self.sampling)
+        grades = await self._grades(rollouts)
+        rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
+        lost: dict[str, list[DeadLetter]] = defaultdict(list)
+        for rollout, grade in zip(rollouts, grades, strict=True):
+            if isinstance(grade, DeadLetter):
+                lost[rollout.prompt.data_source].append(grade)
+                continue
+            rows[rollout.prompt.data_source].append(
+                {
+                    "accuracy": grade,
+                    "response_tokens": float(len(rollout.response_ids)),
+                    "truncated": float(rollout.finish_reason == "length"),
+                }
+            )
+        means = {
+            f"{prefix}/{source}/{key}": sum(row[key] for row in own) / len(own)
+            for source, own in rows.items()
+            for key in own[0]
+        }
+        for source, failed in lost.items():
+            if source not in rows:
+                cause = f"no answer of data source {source} can be graded: {failed[0].reason}"
+                raise StageError("grader", cause, "see eval.grader")
+            means[f"{prefix}/{source}/ungraded"] = float(len(failed))
+        means[f"{prefix}/seconds"] = clock() - started
+        return EvaluationResult(means, tuple(one for failed in lost.values() for one in failed))
+
+    async def _grades(self, rollouts: Sequence[Rollout]) -> list[float | DeadLetter]:
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._grade(rollout)) for rollout in rollouts]
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+        return [task.result() for task in tasks]
+
+    async def _grade(self, rollout: Rollout) -> float | DeadLetter:
+        try:
+            return await self.grade(rollout)
+        except RolloutFault as fault:
+            uid = f"eval {rollout.uid}"
+            return DeadLetter.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)

@@ -1,0 +1,259 @@
+"""Graders in processes of their own: one that hangs or dies costs one response, and no run.
+
+    request, response, row ──pickle──► async_opd.grading.grader_process
+        a number, or why not ◄──JSON line that names the request──┘
+    what it writes on its standard output and error ──a pipe──► ours, quoted line by line
+                    who is late, or dies: kill -9, and another process for the next one
+
+A thread could not be ended, and code that holds the interpreter's lock would stop its whole
+replica. Processes serve many responses, and end with the one that started them. They import from
+where their starter does, and from the working directory only if that was told to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import named_variables, without_secret_variables
+from async_opd.core.errors import StageError
+from async_opd.core.row import Row
+from async_opd.grading.grader_output import GraderOutput
+from async_opd.grading.graders import GradeError, exact, has_verifier
+from async_opd.grading.verifiers import REMEDY, evaluates
+from async_opd.processes.parent_death import SAFE_PATH
+
+PROGRAM = "async_opd.grading.grader_process"
+RAYS_TOKEN = "RAY_AUTH_TOKEN_PATH"
+"""Where a local run's Ray has it: no secret by its name."""
+LOADED = "loaded"
+LINE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class GraderSpec:
+    """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while.
+
+    ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: those it gets.
+    ``allow_eval``: verifiers that run a response as code may be asked. ``memory_bytes``: the most
+    data of a process.
+    """
+
+    name: str
+    timeout_s: float
+    processes: int
+    start_s: float
+    hidden_env: tuple[str, ...] = ()
+    pass_env: tuple[str, ...] = ()
+    allow_eval: bool = False
+    memory_bytes: int = 16 * 10**9
+
+    @classmethod
+    def of(cls, config: RunConfig, name: str) -> Self:
+        """A grader of a run."""
+        limits = config.grading
+        hidden = tuple(named_variables(config.model_dump(mode="json", by_alias=True)))
+        given = tuple(limits.pass_env)
+        start_s = config.timeouts.engine_start_s
+        bounds = (limits.timeout_s, limits.processes, start_s)
+        memory = round(limits.memory_gb * 1e9)
+        return cls(name, *bounds, hidden, given, limits.allow_eval, memory)
+
+    def environ(self) -> dict[str, str]:
+        """What a grader's process gets of the environment: its code is not trusted with secrets."""
+        hidden = (*self.hidden_env, RAYS_TOKEN)
+        kept = without_secret_variables(os.environ, hidden, self.pass_env)
+        return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+class Graders:
+    """One grader, in as many processes as there is work for, up to a bound.
+
+    Waiting for one of them counts against nobody. ``exact`` runs here: it is ours, and quick.
+    """
+
+    def __init__(self, spec: GraderSpec) -> None:
+        self._spec = spec
+        self._room = asyncio.Semaphore(spec.processes)
+        self._idle: list[_Process] = []
+
+    async def grade(self, response: str, row: Row) -> float:
+        """The number from 0 to 1. GradeError if there is none in time; StageError: no process."""
+        if self._spec.name == "exact" and not has_verifier(row):
+            return exact(response, row)
+        if row.task is not None and evaluates(row.task.name) and not self._spec.allow_eval:
+            cause = (
+                f"the verifier of {row.task.name} would run the response to row {row.uid} as code"
+            )
+            raise GradeError("grader", cause, REMEDY)
+        async with self._room:
+            process = self._one_idle() or await _Process.start(self._spec)
+            try:
+                return await process.grade(response, row, self._spec.timeout_s)
+            finally:
+                if process.alive:
+                    self._idle.append(process)
+
+    def _one_idle(self) -> _Process | None:
+        """One that still lives: others may end it, for want of memory."""
+        while self._idle:
+            process = self._idle.pop()
+            if process.process.poll() is None:
+                return process
+            process.end()
+        return None
+
+    def close(self) -> None:
+        """Ends the processes that grade nothing."""
+        while self._idle:
+            self._idle.pop().end()
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A grade, or why there is none."""
+
+    grade: float
+    cause: str
+    remedy: str
+
+    @classmethod
+    def read(cls, line: bytes, request: str) -> Self:
+        """ValueError for what is no answer to the request: others may have written it."""
+        try:
+            told = json.loads(line)
+            answer = cls(float(told["grade"]), str(told["cause"]), str(told["remedy"]))
+            fits = told["to"] == request and (answer.cause or 0 <= answer.grade <= 1)
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+        if not fits:
+            raise ValueError("it is no answer to what was asked")
+        return answer
+
+
+@dataclass
+class _Process:
+    """One process. It is ended when its answer does not come, or is not waited for any more."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    output: GraderOutput
+    alive: bool = True
+
+    @classmethod
+    async def start(cls, spec: GraderSpec) -> Self:
+        """Returns when its grader is loaded. StageError."""
+        ours, theirs = socket.socketpair()
+        output = GraderOutput()
+        try:
+            with theirs:
+                popen = _popen(spec, theirs.fileno(), output.writer)
+        except BaseException:
+            ours.close()
+            output.close()
+            raise
+        finally:
+            os.close(output.writer)
+        streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
+        process = cls(spec.name, popen, *streams, output)
+        cause = await process._loaded(spec.start_s)
+        if cause:
+            process.end()
+            raise StageError("grader", f"{spec.name} cannot be loaded: {cause}", "see its module")
+        return process
+
+    async def _loaded(self, start_s: float) -> str:
+        """What stands against it."""
+        try:
+            async with asyncio.timeout(start_s):
+                return (await self._answer(LOADED)).cause
+        except TimeoutError:
+            return f"it took longer than {start_s:g} s (timeouts.engine_start_s)"
+        except ConnectionError:
+            return f"its process ended ({self.end()})"
+        except ValueError as error:
+            return f"its process answered with what is no grade: {error}"
+        except BaseException:
+            self.end()
+            raise
+
+    async def grade(self, response: str, row: Row, timeout_s: float) -> float:
+        """GradeError; if there was no answer in time, or a wrong one, the process is gone."""
+        request = secrets.token_hex(8)
+        self.output.renew()
+        try:
+            async with asyncio.timeout(timeout_s):
+                self.writer.write(pickle.dumps((request, response, row)))
+                await self.writer.drain()
+                told = await self._answer(request)
+        except TimeoutError as error:
+            self.end()
+            cause = f"{self.name} took longer than {timeout_s:g} s on row {row.uid}, and was ended"
+            remedy = "make it quicker, or raise grading.timeout_s"
+            raise GradeError("grader", cause, remedy) from error
+        except ConnectionError as error:
+            cause = f"{self.name} ended its process ({self.end()}) on row {row.uid}"
+            raise GradeError("grader", cause) from error
+        except ValueError as error:
+            self.end()
+            cause = f"{self.name} answered with what is no grade on row {row.uid}: {error}"
+            raise GradeError(
+                "grader", cause, "something else than it wrote to its socket"
+            ) from error
+        except BaseException:
+            self.end()
+            raise
+        if told.cause:
+            raise GradeError("grader", told.cause, told.remedy)
+        return told.grade
+
+    async def _answer(self, request: str) -> _Answer:
+        """ConnectionResetError if the process is gone, ValueError for what is no answer to this."""
+        line = await self.reader.readline()
+        if not line.endswith(b"\n"):
+            raise ConnectionResetError("the process is gone")
+        return _Answer.read(line, request)
+
+    def end(self) -> str:
+        """kill -9, also for what the grader had started. Returns how it has ended."""
+        self.alive = False
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            self.process.wait(1)
+        self.writer.close()
+        self.output.close()
+        code = self.process.returncode
+        return f"signal {-code}" if code is not None and code < 0 else f"exit code {code}"
+
+
+def _popen(spec: GraderSpec, connection: int, output: int) -> subprocess.Popen[bytes]:
+    """Called by the event loop's own thread: the process ends with the thread that started it.
+
+    The working directory is not on its path (``-P``). A script that a grader starts may import what
+    is beside it: ``PYTHONSAFEPATH`` is for the run's own processes.
+    """
+    env = spec.environ()
+    env.pop(SAFE_PATH, None)
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name, str(spec.memory_bytes)],
+        pass_fds=[connection],
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=output,
+        start_new_session=True,  # Ctrl-C is for the run
+    )

@@ -1,0 +1,4 @@
+"""Model directories, read without transformers: files, tokenizer, output head, engine arguments.
+
+Imports ``config`` and ``core``.
+"""

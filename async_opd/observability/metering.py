@@ -1,0 +1,88 @@
+"""Turns the stages' reports into metrics: rates, busy shares, overlap, staleness."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+
+from async_opd.core.lease import TopicStats
+from async_opd.core.stages import Interval, StageReport, StepReport, SyncReport
+from async_opd.observability.activity import covered, overlap_s
+
+
+class Metering:
+    """Knows the time between two steps; of a pool's intervals only their overlap so far."""
+
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self.waits: dict[str, str] = {}
+        self._clock = clock
+        self._started = self._last = clock()
+        self._sync: dict[str, float] = {}
+        self._overlap_s = 0.0
+
+    def start(self) -> None:
+        """Training begins now; what came before (evaluation) is no part of rates and overlap."""
+        self._started = self._last = self._clock()
+        self._overlap_s = 0.0
+
+    def synced(self, report: SyncReport) -> None:
+        """Remembers the last sync's metrics for the next step."""
+        self._sync |= report.metrics
+
+    @contextmanager
+    def timed(self, metric: str) -> Iterator[None]:
+        """Seconds inside of the block, as a metric of the next step."""
+        started = self._clock()
+        yield
+        self._sync[metric] = self._clock() - started
+
+    def step(
+        self, report: StepReport, pools: Mapping[str, StageReport], topics: Mapping[str, TopicStats]
+    ) -> dict[str, float]:
+        """The metrics of a step. Rates and busy shares are since the step before."""
+        now = self._clock()
+        elapsed = max(now - self._last, 1e-9)
+        metrics = dict(report.metrics) | self._sync
+        self._sync = {}
+        metrics["perf/step_s"] = elapsed
+        metrics["perf/samples_per_s"] = len(report.trained) / elapsed
+        metrics["staleness/mean"] = sum(report.staleness) / max(len(report.staleness), 1)
+        metrics["staleness/requeued"] = float(report.requeued)
+        metrics["staleness/max"] = float(max(report.staleness, default=0))
+        for pool, stage in pools.items():
+            metrics |= self._pool(pool, stage, elapsed)
+        metrics["perf/overlap"] = self._overlap(pools, now)
+        for topic, stats in topics.items():
+            metrics |= {
+                f"queue/{topic}/{key}": float(value) for key, value in asdict(stats).items()
+            }
+        self._last = now
+        return metrics
+
+    def _overlap(self, pools: Mapping[str, StageReport], now: float) -> float:
+        """Share of the time since ``start`` in which rollout, scoring and training all computed.
+
+        Scoring counts when any teacher computes. Never overstated: what straddles two reports of
+        different pools is left out.
+        """
+        groups: dict[str, list[Interval]] = defaultdict(list)
+        for pool, stage in pools.items():
+            groups[pool.split("/")[0]] += [i for i in stage.busy if i.start >= self._started]
+        self._overlap_s += overlap_s(list(groups.values()))
+        return self._overlap_s / max(now - self._started, 1e-9)
+
+    def _pool(self, pool: str, stage: StageReport, elapsed: float) -> dict[str, float]:
+        self.waits[pool] = stage.waits_for
+        busy = sum(interval.end - interval.start for interval in covered(list(stage.busy)))
+        metrics = {
+            f"{pool}/busy": min(busy / elapsed, 1.0),
+            f"{pool}/busy_s": sum(interval.end - interval.start for interval in stage.busy),
+        }
+        metrics |= {f"{pool}/{key}": value for key, value in stage.gauges.items()}
+        for key, value in stage.counters.items():
+            name = f"{key}_per_s" if not key.endswith("_s") else key
+            metrics[f"{pool}/{name}"] = value / elapsed if name != key else value
+        return metrics

@@ -1,0 +1,311 @@
+"""The record of a run: files that must be written, and sinks that may fail.
+
+    log ──┬──► metrics.jsonl           message ──┬──► run.log         finish ──► summary.json
+          └──► sinks (wandb, console)            └──► sinks                  └──► sinks close
+    dead_letter ──► dead_letters.jsonl, which is there only if there is one
+
+Everything is called from the driver's event loop. A file that cannot be written ends the run with
+StageError, and a run whose record is not complete never ends as completed; a sink that fails is
+reported once, counted (``log/sink_failures``), and never ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Self, TextIO
+
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
+from async_opd.core.errors import StageError
+from async_opd.core.printable import indented, on_one_line
+from async_opd.core.samples import DeadLetter
+from async_opd.core.stages import Interval
+from async_opd.files.atomic import write_atomically
+from async_opd.files.lines import append_line, end_torn_line
+from async_opd.files.safe_open import make_folder, regular_file
+from async_opd.observability.console import open_console
+from async_opd.observability.sinks import Sink, Status, Summary
+from async_opd.observability.trace import TraceSink
+from async_opd.observability.wandb_sink import WandbSink
+from async_opd.processes.output import write_stderr
+
+METRICS, DEAD_LETTERS = "metrics.jsonl", "dead_letters.jsonl"
+RUN_LOG, SUMMARY = "run.log", "summary.json"
+SINK_FAILURES = "log/sink_failures"
+
+
+class RunLog:
+    """Writes a run directory's ``metrics.jsonl``, ``run.log`` and ``summary.json``.
+
+    A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
+    ``sinks`` replaces those the config asks for; they are closed in order. ``before`` are the last
+    metrics of the run that is gone on with, None if it is another one.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        run_dir: Path,
+        clock: Callable[[], float] = time.time,
+        sinks: list[Sink] | None = None,
+        before: Mapping[str, float] | None = None,
+    ) -> None:
+        self.failures = 0
+        self._run_dir = run_dir
+        self._clock = clock
+        self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+        self._quiet = config.log.console == "off"
+        configured = partial(_configured, config, run_dir, clock, resumed=before is not None)
+        self._wanted = configured() if sinks is None else sinks
+        self._sinks: list[Sink] = []
+        self._reported: set[str] = set()
+        self._not_finite: set[str] = set()
+        self._last = dict(before or {})
+        self._summarized: dict[str, float] = {}
+        self._steps = 0
+        self._lost_by: set[str] = set()
+        self._status: Status | None = None
+
+    def __enter__(self) -> Self:
+        """Opens the files (appending) and starts the sinks, which may take a while."""
+        make_folder(self._run_dir)
+        self._started = self._clock()
+        self._metrics_file = self._open(METRICS)
+        self._messages_file = self._open(RUN_LOG)
+        for sink in reversed(self._wanted):
+            self._start(sink)
+        return self
+
+    def _start(self, sink: Sink) -> None:
+        if self._noted(sink, lambda sink: sink.start()):
+            self._sinks.insert(0, sink)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Finishes the run if nobody did."""
+        if error is None:
+            self.finish("failed", "the run's log was closed before the run said how it ended")
+        elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
+            self.finish("interrupted")
+        else:
+            self.finish("failed", f"{type(error).__name__}: {error}")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Writes one line and forwards it. A step may come several times, with other metrics."""
+        self._steps = max(self._steps, step)
+        self._warn(metrics)
+        if self.failures:
+            metrics = {**metrics, SINK_FAILURES: float(self.failures)}
+        self._last |= metrics
+        line = {"step": step, "time": self._clock(), **_finite(metrics)}
+        with _written(self._metrics_file.name):
+            self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
+        named = {on_one_line(key): value for key, value in metrics.items()}
+        self._each(lambda sink: sink.log(step, named))
+
+    def rewind(self, before: Mapping[str, float]) -> None:
+        """The run goes on from a checkpoint, to which the files of its directory were cut.
+
+        ``before`` as in ``__init__``.
+        """
+        self._metrics_file.close()
+        self._metrics_file = self._open(METRICS)
+        self._last = dict(before)
+        self._summarized = {k: v for k, v in self._summarized.items() if k not in before}
+        self._steps = 0
+        self._each(lambda sink: sink.rewind())
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        """Keeps the values for the summary, where they win over logged ones."""
+        self._summarized |= metrics
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Tells the sinks what each pool waits for ('' if it computes)."""
+        named = {on_one_line(pool): on_one_line(wait) for pool, wait in waits.items()}
+        self._each(lambda sink: sink.waits(named))
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Tells the sinks when each pool computed since the last call."""
+        self._each(lambda sink: sink.busy(pools))
+
+    def message(self, text: str) -> None:
+        """A line to ``run.log``, with the time, and to the sinks.
+
+        Secrets in it are hidden, control characters escaped, lines but the first one indented.
+        """
+        text = indented(self._redacted(text))
+        moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
+        self._each(lambda sink: sink.message(text))
+        with _written(self._messages_file.name):
+            self._messages_file.write(f"{moment} {text}\n")
+
+    def dead_letter(self, lost: DeadLetter) -> None:
+        """A line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
+        if lost.stage not in self._lost_by:
+            self._lost_by.add(lost.stage)
+            self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")
+        header = lost.header
+        line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
+        line |= {
+            "tokens": header.tokens,
+            "stage": lost.stage,
+            "reason": self._redacted(lost.reason),
+        }
+        path = self._run_dir / DEAD_LETTERS
+        with _written(str(path)), open(path, "ab", buffering=0, opener=regular_file) as file:
+            append_line(file, json.dumps(line).encode() + b"\n")
+
+    def finish(self, status: Status, error: str | None = None) -> Status:
+        """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.
+
+        The summary is on the disk before a sink is closed, and again if closing one failed. Never
+        raises: a run whose record cannot be written has failed, on standard error if nowhere else.
+        Returns how the run has really ended.
+        """
+        if self._status is not None:
+            return self._status
+        self._status = status
+        error = None if error is None else self._redacted(error)
+        with self._kept():
+            self.message(f"{status}: {error}" if error else status)
+        if self._quiet and status == "failed":
+            write_stderr(indented(f"failed: {error}"))
+        with self._kept():
+            self._write_summary(status, error)
+        summary = _printable(self._summary(status, error))
+        for sink in self._sinks:
+            with self._kept():
+                self._noted(sink, lambda sink: sink.close(summary))
+        for file in (self._metrics_file, self._messages_file):
+            with self._kept(), _written(file.name):
+                file.close()
+        if self.failures != summary.metrics[SINK_FAILURES] or self._status != status:
+            with self._kept():
+                self._write_summary(self._status, error)
+        return self._status
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """What cannot be written at the end makes a failed run of it."""
+        try:
+            yield
+        except (OSError, StageError) as error:
+            self._status = "failed"
+            write_stderr(indented(f"failed: {error}"))
+
+    def give_up(self, status: Status, error: str) -> None:
+        """Like ``finish`` for a process that ends at once: sinks are neither told nor closed."""
+        if self._status is None:
+            with self._kept():
+                self._messages_file.write(indented(f"{status}: {error}") + "\n")
+                self._write_summary(status, error)
+
+    def _open(self, name: str) -> TextIO:
+        """Line-buffered: what was logged is in the file, whatever becomes of the process."""
+        path = self._run_dir / name
+        end_torn_line(path)
+        return open(path, "a", encoding="utf-8", buffering=1, opener=regular_file)
+
+    def _write_summary(self, status: Status, error: str | None) -> None:
+        summary = self._summary(status, error)
+        content = asdict(summary) | {"run_dir": str(self._run_dir)}
+        del content["metrics"]
+        content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
+        text = json.dumps(content, indent=2, allow_nan=False)
+        with _written(str(self._run_dir / SUMMARY)):
+            write_atomically(self._run_dir / SUMMARY, text + "\n")
+
+    def _summary(self, status: Status, error: str | None) -> Summary:
+        return Summary(
+            status=status,
+            error=error,
+            steps=self._steps,
+            seconds=self._clock() - self._started,
+            run_dir=self._run_dir,
+            metrics=self._last | self._summarized | {SINK_FAILURES: float(self.failures)},
+        )
+
+    def _warn(self, metrics: Mapping[str, float]) -> None:
+        """Names each metric that is not a finite number, once."""
+        for key, value in metrics.items():
+            if not math.isfinite(value) and key not in self._not_finite:
+                self._not_finite.add(key)
+                self.message(f"{key} is {value}; metrics.jsonl has null where it is not finite")
+
+    def _each(self, call: Callable[[Sink], None]) -> None:
+        for sink in self._sinks:
+            self._guard(sink, call)
+
+    def _noted(self, sink: Sink, call: Callable[[Sink], str | None]) -> bool:
+        """As ``_guard``; what the sink has to say is a message."""
+        notes: list[str | None] = []
+        succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
+        for note in filter(None, notes):
+            self.message(note)
+        return succeeded
+
+    def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
+        """Whether the call succeeded. Every failure is counted, a sink's first one is reported."""
+        try:
+            call(sink)
+        except Exception as error:
+            self.failures += 1
+            if sink.name not in self._reported:
+                self._reported.add(sink.name)
+                self.message(
+                    f"{sink.name} failed: {type(error).__name__}: {error} (the run goes on, "
+                    f"metrics.jsonl is complete; further failures are counted in {SINK_FAILURES})"
+                )
+            return False
+        return True
+
+
+@contextmanager
+def _written(file: str) -> Iterator[None]:
+    """StageError that names the file if it cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        cause = f"{file} cannot be written: {error.strerror or error}"
+        raise StageError(
+            "log", cause, "make room on its disk, or choose another run_dir"
+        ) from error
+
+
+def _configured(
+    config: RunConfig, run_dir: Path, clock: Callable[[], float], resumed: bool
+) -> list[Sink]:
+    """The sinks the config asks for. The console is last: it tells how closing the others went."""
+    sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
+    if config.log.wandb != "off":
+        sinks.append(WandbSink(config, run_dir, resumed))
+    console = open_console(config, clock)
+    return sinks if console is None else [*sinks, console]
+
+
+def _printable(summary: Summary) -> Summary:
+    """For people; ``summary.json`` has it as it is."""
+    return replace(
+        summary,
+        error=summary.error and indented(summary.error),
+        run_dir=Path(on_one_line(str(summary.run_dir))),
+        metrics={on_one_line(key): value for key, value in summary.metrics.items()},
+    )
+
+
+def _finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
+    return {key: value if math.isfinite(value) else None for key, value in metrics.items()}

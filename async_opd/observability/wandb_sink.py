@@ -1,0 +1,206 @@
+"""Metrics to Weights & Biases: online, or into ``run_dir/wandb`` for a later ``wandb sync``."""
+
+from __future__ import annotations
+
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import chdir, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+from urllib.parse import urlsplit
+
+import psutil
+
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import without_secrets
+from async_opd.core.stages import Interval
+from async_opd.files.safe_open import make_folder
+from async_opd.observability.sinks import Summary
+from async_opd.observability.wandb_run import WandbRun
+from async_opd.processes.background import BackgroundWorker
+
+if TYPE_CHECKING:
+    import wandb
+
+Mode = Literal["online", "offline", "disabled"]
+
+INIT_TIMEOUT_S = 30.0
+SERVICE = "wandb-core"
+"""wandb's own process, as the system names it."""
+MAX_ROWS = 1000
+"""Rows that wandb's own process may be behind with."""
+
+Row = tuple[int, dict[str, float]]
+
+
+class WandbSink:
+    """One wandb run. ``start`` and ``close`` are bounded; logging hands rows to a thread.
+
+    It is the thread that waits when wandb's own process does not take them.
+
+    ``resumed``: it is that of the run directory, and goes on.
+    """
+
+    name = "wandb"
+
+    def __init__(self, config: RunConfig, run_dir: Path, resumed: bool = False) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._run: wandb.Run | None = None
+        self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
+        self._known = self._at
+        self._left_out = 0
+        self._failure: Exception | None = None
+        self._writer: BackgroundWorker[Row] = BackgroundWorker("wandb", self._give, MAX_ROWS)
+
+    def start(self) -> str | None:
+        """Opens the wandb run, offline if its server cannot be reached; then says so.
+
+        Raises what ``wandb.init`` raises, after its time limit at most.
+        """
+        wanted = self._config.log.wandb
+        own = _own_settings()
+        mode = _auto_mode(own) if wanted == "auto" else _MODES[wanted]
+        try:
+            self._open(mode)
+        except Exception as error:
+            if mode != "online":
+                raise
+            self._open("offline")
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            return (
+                f"wandb cannot be reached ({reason}): it is offline for this run; wandb sync "
+                "uploads its directory later"
+            )
+        return None
+
+    def _open(self, mode: Mode) -> None:
+        import wandb
+
+        make_folder(self._run_dir / "wandb")  # refuses a link
+        self._run = wandb.init(
+            project=self._config.log.project,
+            name=self._config.name,
+            id=self._at.id,
+            resume="allow",
+            allow_val_change=True,
+            dir=str(self._run_dir),
+            mode=mode,
+            config=without_secrets(self._config.model_dump(mode="json", by_alias=True)),
+            settings=wandb.Settings(
+                silent=True,
+                console="off",
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=self._config.timeouts.shutdown_s,
+                finish_timeout_raises=True,
+            ),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row; ``step`` is a column, because a step may come several times.
+
+        wandb's own step counts rows. Steps that it was given before the run went back to a
+        checkpoint are left out. Raises what wandb made of a row before.
+        """
+        evaluation = any(key.startswith("eval") for key in metrics)
+        known = self._known.evaluated if evaluation else self._known.step
+        if self._run is None or step <= known:
+            return
+        if self._writer.waiting >= MAX_ROWS:
+            self._left_out += 1
+            return
+        row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
+        self._at.write(self._run_dir)
+        self._writer.put((row, {"step": step, **metrics}))
+        self._raise()
+
+    def _give(self, rows: list[Row]) -> None:
+        for row, metrics in rows:
+            try:
+                if self._run is not None:
+                    self._run.log(metrics, step=row)
+            except Exception as error:
+                self._failure = error
+
+    def _raise(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def rewind(self) -> None:
+        """What wandb has stays there."""
+        self._known = self._at
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        """Nothing: wandb takes numbers."""
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        """Nothing: intervals are the trace's."""
+
+    def message(self, text: str) -> None:
+        """Nothing: wandb takes numbers."""
+
+    def close(self, summary: Summary) -> str | None:
+        """Sets wandb's summary and ends the wandb run, as failed unless the run completed.
+
+        In ``timeouts.shutdown_s``, twice at most. Raises what wandb made of the last rows. wandb's
+        own process, if it hangs, is ended: this one would wait for it when it exits.
+        """
+        bound_s = self._config.timeouts.shutdown_s
+        if not self._writer.close(bound_s):
+            _end_service()
+            return f"wandb did not take {self._writer.waiting} rows within {bound_s:g} s"
+        run, self._run = self._run, None
+        if run is not None:
+            run.summary.update({**summary.metrics, "status": summary.status})
+            run.finish(exit_code=0 if summary.status == "completed" else 1)
+        self._raise()
+        return f"wandb has {self._left_out} rows less, it was behind" if self._left_out else None
+
+
+def _end_service() -> None:
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):  # it ended meanwhile
+            if process.name() == SERVICE:
+                process.kill()
+
+
+_MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}
+
+
+def _own_settings() -> wandb.Settings:
+    """wandb's settings, of the environment and of the user's own file.
+
+    wandb would also read ``wandb/settings`` or ``.wandb/settings`` of the directory in which they
+    are loaded, once for a process. What lies in the working directory may be downloaded, and must
+    not say which server gets the user's key: they are loaded in the root directory.
+    """
+    import wandb
+
+    folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
+    own = wandb.Settings(settings_system=str(folder.absolute() / "settings"))
+    with chdir("/"):
+        return wandb.setup(own).settings
+
+
+def _auto_mode(settings: wandb.Settings) -> Mode:
+    """Online if wandb has credentials; WANDB_MODE can keep it from going online."""
+    if settings.mode in ("offline", "dryrun"):
+        return "offline"
+    if settings.mode == "disabled":
+        return "disabled"
+    logged_in = (
+        any(os.environ.get(name) for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"))
+        or bool(settings.api_key)
+        or _in_netrc(urlsplit(settings.base_url).hostname or "")
+    )
+    return "online" if logged_in else "offline"
+
+
+def _in_netrc(host: str) -> bool:
+    """Whether the netrc file that ``wandb login`` writes has an entry for the server."""
+    path = Path(os.environ.get("NETRC") or "~/.netrc").expanduser()
+    return path.exists() and host in netrc.netrc(path).hosts

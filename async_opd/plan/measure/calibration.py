@@ -1,0 +1,69 @@
+"""Turnarounds: what the control plane takes between two pieces of work of the same place.
+
+No run measures them directly, but they decide how many requests run on a replica and how many
+rollouts a teacher finds when it looks for some. So they are those with which the simulated run
+has the same requests per replica and rollouts per batch as the real one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from async_opd.plan.setting import Setting
+from async_opd.plan.sim.simulation import shortened, simulate
+
+SAMPLES = 50_000
+"""Of each simulated run."""
+ROUNDS = 8
+LONGEST = 2.0
+"""Of the time a full replica takes for one piece of work: no turnaround is longer."""
+
+
+def calibrate(setting: Setting, running: float, batches: Mapping[str, float]) -> Setting:
+    """So that ``running`` requests run on a replica, and ``batches[teacher]`` rollouts in a batch.
+
+    First the rollout pool's by bisection, then the teachers', all at the same time.
+    """
+    short = shortened(setting, SAMPLES)
+    pool = setting.rollout
+
+    def full_enough(seconds: Mapping[str, float]) -> dict[str, bool]:
+        found = simulate(_with_rollout(short, seconds[""]))
+        return {"": found.concurrency > running}
+
+    request_s = setting.response_tokens * pool.speed.step(pool.running)
+    rollout = _bisect({"": LONGEST * request_s}, full_enough)[""]
+    short = _with_rollout(short, rollout)
+
+    def too_small(seconds: Mapping[str, float]) -> dict[str, bool]:
+        found = simulate(_with_teachers(short, seconds))
+        return {name: found.batches[name] < size for name, size in batches.items()}
+
+    tokens = setting.prompt_tokens + setting.response_tokens
+    longest = {
+        teacher.name: LONGEST * teacher.speed.seconds(round(teacher.speed.batch * tokens))
+        for teacher in setting.teachers
+    }
+    return _with_teachers(_with_rollout(setting, rollout), _bisect(longest, too_small))
+
+
+def _bisect(
+    longest: Mapping[str, float], too_short: Callable[[Mapping[str, float]], Mapping[str, bool]]
+) -> dict[str, float]:
+    """The seconds of each name at which ``too_short`` turns false; 0 if it never is true."""
+    brackets = {name: [0.0, seconds] for name, seconds in longest.items()}
+    for _ in range(ROUNDS):
+        middle = {name: sum(bracket) / 2 for name, bracket in brackets.items()}
+        for name, short in too_short(middle).items():
+            brackets[name][0 if short else 1] = middle[name]
+    return {name: low for name, (low, _) in brackets.items()}
+
+
+def _with_rollout(setting: Setting, seconds: float) -> Setting:
+    return replace(setting, rollout=replace(setting.rollout, turnaround_s=seconds))
+
+
+def _with_teachers(setting: Setting, seconds: Mapping[str, float]) -> Setting:
+    teachers = (replace(t, turnaround_s=seconds[t.name]) for t in setting.teachers)
+    return replace(setting, teachers=tuple(teachers))

@@ -1,0 +1,96 @@
+"""From measured sums to the parameters of ``async_opd.plan.measure.speeds``.
+
+Every fit keeps the measured total: what a run did as a whole is predicted as it was, whatever the
+noise leaves of the split into a fixed and a proportional part.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+from async_opd.plan.measure.speeds import Lengths
+from async_opd.plan.setting import mean_length
+
+Floats = NDArray[np.float64]
+
+SPREAD = 0.05
+"""Below this coefficient of variation a fixed and a proportional part cannot be told apart."""
+
+
+def fixed_and_slope(x: Floats, y: Floats, weights: Floats) -> tuple[float, float]:
+    """y ≈ fixed + slope · x, both at least 0, by weighted least squares through the mean point.
+
+    Where x hardly varies, or a part would be negative, the other part explains everything; x that
+    hardly varies is taken to be proportional.
+    """
+    total = weights.sum()
+    mean_x, mean_y = float((weights * x).sum() / total), float((weights * y).sum() / total)
+    deviation = x - mean_x
+    variance = float((weights * deviation**2).sum() / total)
+    if mean_x == 0:
+        return mean_y, 0.0
+    if math.sqrt(variance) < SPREAD * mean_x:
+        return 0.0, mean_y / mean_x
+    slope = float((weights * deviation * (y - mean_y)).sum() / total) / variance
+    slope = min(max(slope, 0.0), mean_y / mean_x)
+    return max(mean_y - slope * mean_x, 0.0), slope
+
+
+def batches_and_tokens(seconds: Floats, batches: Floats, tokens: Floats) -> tuple[float, float]:
+    """(overhead of a batch, tokens per second): seconds ≈ overhead · batches + tokens / rate.
+
+    Both sides are divided by the tokens, so that an interval counts by its tokens; that of
+    ``fixed_and_slope`` then is 1 / rate.
+    """
+    kept = tokens > 0
+    seconds, batches, tokens = seconds[kept], batches[kept], tokens[kept]
+    fixed, overhead = fixed_and_slope(batches / tokens, seconds / tokens, tokens)
+    least = seconds.sum() / tokens.sum() / 20  # at most 20 times the speed with its overhead
+    if fixed < least:
+        fixed = least
+        overhead = max((seconds.sum() - fixed * tokens.sum()) / batches.sum(), 0.0)
+    return overhead, 1 / fixed
+
+
+def lengths_of(mean: float, std: float, most: int) -> Lengths:
+    """The log-normal lengths, cut at ``most``, that have this mean and standard deviation.
+
+    Inner search: the mean of the uncut distribution for a given sigma; outer search: sigma.
+    """
+    if std < 1e-3 * mean or mean >= most:
+        return Lengths(min(mean, most), 0.0, most)
+    low, high = 0.0, 4.0
+    for _ in range(60):
+        sigma = (low + high) / 2
+        if _cut_std(_with_mean(mean, sigma, most)) < std:
+            low = sigma
+        else:
+            high = sigma
+    return _with_mean(mean, (low + high) / 2, most)
+
+
+def _with_mean(mean: float, sigma: float, most: int) -> Lengths:
+    low, high = mean, mean * 1e4
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        if mean_length(Lengths(middle, sigma, most)) < mean:
+            low = middle
+        else:
+            high = middle
+    return Lengths(math.sqrt(low * high), sigma, most)
+
+
+def _cut_std(lengths: Lengths) -> float:
+    """E[min(X, c)²] is m²·e^(σ²)·Φ(d - 2σ) + c²·(1 - Φ(d)), with d as in ``mean_length``."""
+    sigma, most = lengths.sigma, lengths.most
+    d = (math.log(most) - math.log(lengths.mean)) / sigma + sigma / 2
+    square = math.exp(2 * math.log(lengths.mean) + sigma**2) * _phi(d - 2 * sigma)
+    square += most**2 * (1 - _phi(d))
+    return math.sqrt(max(square - mean_length(lengths) ** 2, 0.0))
+
+
+def _phi(x: float) -> float:
+    return 0.5 * math.erfc(-x / math.sqrt(2))

@@ -1,0 +1,84 @@
+"""Work that may block, done by a thread of its own from a queue that is bounded."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class BackgroundWorker(Generic[Item]):
+    """Calls ``work`` with the items that wait, in order; whoever puts them never waits.
+
+    ``most`` bounds the sum of ``size`` over the items that are not yet done. The thread ends with
+    the process even while ``work`` blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        work: Callable[[list[Item]], None],
+        most: int,
+        size: Callable[[Item], int] = lambda item: 1,
+    ) -> None:
+        self._name = name
+        self._work = work
+        self._most = most
+        self._size = size
+        self._items: list[Item] = []
+        self._waiting = 0
+        self._closed = False
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._changed = threading.Condition()
+
+    @property
+    def waiting(self) -> int:
+        """The size of everything that is not yet done."""
+        return self._waiting
+
+    def put(self, item: Item) -> bool:
+        """Whether there was room for it. Raises the error that ended the work, if one did."""
+        with self._changed:
+            self._check()
+            size = self._size(item)
+            if self._closed or (self._waiting and self._waiting + size > self._most):
+                return False
+            self._items.append(item)
+            self._waiting += size
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._changed.notify()
+        return True
+
+    def close(self, timeout_s: float) -> bool:
+        """Takes nothing more; whether all is done within the time. Raises as ``put`` does."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        self._check()
+        return self._waiting == 0
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._items or self._closed)
+                items, self._items = self._items, []
+            if not items:
+                return
+            try:
+                self._work(items)
+            except Exception as error:
+                self._error = error
+                return
+            with self._changed:
+                self._waiting -= sum(map(self._size, items))

@@ -1,0 +1,57 @@
+"""Calls into an engine end when its process does, also those that would never be answered.
+
+    work ─────────┬──► its result
+    process ends ─┴──► ProcessDied
+
+vLLM's client fails the requests of an engine that is gone, but not the calls that were under way: a
+broadcast into a killed engine would hold its weight sync until ``sync.timeout_s``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Awaitable, Iterable
+from typing import TypeVar
+
+from async_opd.core.errors import ProcessDied
+
+Result = TypeVar("Result")
+
+
+class ExitWatch:
+    """Of the processes whose ``sentinels`` become readable at their end (multiprocessing's)."""
+
+    def __init__(self, name: str, sentinels: Iterable[int]) -> None:
+        self._name = name
+        self._sentinels = [os.dup(sentinel) for sentinel in sentinels]  # theirs may be closed
+        self._ended = asyncio.Event()
+        self._watched = False
+
+    async def within(self, work: Awaitable[Result]) -> Result:
+        """The work's result. ProcessDied as soon as one of the processes has ended."""
+        self._watch()
+        task = asyncio.ensure_future(work)
+        ended = asyncio.ensure_future(self._ended.wait())
+        try:
+            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise ProcessDied(self._name, "its engine's process has ended", "see its log")
+        finally:
+            task.cancel()
+            ended.cancel()
+
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            for sentinel in self._sentinels:
+                asyncio.get_running_loop().add_reader(sentinel, self._end)
+
+    def _end(self) -> None:
+        """Once; then nothing is watched any more."""
+        self._ended.set()
+        for sentinel in self._sentinels:
+            asyncio.get_running_loop().remove_reader(sentinel)
+            os.close(sentinel)
+        self._sentinels = []

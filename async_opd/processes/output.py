@@ -1,0 +1,108 @@
+"""Standard output or standard error, for who must not wait until somebody reads it.
+
+    write ──► a bounded queue ──► a thread ──► the descriptor, which may block for ever
+
+What comes while the queue is full is left out and counted, and the count is written when there is
+room again. The descriptor is a copy: Python's own buffers, and the locks that a thread which blocks
+would hold when the process ends, have no part in it.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import select
+import sys
+from contextlib import suppress
+from typing import TextIO, cast
+
+from async_opd.processes.background import BackgroundWorker
+
+MAX_CHARACTERS = 1 << 20
+"""What may wait for the reader."""
+WRITE_BYTES = 1 << 16
+CLOSE_S = 2.0
+"""The wait for the reader when the run ends."""
+
+
+class NonBlockingStream(io.TextIOBase):
+    """A text file over the descriptor of another one. Never waits, but in ``finish``.
+
+    What the thread's last write raised is raised by the next one here.
+    """
+
+    def __init__(self, file: TextIO, most: int = MAX_CHARACTERS) -> None:
+        self.left_out = 0
+        self._unreported = 0
+        self._encoding = file.encoding or "utf-8"
+        self._terminal = file.isatty()
+        self._descriptor = os.dup(file.fileno())
+        self._writer = BackgroundWorker("outlet", self._drain, most, len)
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """The other file's."""
+        return self._encoding
+
+    @property
+    def waiting(self) -> int:
+        """Characters that nobody has read yet, and that the system has no room for."""
+        return self._writer.waiting
+
+    def isatty(self) -> bool:
+        """As the other file."""
+        return self._terminal
+
+    def fileno(self) -> int:
+        """The copy of the descriptor."""
+        return self._descriptor
+
+    def writable(self) -> bool:
+        """Yes."""
+        return True
+
+    def write(self, text: str) -> int:
+        """Hands the text over, or counts its lines. OSError of an earlier write."""
+        if not text:
+            return 0
+        if self._unreported and self._writer.put(
+            f"({self._unreported} lines left out: not read)\n"
+        ):
+            self._unreported = 0
+        if self._unreported or not self._writer.put(text):
+            lines = text.count("\n")
+            self.left_out += lines
+            self._unreported += lines
+        return len(text)
+
+    def finish(self, timeout_s: float = CLOSE_S) -> bool:
+        """Takes nothing more; whether everything was written within the time. OSError."""
+        if not self._writer.close(timeout_s):
+            return False
+        os.close(self._descriptor)
+        return not self.left_out
+
+    def _drain(self, texts: list[str]) -> None:
+        data = memoryview("".join(texts).encode(self._encoding, "backslashreplace"))
+        while data:
+            try:
+                data = data[os.write(self._descriptor, data[:WRITE_BYTES]) :]
+            except BlockingIOError:  # somebody made it so: the descriptor is shared
+                select.select([], [self._descriptor], [])
+
+
+def nonblocking(file: TextIO) -> TextIO:
+    """A NonBlockingStream over the file, or the file itself if it has no descriptor to block on."""
+    try:
+        return cast(TextIO, NonBlockingStream(file))
+    except (AttributeError, OSError, ValueError):
+        return file
+
+
+def write_stderr(text: str) -> None:
+    """A line on standard error, which may be gone, or be read by nobody. Never raises."""
+    with suppress(OSError, ValueError):
+        stream = nonblocking(sys.stderr)
+        stream.write(f"{text}\n")
+        if isinstance(stream, NonBlockingStream):
+            stream.finish()

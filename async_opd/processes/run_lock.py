@@ -1,0 +1,38 @@
+"""One process at a time in a run directory."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.safe_open import FOLDER_MODE
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """ConfigError if another process has claimed the folder.
+
+    The kernel ends the claim with the process, however it ends. A file system without locks grants
+    it to everybody.
+    """
+    folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        with suppress(OSError):
+            _lock(handle, folder)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        message = f"a run is going on in {folder}"
+        remedy = "wait for its end, or take another --run-dir"
+        raise ConfigError([Problem("command line", "run_dir", message, remedy)]) from None

@@ -1,0 +1,4 @@
+"""The message queue between the stages: topics, leases, and how large their messages are.
+
+Imports ``models``, ``processes``, ``config`` and ``core``.
+"""

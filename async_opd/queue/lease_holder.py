@@ -1,0 +1,72 @@
+"""Who has taken leases of a queue, and keeps them while its event loop lives.
+
+    queue ──get──► held ──ack──► done
+                    │ renew: all that are held, three times in queue.lease_s
+                    ▼
+                  queue
+
+Only what arrived here is renewed: a lease whose answer was lost expires, and its samples go to the
+next one who asks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+
+from async_opd.core.deadline import Deadline, Timer
+from async_opd.core.lease import Ack, Lease
+from async_opd.core.stages import Queue
+
+RENEWALS_SHARE = 1 / 3
+"""Of ``queue.lease_s``, between two renewals: two of them may come late."""
+
+
+class LeaseHolder:
+    """A consumer of a queue. It renews its leases from its first ``get`` until ``close``."""
+
+    def __init__(self, queue: Queue, consumer: str, timer: Timer | None = None) -> None:
+        self._queue = queue
+        self._consumer = consumer
+        self._deadline = Deadline(f"leases of {consumer}", timer)
+        self._held: defaultdict[str, set[int]] = defaultdict(set)
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def get(
+        self,
+        topic: str,
+        at_most: int,
+        at_least: int = 1,
+        ack: Ack = None,
+        tokens: int | None = None,
+    ) -> Lease:
+        """See Queue.get. Raises what ended the renewals, too."""
+        if self._renewing is None:
+            self._renewing = asyncio.create_task(self._renew(), name=f"{self._consumer} renews")
+        elif self._renewing.done():
+            self._renewing.result()
+        self._forget(topic, ack)
+        consumer = self._consumer
+        lease = await self._queue.get(topic, at_most, at_least, ack, consumer, tokens=tokens)
+        self._held[topic].add(lease.id)
+        return lease
+
+    async def ack(self, topic: str, lease_id: int) -> None:
+        """See Queue.ack."""
+        self._forget(topic, lease_id)
+        await self._queue.ack(topic, lease_id)
+
+    def close(self) -> None:
+        """No lease is renewed any more, until the next ``get``."""
+        if self._renewing is not None:
+            self._renewing.cancel()
+            self._renewing = None
+
+    def _forget(self, topic: str, ack: Ack) -> None:
+        self._held[topic].difference_update((ack,) if isinstance(ack, int) else ack or ())
+
+    async def _renew(self) -> None:
+        while True:
+            held = {topic: tuple(ids) for topic, ids in self._held.items() if ids}
+            lease_s = await self._queue.renew(held)
+            await self._deadline.pause(lease_s * RENEWALS_SHARE)

@@ -1,0 +1,111 @@
+"""The message queue between the stages: all topics of a run (``async_opd.queue.topic``), by name.
+
+Plain asyncio in one event loop; ``async_opd.cluster.singleton_actors`` puts it into a Ray actor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+
+from async_opd.core.batch import MESSAGE_BYTES, Batch
+from async_opd.core.deadline import Timer, loop_timer
+from async_opd.core.errors import LeaseExpired
+from async_opd.core.lease import Ack, Lease, TopicStats
+from async_opd.core.samples import Header
+from async_opd.core.stages import Events
+from async_opd.processes.event_log import EventLog
+from async_opd.queue.topic import Topic
+
+
+class MessageQueue:
+    """All topics of a run. Implements ``async_opd.core.stages.Queue`` in one process."""
+
+    def __init__(
+        self,
+        topics: tuple[str, ...],
+        max_samples: int,
+        max_bytes: int,
+        lease_s: float,
+        timer: Timer | None = None,
+        kept: tuple[str, ...] = (),
+        lease_bytes: int = MESSAGE_BYTES,
+    ) -> None:
+        """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
+        self._lease_s = lease_s
+        self._event_log = EventLog()
+        self._topics = {
+            name: Topic(
+                max_samples,
+                max_bytes,
+                math.inf if name in kept else lease_s,
+                timer or loop_timer,
+                self._expiry_logger(name),
+                lease_bytes,
+            )
+            for name in topics
+        }
+
+    async def put(self, topic: str, batch: Batch) -> None:
+        """See Topic.put."""
+        await self._topics[topic].put(batch)
+
+    async def get(
+        self,
+        topic: str,
+        at_most: int,
+        at_least: int = 1,
+        ack: Ack = None,
+        consumer: str = "",
+        share: bool = False,
+        tokens: int | None = None,
+    ) -> Lease:
+        """Acknowledges leases of the same topic first, in the same call; see Topic.get."""
+        done = (ack,) if isinstance(ack, int) else ack or ()
+        expired = [lease_id for lease_id in done if not self._topics[topic].ack(lease_id)]
+        if expired:
+            raise LeaseExpired(topic, expired[0])
+        return await self._topics[topic].get(at_most, at_least, consumer, share, tokens)
+
+    async def ack(self, topic: str, lease_id: int) -> None:
+        """See Topic.ack. Raises LeaseExpired."""
+        if not self._topics[topic].ack(lease_id):
+            raise LeaseExpired(topic, lease_id)
+
+    async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
+        """See Topic.renew, for leases of several topics; after how many seconds others expire."""
+        for topic, lease_ids in leases.items():
+            self._topics[topic].renew(lease_ids)
+        return self._lease_s
+
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """Leases that expired after the line ``seen``; waits until there is one."""
+        return await self._event_log.after(seen, wait)
+
+    async def nack(self, topic: str, lease_id: int) -> bool:
+        """See Topic.nack."""
+        return self._topics[topic].nack(lease_id)
+
+    async def headers(self, topic: str) -> tuple[Header, ...]:
+        """See Topic.headers."""
+        return self._topics[topic].headers
+
+    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
+        """See Topic.contents."""
+        return self._topics[topic].contents(uids)
+
+    async def release(self, topic: str, consumer: str) -> int:
+        """See Topic.release."""
+        return self._topics[topic].release(consumer)
+
+    async def stats(self) -> dict[str, TopicStats]:
+        """Counts of every topic."""
+        return {name: topic.stats for name, topic in self._topics.items()}
+
+    def _expiry_logger(self, topic: str) -> Callable[[str], None]:
+        return lambda text: self._event_log.append(f"topic {topic}: {text}")
+
+    async def close(self) -> None:
+        """Closes every topic."""
+        for topic in self._topics.values():
+            topic.close()

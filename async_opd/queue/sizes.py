@@ -1,0 +1,163 @@
+"""What rollouts and samples weigh on their way, from the config and the teachers' files alone.
+
+    bytes of         prompt token   response token
+    rollout          4              8, and 4·k with the student's own top-k
+    sample           4              8, and its scores:
+      sampled                       4
+      teacher_topk                  8 + 8·k
+      student_topk                  8 + 8·k
+      hidden                        H · 2 or 4, by the engine's dtype
+
+Upper bounds: every response has ``rollout.max_tokens``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import floor
+
+from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
+from async_opd.config.run_config import EngineTeacher, RunConfig
+from async_opd.core.batch import MESSAGE_BYTES, cut
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import SamplingSpec
+from async_opd.models.engine_args import Device
+
+ITEM_BYTES = 1024
+"""Of an item beside its tokens: uids, version spans, what pickle adds. Rounded up."""
+NUMBER = 4
+"""Bytes of a token id (int32), and of a log-probability (float32)."""
+
+
+def rollout_bytes(kind: ScoreKind, top_k: int) -> int:
+    """Of a rollout, for each response token: its id, its log-probability, the student's top-k."""
+    return 2 * NUMBER + (NUMBER * top_k if kind == "student_topk" else 0)
+
+
+def score_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0) -> int:
+    """Of a teacher's scores, for each response token.
+
+    ``hidden`` is the width of its hidden states, ``itemsize`` the bytes of one number of them.
+    """
+    if kind == "hidden":
+        return hidden * itemsize
+    return NUMBER if kind == "sampled" else 2 * NUMBER * (top_k + 1)  # with the rest of the mass
+
+
+def sample_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0) -> int:
+    """Of a sample, for each response token: the rollout without its top-k, and the scores."""
+    return 2 * NUMBER + score_bytes(kind, top_k, hidden, itemsize)
+
+
+@dataclass(frozen=True)
+class Payload:
+    """Bytes for each response token of one teacher's rollouts and samples."""
+
+    teacher: str
+    kind: ScoreKind
+    rollout: int
+    sample: int
+
+    @property
+    def call_tokens(self) -> int:
+        """Tokens of one call to a replica, so that its answer is one message; at least one."""
+        return max(MESSAGE_BYTES // self.sample, 1)
+
+
+def payloads(config: RunConfig, device: Device) -> list[Payload]:
+    """One for each teacher; none for one whose hidden states' width is not known here."""
+    kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
+    found = []
+    for name, teacher in config.teachers.items():
+        hidden = itemsize = 0
+        if kind == "hidden" and isinstance(teacher, EngineTeacher):
+            width = _width(config.teacher_model(name))
+            if width is None:
+                continue
+            hidden, itemsize = width, _itemsize(teacher, device)
+        sample = sample_bytes(kind, top_k, hidden, itemsize)
+        found.append(Payload(name, kind, rollout_bytes(kind, top_k), sample))
+    return found
+
+
+def _width(model: str) -> int | None:
+    from async_opd.models.lm_head import HeadFiles  # reads tokenizers: the scoring stage does not
+    from async_opd.models.model_files import ModelError
+
+    try:
+        return HeadFiles.read(model).hidden
+    except ModelError:
+        return None
+
+
+def _itemsize(teacher: EngineTeacher, device: Device) -> int:
+    dtype = teacher.engine.extra.get("dtype", teacher.engine.dtype)
+    if dtype == "auto":
+        return 4 if device == "cpu" else 2
+    return 4 if dtype in ("float32", "float") else 2
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a run moves and holds at most, in bytes.
+
+    ``rollout``, ``sample``: the longest of each. ``step_rollouts``, ``step_samples``: what one
+    optimizer step takes, each of them into the queue and out of it. ``queue``: what the queue
+    holds, leased samples included, but for copies.
+    """
+
+    rollout: int
+    sample: int
+    step_rollouts: int
+    step_samples: int
+    queue: int
+
+
+def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traffic:
+    """Of the teacher with the largest payload; prompts have up to ``prompt_tokens``.
+
+    The queue holds no more than the staleness budget has in flight, (1 + s) · K · B samples, and in
+    each topic no more than queue.max_mib, or one message; in ``scored`` also two batches, which
+    the trainer takes whatever they weigh.
+    """
+    response, batch = config.rollout.max_tokens, config.train.batch_size
+    rest = ITEM_BYTES + NUMBER * prompt_tokens
+    rollout = rest + response * max((one.rollout for one in found), default=0)
+    sample = rest + response * max((one.sample for one in found), default=0)
+    most, samples = config.queue.max_mib << 20, config.queue.max_samples
+    topic = min(samples * rollout, max(most, rollout, MESSAGE_BYTES))
+    scored = min(samples * sample, max(most, sample, MESSAGE_BYTES))
+    topics = (len(config.teachers) + 1) * topic + max(scored, 2 * batch * sample)
+    share = 1 + config.async_.staleness_threshold
+    in_flight = floor(share * config.async_.sync_steps * batch)
+    queue = min(topics, in_flight * max(rollout, sample))
+    return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
+
+
+def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
+    """What cannot work: (key, what is wrong, remedy). None if all can."""
+    longest, mib = max(traffic.rollout, traffic.sample), config.queue.max_mib
+    if longest <= mib << 20:
+        return None
+    least = -(-longest // (1 << 20))
+    return (
+        "queue.max_mib",
+        f"found {mib}, but a single sample with rollout.max_tokens {config.rollout.max_tokens} may "
+        f"have {in_mib(longest)}",
+        f"at least {least}, a smaller rollout.max_tokens, or a loss.support with a smaller payload",
+    )
+
+
+def calls(prompts: Sequence[Prompt], sampling: SamplingSpec) -> Iterator[list[Prompt]]:
+    """The prompts in parts whose answers, ``sampling.n`` to a prompt, are one message each."""
+    answer = ITEM_BYTES + rollout_bytes("sampled", 0) * sampling.max_tokens
+    return cut(prompts, lambda p: sampling.n * (answer + NUMBER * len(p.token_ids)))
+
+
+def in_mib(nbytes: int) -> str:
+    """Bytes in the largest unit of which there is one: ``16.0 MiB``."""
+    for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            return f"{nbytes / (1 << power):.1f} {unit}"
+    return f"{nbytes} B"

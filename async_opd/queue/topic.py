@@ -1,0 +1,297 @@
+"""One bounded stream of batches between two stages, with leases.
+
+    producer ── put (waits for room) ──► [ ready │ leased ] ── get (waits for items) ──► consumer
+                                            ▲        │  ack: gone, room is free
+                                            │        │  renew: its time begins anew
+                                            └────────┘  nack or expiry: back to the front
+
+Plain asyncio in one event loop. Every change of state wakes exactly the waiters that can go on,
+oldest first. Nothing polls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from async_opd.core.batch import MESSAGE_BYTES, Batch
+from async_opd.core.deadline import Timer
+from async_opd.core.errors import QueueClosed
+from async_opd.core.lease import Lease, TopicStats
+from async_opd.core.samples import Header
+from async_opd.queue.leases import LeaseEntry, LeaseTable
+
+
+@dataclass
+class _Getter:
+    at_least: int
+    at_most: int
+    consumer: str
+    share: bool
+    tokens: int | None
+    future: asyncio.Future[Lease]
+
+
+@dataclass
+class _Putter:
+    batch: Batch
+    future: asyncio.Future[None]
+
+
+@dataclass
+class Topic:
+    """One bounded stream of batches.
+
+    ``max_samples`` and ``max_bytes`` count what is ready and what is leased out. Two exceptions
+    keep it alive: an empty topic takes any batch, and a consumer that waits for more items than
+    are ready makes room for the next batch, or a byte bound below one training batch would stop
+    the pipeline for ever. ``notify`` hears of every lease that expired. A lease has at most
+    ``lease_bytes``, or one sample.
+    """
+
+    max_samples: int
+    max_bytes: int
+    lease_s: float
+    timer: Timer
+    notify: Callable[[str], None] = lambda text: None
+    lease_bytes: int = MESSAGE_BYTES
+    _ready: deque[Batch] = field(default_factory=deque)
+    _ready_count: int = 0
+    _ready_bytes: int = 0
+    _nbytes: int = 0
+    _getters: deque[_Getter] = field(default_factory=deque)
+    _putters: deque[_Putter] = field(default_factory=deque)
+    _leases: LeaseTable = field(init=False)
+    _closed: bool = False
+    _released: set[str] = field(default_factory=set)
+    _put: int = 0
+    _acked: int = 0
+    _returned: int = 0
+    _expired: int = 0
+
+    def __post_init__(self) -> None:
+        """Nothing is lent yet."""
+        self._leases = LeaseTable(self.lease_s, self.timer, self._expire)
+
+    async def put(self, batch: Batch) -> None:
+        """Appends a batch, in the order of the calls; waits while there is no room."""
+        self._refuse_if_closed()
+        if not len(batch):
+            return
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._putters.append(_Putter(batch, future))
+        self._settle()
+        try:
+            await future
+        except asyncio.CancelledError:
+            self._settle()
+            raise
+
+    async def get(
+        self,
+        at_most: int,
+        at_least: int = 1,
+        consumer: str = "",
+        share: bool = False,
+        tokens: int | None = None,
+    ) -> Lease:
+        """Takes up to ``at_most`` samples; waits for ``at_least``, or for ``lease_bytes`` of them.
+
+        So a lease of large samples may have fewer than ``at_least``. ``share`` takes no more than
+        an even share of what is ready among all who wait, ``tokens`` no more than so many tokens,
+        or one sample.
+        ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
+        """
+        if not 1 <= at_least <= min(at_most, self.max_samples):
+            raise ValueError(
+                f"cannot wait for {at_least} samples: at most {at_most} asked for, and the topic "
+                f"holds {self.max_samples}"
+            )
+        self._refuse_if_closed()
+        if consumer in self._released:
+            raise _taken_for_dead(consumer)
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        self._getters.append(_Getter(at_least, at_most, consumer, share, tokens, future))
+        self._settle()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and not future.exception():
+                self.nack(future.result().id)
+            self._settle()
+            raise
+
+    def ack(self, lease_id: int) -> bool:
+        """The lease's samples are done with. False if it had expired or was settled before.
+
+        One of a queue that died before this one was born is nobody's: True.
+        """
+        if self._leases.predates_restart(lease_id):
+            return True
+        lease = self._leases.remove(lease_id)
+        if lease is None:
+            return False
+        self._nbytes -= sum(batch.nbytes for batch in lease.batches)
+        self._acked += len(lease)
+        self._settle()
+        return True
+
+    def renew(self, lease_ids: Iterable[int]) -> None:
+        """Their holder lives: their time begins anew. One that has expired stays so."""
+        self._leases.renew(lease_ids)
+
+    def nack(self, lease_id: int) -> bool:
+        """The lease's samples go back to the front. False if it was settled before."""
+        lease = self._leases.remove(lease_id)
+        if lease is None:
+            return False
+        self._ready.extendleft(reversed(lease.batches))
+        self._ready_count += len(lease)
+        self._ready_bytes += sum(batch.nbytes for batch in lease.batches)
+        self._returned += len(lease)
+        self._settle()
+        return True
+
+    @property
+    def headers(self) -> tuple[Header, ...]:
+        """Of what is leased out and what is ready."""
+        return tuple(header for batch in self._all for header in batch.headers)
+
+    def contents(self, uids: Collection[str]) -> tuple[Batch, ...]:
+        """What is leased out or ready of these samples; it stays where it is."""
+        return tuple(part for batch in self._all for part in batch.only(uids))
+
+    @property
+    def _all(self) -> tuple[Batch, ...]:
+        return (*self._leases.batches, *self._ready)
+
+    def release(self, consumer: str) -> int:
+        """Every lease of the consumer goes back to the front; it gets nothing from now on.
+
+        Returns the number of samples that went back.
+        """
+        self._released.add(consumer)
+        held = self._leases.of(consumer)
+        for getter in self._getters:
+            if getter.consumer == consumer and not getter.future.done():
+                getter.future.set_exception(_taken_for_dead(consumer))
+        for lease in reversed(held):
+            self.nack(lease.id)
+        self._settle()
+        return sum(map(len, held))
+
+    def close(self) -> None:
+        """Every waiting and later call raises QueueClosed."""
+        self._closed = True
+        self._leases.cancel_timers()
+        for getter in self._getters:
+            _fail(getter.future)
+        for putter in self._putters:
+            _fail(putter.future)
+        self._getters.clear()
+        self._putters.clear()
+
+    @property
+    def stats(self) -> TopicStats:
+        """Counts of the topic."""
+        return TopicStats(
+            ready=self._ready_count,
+            leased=len(self._leases),
+            nbytes=self._nbytes,
+            put=self._put,
+            acked=self._acked,
+            returned=self._returned,
+            expired=self._expired,
+            waiting_producers=sum(not putter.future.done() for putter in self._putters),
+            waiting_consumers=sum(not getter.future.done() for getter in self._getters),
+        )
+
+    def _refuse_if_closed(self) -> None:
+        if self._closed:
+            raise QueueClosed("the topic was closed")
+
+    def _settle(self) -> None:
+        """Serves waiters, oldest first, until none can go on."""
+        progress = True
+        while progress:
+            progress = self._serve_putter() or self._serve_getter()
+
+    def _serve_putter(self) -> bool:
+        while self._putters and self._putters[0].future.done():
+            self._putters.popleft()
+        if not self._putters or not self._has_room(self._putters[0].batch):
+            return False
+        putter = self._putters.popleft()
+        self._ready.append(putter.batch)
+        self._ready_count += len(putter.batch)
+        self._ready_bytes += putter.batch.nbytes
+        self._nbytes += putter.batch.nbytes
+        self._put += len(putter.batch)
+        putter.future.set_result(None)
+        return True
+
+    def _serve_getter(self) -> bool:
+        while self._getters and self._getters[0].future.done():
+            self._getters.popleft()
+        if not self._getters or not self._has_enough(self._getters[0]):
+            return False
+        getter = self._getters.popleft()
+        at_most = getter.at_most
+        if getter.share:
+            waiting = 1 + sum(not other.future.done() for other in self._getters)
+            at_most = min(at_most, max(getter.at_least, -(-self._ready_count // waiting)))
+        getter.future.set_result(self._grant(at_most, getter.tokens, getter.consumer))
+        return True
+
+    def _has_enough(self, getter: _Getter) -> bool:
+        return self._ready_count >= getter.at_least or self._ready_bytes >= self.lease_bytes
+
+    def _has_room(self, batch: Batch) -> bool:
+        held = self._ready_count + len(self._leases)
+        if held == 0:
+            return True
+        starving = bool(self._getters) and not self._has_enough(self._getters[0])
+        fits = (
+            held + len(batch) <= self.max_samples and self._nbytes + batch.nbytes <= self.max_bytes
+        )
+        return fits or starving
+
+    def _grant(self, at_most: int, tokens: int | None, consumer: str) -> Lease:
+        batches: list[Batch] = []
+        count, room = at_most, self.lease_bytes
+        while self._ready and count:
+            fits = self._ready[0].first(count, room, tokens)
+            if not fits and batches:
+                break
+            batch, rest = self._ready.popleft().split(max(fits, 1))
+            if len(rest):
+                self._ready.appendleft(rest)
+            batches.append(batch)
+            count, room = count - len(batch), room - batch.nbytes
+            tokens = None if tokens is None else tokens - batch.tokens
+        self._ready_count -= at_most - count
+        self._ready_bytes -= sum(batch.nbytes for batch in batches)
+        return self._leases.grant(tuple(batches), consumer)
+
+    def _expire(self, entry: LeaseEntry) -> None:
+        self._expired += len(entry.lease)
+        self.nack(entry.lease.id)
+        self.notify(
+            f"{len(entry.lease)} samples went back: {entry.consumer or 'a nameless consumer'} took "
+            f"them {time.monotonic() - entry.since:.0f} s ago and gave no sign of life for "
+            f"{self.lease_s:g} s. If it is at work on them still, they are worked on twice, and "
+            f"the second copy is dropped: raise queue.lease_s if it may stand still for so long"
+        )
+
+
+def _taken_for_dead(consumer: str) -> QueueClosed:
+    return QueueClosed(f"{consumer} was taken for dead: its leases went to the others")
+
+
+def _fail(future: asyncio.Future[Any]) -> None:
+    if not future.done():
+        future.set_exception(QueueClosed("the topic was closed"))

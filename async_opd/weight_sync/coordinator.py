@@ -1,0 +1,213 @@
+"""One weight sync, as a state machine over the sender and its receivers.
+
+    IDLE ── snapshot(v) ──► READY ── push ──► MET ──► PAUSED ──► each replica: receive, name, resume
+                                     ▲         │         │                    │
+                                     │         └─────────┴──── a part fails ──┤ all have v
+                                     │                              │         ▼
+                                     └── those still behind ◄── SORTED OUT   IDLE
+
+    READY       the trainer has copied its weights out and trains on
+    MET         the group is a collective group; it stays one until a member of it fails
+    PAUSED      every replica of the group holds its requests in flight (on_sync says how)
+    SORTED OUT  whose weights were not touched generates on with the old ones; who failed, did not
+                answer in time, or may hold half of the new weights, is lost: it is never resumed,
+                but rebuilt by its pool, and ``rejoin``s with the newest snapshot
+
+All replicas are one group, or, rolling, each is a group of its own: then the others go on
+generating with their old weights meanwhile. A push without any replica left is done: whoever
+rejoins has its weights. A failure that no replica is to blame for is the sender's; ``tries``
+bounds it. A sender that is dead, or that hangs beyond the bound of its own collective, ends the
+push: ProcessDied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+from async_opd.core.errors import (
+    ProcessDied,
+    StageTimeout,
+    TransferAborted,
+    WeightSyncError,
+)
+from async_opd.core.stages import TRAINER, SyncReport
+from async_opd.weight_sync.layout import WeightMeta
+from async_opd.weight_sync.sync_group import (
+    SENDER,
+    Failures,
+    SyncGroups,
+    WeightReceiver,
+    WeightSender,
+)
+
+
+class BroadcastSync:
+    """Implements ``async_opd.core.stages.WeightSync`` by one broadcast per group."""
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        receivers: Sequence[WeightReceiver],
+        workers: Sequence[int],
+        *,
+        on_sync: str,
+        timeout_s: float,
+        rolling: bool = False,
+        tries: int = 1,
+        lost: Callable[[int, Exception], None] = lambda index, error: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """``workers[i]`` is the number of ranks that receiver i contributes to its group.
+
+        ``timeout_s`` bounds each part; of the pause, which with ``finish`` lasts as long as the
+        longest response, it bounds the time without a token. ``lost(index, error)`` is told of a
+        receiver that has to be rebuilt.
+        """
+        self._groups = SyncGroups(
+            sender,
+            receivers,
+            workers,
+            on_sync=on_sync,
+            timeout_s=timeout_s,
+            clock=clock,
+        )
+        self._rolling = rolling
+        self._alive = set(range(len(receivers)))
+        self._tries = tries
+        self._lost = lost
+        self._clock = clock
+        self._snapshot: tuple[int, WeightMeta] | None = None
+        self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
+
+    # ── who takes part ─────────────────────────────────────────────────────────────────────────
+
+    def lose(self, index: int) -> None:
+        """Receiver ``index`` has died: the next push meets without it."""
+        self._alive.discard(index)
+
+    async def rejoin(self, index: int, receiver: WeightReceiver, workers: int) -> None:
+        """Another receiver in place of one that was lost; it has the newest weights afterwards.
+
+        Raises WeightSyncError. Its group meets anew before the next push.
+        """
+        async with self._lock:
+            self._groups.replace_receiver(index, receiver, workers)
+            if self._snapshot is not None:
+                number = index if self._rolling else 1 + index
+                failures = await self._groups.update(number, [index], *self._snapshot)
+                if failures:
+                    self._groups.disband(number)
+                    raise _worst(failures)
+            self._alive.add(index)
+
+    async def connect(self) -> None:
+        """The rendezvous. Raises WeightSyncError if a member does not come in time."""
+        for number, group in self._numbered_groups(self._alive).items():
+            failures = await self._groups.rendezvous(number, group)
+            if failures:
+                raise _worst(failures)
+
+    async def forget(self) -> None:
+        """The sender was restarted: it has no snapshot and belongs to no group."""
+        async with self._lock:
+            self._snapshot = None
+            self._groups.forget_groups()
+
+    # ── a sync ─────────────────────────────────────────────────────────────────────────────────
+
+    async def snapshot(self, version: int, again: bool = False) -> None:
+        """Copies the trainer's weights out as ``version``. ProcessDied if the trainer hangs."""
+        async with self._lock:
+            try:
+                self._snapshot = version, await self._groups.snapshot(version)
+            except StageTimeout as error:
+                raise _hangs(error) from error
+
+    async def push(self) -> SyncReport:
+        """Brings the snapshot to every replica that is alive, group by group."""
+        async with self._lock:
+            if self._snapshot is None:
+                raise WeightSyncError("weight sync", "push without a snapshot")
+            started = self._clock()
+            self._groups.restart_timings()
+            rounds = await self._push(*self._snapshot)
+            return self._report(self._clock() - started, rounds)
+
+    async def _push(self, version: int, meta: WeightMeta) -> int:
+        """Until nobody is behind. Returns how many rounds that took."""
+        behind = set(self._alive)
+        rounds = blameless = 0
+        while behind:
+            rounds += 1
+            worst: Exception | None = None
+            lost = False
+            for number, group in self._numbered_groups(behind).items():
+                if self._rolling and group[0] not in self._alive:
+                    continue  # it died while the others were updated
+                failures = await self._groups.update(number, group, version, meta)
+                if failures:
+                    lost |= await self._handle_failures(number, failures)
+                    worst = _worst(failures)
+                behind -= set(group) - set(failures)
+            behind &= self._alive
+            blameless += worst is not None and not lost
+            if worst is not None and blameless >= self._tries:
+                raise worst
+        return rounds
+
+    def _report(self, seconds: float, rounds: int) -> SyncReport:
+        assert self._snapshot is not None
+        version, meta = self._snapshot
+        alive = sorted(self._alive)
+        stalls = [self._groups.stalls[index] for index in alive] or [0.0]
+        metrics = {
+            "sync/seconds": seconds,
+            **self._groups.timings,
+            "sync/mib": meta.nbytes / 2**20,
+            "sync/rounds": float(rounds),
+            "sync/stall_mean_s": statistics.fmean(stalls),
+            "sync/stall_max_s": max(stalls),
+        }
+        metrics |= {f"sync/student/{index}/stall_s": self._groups.stalls[index] for index in alive}
+        return SyncReport(version=version, nbytes=meta.nbytes, metrics=metrics)
+
+    # ── one group ───────────────────────────────────────────────────────────────────────────────
+
+    async def _handle_failures(self, number: int, failures: Failures) -> bool:
+        """The group is no group any more; who is to blame is lost. Whether there was somebody."""
+        self._groups.disband(number)
+        dead = {i for i, e in failures.items() if not isinstance(e, TransferAborted)} - {SENDER}
+        for index in sorted(dead):
+            self.lose(index)
+            self._lost(index, failures[index])
+        sender = failures.get(SENDER)
+        if isinstance(sender, ProcessDied):
+            raise sender
+        if isinstance(sender, StageTimeout):
+            raise _hangs(sender)
+        return bool(dead)
+
+    def _numbered_groups(self, indices: set[int]) -> dict[int, list[int]]:
+        """The groups by number: all together, or each alone."""
+        group = sorted(indices)
+        if self._rolling:
+            return {index: [index] for index in group}
+        return {0: group} if group else {}
+
+
+def _hangs(error: StageTimeout) -> ProcessDied:
+    """A sender that does not answer is as good as dead, and restarted like one."""
+    return ProcessDied(TRAINER, f"it hangs: {error.cause}", error.remedy)
+
+
+def _worst(failures: Failures) -> Exception:
+    """The failure that says most: the last of a receiver's own, or else the sender's."""
+    order = sorted(failures.items(), key=lambda item: isinstance(item[1], TransferAborted))
+    receivers = [error for index, error in order if index != SENDER]
+    found = receivers[0] if receivers else failures[SENDER]
+    if isinstance(found, TransferAborted) and SENDER in failures:
+        return failures[SENDER]
+    return found

@@ -1,0 +1,86 @@
+"""A gloo group whose members have all shown that they know its secret.
+
+    book ──addresses──► gloo connects all to all ──► each shows each the secret ──► group
+
+gloo believes every connection that names the right number, which can be guessed. So after the group
+is made, every pair of members exchanges what only a member can say, over the very connections that
+weights will take. Core imports no torch: who has it gives it.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from async_opd.core.errors import WeightSyncError
+from async_opd.weight_sync.rendezvous import AddressStore, tags_expected, tags_sent
+
+
+@dataclass(frozen=True)
+class GlooGroup:
+    """``group`` is torch's; it may still use the store as long as it lives."""
+
+    group: Any
+    store: Any
+
+
+@dataclass(frozen=True)
+class GroupMember:
+    """One rank of ``size``, which gloo reaches at ``address``."""
+
+    rank: int
+    size: int
+    address: str
+    secret: bytes
+    timeout_s: float
+
+
+def gloo_group(torch: Any, member: GroupMember, addresses: AddressStore) -> GlooGroup:
+    """Waits until all are there. WeightSyncError or RuntimeError if one is not, or is a stranger.
+
+    gloo listens on the member's own address only.
+    """
+    dist = torch.distributed
+    store = _store(dist, addresses, member.timeout_s)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=member.timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=member.address)]
+    made = GlooGroup(dist.ProcessGroupGloo(store, member.rank, member.size, options), store)
+    if not all_know_secret(torch, made.group, member.rank, member.size, member.secret):
+        raise WeightSyncError(
+            "weight sync",
+            f"a rank of the group of {member.size} does not know its secret: nobody let it in",
+            "somebody else on this network or machine took a member's place",
+        )
+    return made
+
+
+def all_know_secret(
+    torch: Any, group: Any, rank: int, size: int, secret: bytes, device: str = "cpu"
+) -> bool:
+    """Whether every other rank says what only a member can say. A collective."""
+    ranks = range(size)
+    said = torch.frombuffer(bytearray(tags_sent(secret, rank, ranks)), dtype=torch.uint8).to(device)
+    heard = torch.empty_like(said)
+    group.alltoall_base(heard, said, [], []).wait()
+    return hmac.compare_digest(heard.cpu().numpy().tobytes(), tags_expected(secret, rank, ranks))
+
+
+def _store(dist: Any, addresses: AddressStore, timeout_s: float) -> Any:
+    """What torch reads and writes addresses through."""
+
+    class Store(dist.Store):  # type: ignore[misc]
+        def set(self, key: str, value: bytes) -> None:
+            addresses.set(key, bytes(value))
+
+        def get(self, key: str) -> bytes:
+            return addresses.get(key, timeout_s)
+
+        def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+            for key in keys:
+                addresses.get(key, timeout.total_seconds() if timeout else timeout_s)
+
+    return Store()

@@ -1,0 +1,69 @@
+"""What both ends of a weight transfer must agree on. Pure data and arithmetic.
+
+sender (trainer)                       receivers (engines of the rollout replicas)
+listen, tell where and a secret  ──►   join the group at rank_offset + own rank
+for each chunk of the plan:            for each chunk of the plan:
+    pack, broadcast               ──►      receive, unpack, load
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where a transfer group meets. The sender is rank 0 of ``world_size``.
+
+    ``secret`` is what members show before they are let in: with gloo the key of
+    ``async_opd.weight_sync.rendezvous``, with NCCL the group's unique id, in which host and port
+    are too.
+    """
+
+    host: str
+    port: int
+    world_size: int
+    timeout_s: float
+    chunk_bytes: int
+    secret: bytes = field(repr=False)
+
+
+@dataclass(frozen=True)
+class WeightMeta:
+    """Names, dtypes (``bfloat16``) and shapes of the tensors, in the order they are sent."""
+
+    names: tuple[str, ...]
+    dtype_names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    itemsizes: tuple[int, ...]
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each tensor."""
+        return tuple(
+            math.prod(shape) * size for shape, size in zip(self.shapes, self.itemsizes, strict=True)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(self.sizes)
+
+
+def chunk_plan(sizes: Sequence[int], chunk_bytes: int) -> list[range]:
+    """Cuts tensors into consecutive runs of at most ``chunk_bytes`` each.
+
+    A tensor that is larger than that travels alone. Both ends compute the same plan.
+    """
+    plan: list[range] = []
+    start, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > start and total + size > chunk_bytes:
+            plan.append(range(start, index))
+            start, total = index, 0
+        total += size
+    if start < len(sizes):
+        plan.append(range(start, len(sizes)))
+    return plan

@@ -1,0 +1,283 @@
+"""Where the members of a transfer group meet: who does not know the secret learns nothing.
+
+    sender: RendezvousServer ◄──TCP── RendezvousClient: a member      each shows the other that it
+    knows the secret,
+       book: addresses by key ──set, get──►       then the member writes and reads addresses
+
+Torch's own store lets everybody in who finds its port, to read and to change what is there. This
+one listens on one address only, answers nobody who has not shown the secret (which comes over Ray),
+and is closed as soon as the group is made. The secret itself is never sent. What the connections
+carry is neither encrypted nor signed.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from io import BufferedRWPair
+from typing import Any, Protocol
+
+from async_opd.core.errors import WeightSyncError
+
+NONCE_BYTES = TAG_BYTES = 32
+HANDSHAKE_S = 10.0
+"""Who does not show the secret by then is sent away."""
+LINE_BYTES = 1 << 16
+MAX_UNAUTHENTICATED = 64
+"""Who has not shown the secret yet, beside one for each member: strangers cannot have as many
+threads as they like. Whoever comes then takes the place of the one that has waited longest."""
+WELCOME = b"\x01"
+"""Said to a member when it has shown the secret."""
+RETRY_S = 0.05
+"""A member that is hung up on comes again after this time."""
+
+
+class AddressStore(Protocol):
+    """The addresses of a group's members."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Writes one."""
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """Waits for one. WeightSyncError if it does not come in time."""
+        ...
+
+
+def new_secret() -> bytes:
+    """One for each group; nobody guesses it."""
+    return secrets.token_bytes(32)
+
+
+def hmac_tag(secret: bytes, role: str, *seen: bytes) -> bytes:
+    """What only who knows the secret can say: HMAC-SHA256 of its role and what was seen."""
+    return hmac.digest(secret, b"\0".join((role.encode(), *seen)), "sha256")
+
+
+class RendezvousServer:
+    """The sender's book, and the socket by which members come to it. Opened by the constructor."""
+
+    def __init__(self, host: str, secret: bytes, members: int, timeout_s: float) -> None:
+        """OSError if ``host`` is no address of this machine."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self.refused = 0
+        self._secret = secret
+        self._timeout_s = timeout_s
+        self._addresses: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+        self._closed = False
+        self._max_unauthenticated = members + MAX_UNAUTHENTICATED
+        self._unauthenticated: dict[socket.socket, None] = {}  # the one that came first is first
+        self._members: set[socket.socket] = set()
+        self._listener = socket.create_server((host, 0), family=family)
+        self.port = int(self._listener.getsockname()[1])
+        threading.Thread(target=self._receive, name="meeting", daemon=True).start()
+
+    def set(self, key: str, value: bytes) -> None:
+        """See AddressStore.set."""
+        with self._changed:
+            self._addresses[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See AddressStore.get."""
+        with self._changed:
+            if self._changed.wait_for(lambda: key in self._addresses or self._closed, timeout_s):
+                if key in self._addresses:
+                    return self._addresses[key]
+                raise WeightSyncError("weight sync", "the meeting was closed before all had come")
+        strangers = f", and {self.refused} visitors did not show the secret" if self.refused else ""
+        raise WeightSyncError(
+            "weight sync",
+            f"a member did not come within {timeout_s:g} s (no {key!r}){strangers}",
+            "raise sync.timeout_s if the engines are busy; otherwise a replica hangs",
+        )
+
+    def close(self) -> None:
+        """Nobody comes any more, and nobody stays. Safe to call again."""
+        with self._changed:
+            self._closed = True
+            visitors = [*self._unauthenticated, *self._members]
+            self._changed.notify_all()
+        for connection in (self._listener, *visitors):
+            _shut_down(connection)
+        self._listener.close()
+
+    def _receive(self) -> None:
+        while not self._closed:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                if not self._closed:
+                    time.sleep(0.1)  # no file descriptor left for another connection
+                continue
+            self._accept(connection)
+
+    def _accept(self, connection: socket.socket) -> None:
+        """Starts its visit, in the place of another stranger if there is no other place."""
+        with self._changed:
+            if self._closed:
+                connection.close()
+                return
+            if len(self._unauthenticated) >= self._max_unauthenticated:
+                oldest = next(iter(self._unauthenticated))
+                del self._unauthenticated[oldest]
+                _shut_down(oldest)
+            self._unauthenticated[connection] = None
+        threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        try:
+            with connection, suppress(OSError, ValueError, TypeError, WeightSyncError):
+                if not self._authenticates(connection):
+                    self.refused += 1
+                    return
+                with self._changed:
+                    if connection not in self._unauthenticated or self._closed:
+                        return  # it was dropped meanwhile, and comes again
+                    del self._unauthenticated[connection]
+                    self._members.add(connection)
+                connection.sendall(WELCOME)
+                connection.settimeout(self._timeout_s)
+                with connection.makefile("rwb") as stream:
+                    while line := stream.readline(LINE_BYTES):
+                        _reply(stream, self._answer(json.loads(line)))
+        finally:
+            with self._changed:
+                self._unauthenticated.pop(connection, None)
+                self._members.discard(connection)
+
+    def _authenticates(self, connection: socket.socket) -> bool:
+        """Shows that this is the sender, and whether the visitor is a member."""
+        deadline = time.monotonic() + HANDSHAKE_S
+        try:
+            theirs = _receive_exactly(connection, NONCE_BYTES, deadline)
+            ours = secrets.token_bytes(NONCE_BYTES)
+            connection.sendall(ours + hmac_tag(self._secret, "sender", theirs, ours))
+            shown = _receive_exactly(connection, TAG_BYTES, deadline)
+        except OSError:
+            return False
+        return hmac.compare_digest(shown, hmac_tag(self._secret, "member", ours, theirs))
+
+    def _answer(self, request: Mapping[str, Any]) -> str:
+        if "value" in request:
+            self.set(str(request["key"]), bytes.fromhex(request["value"]))
+            return ""
+        return self.get(str(request["key"]), self._timeout_s).hex()
+
+
+class RendezvousClient:
+    """A member's connection to the book. ``address`` is this machine's on the way there."""
+
+    def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
+        """WeightSyncError if there is no sender that knows the secret.
+
+        Comes again until then if it is hung up on: strangers may crowd the meeting.
+        """
+        self._secret = secret
+        try:
+            self._connection = self._connect(host, port, timeout_s)
+        except OSError as error:
+            cause = f"no meeting of this group at {host}:{port}: {error or type(error).__name__}"
+            raise WeightSyncError(
+                "weight sync", cause, "the sender is gone, or not ours"
+            ) from error
+        self._connection.settimeout(timeout_s)
+        self._stream = self._connection.makefile("rwb")
+        self.address = str(self._connection.getsockname()[0])
+
+    def set(self, key: str, value: bytes) -> None:
+        """See AddressStore.set."""
+        self._ask({"key": key, "value": value.hex()})
+
+    def get(self, key: str, timeout_s: float) -> bytes:
+        """See AddressStore.get; bounded by the timeout of the visit."""
+        return bytes.fromhex(self._ask({"key": key}))
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._stream.close()
+        self._connection.close()
+
+    def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
+        """OSError: nobody listens, a stranger does, or whoever does hangs up again and again."""
+        deadline, tries = time.monotonic() + timeout_s, 0
+        while (left := deadline - time.monotonic()) > 0:
+            connection = socket.create_connection((host, port), left)
+            try:
+                self._handshake(connection, deadline)
+                return connection
+            except (ConnectionResetError, BrokenPipeError):
+                connection.close()
+                tries += 1
+                time.sleep(RETRY_S)
+            except BaseException:
+                connection.close()
+                raise
+        raise TimeoutError(
+            f"it hung up {tries} times within {timeout_s:g} s: strangers may crowd it"
+        )
+
+    def _handshake(self, connection: socket.socket, deadline: float) -> None:
+        """ConnectionError if the other side is not the sender, or hangs up."""
+        ours = secrets.token_bytes(NONCE_BYTES)
+        connection.sendall(ours)
+        theirs = _receive_exactly(connection, NONCE_BYTES, deadline)
+        shown = _receive_exactly(connection, TAG_BYTES, deadline)
+        if not hmac.compare_digest(shown, hmac_tag(self._secret, "sender", ours, theirs)):
+            raise ConnectionRefusedError("who listens there does not know the secret")
+        connection.sendall(hmac_tag(self._secret, "member", theirs, ours))
+        _receive_exactly(connection, len(WELCOME), deadline)
+
+    def _ask(self, request: dict[str, str]) -> str:
+        try:
+            self._stream.write(json.dumps(request).encode() + b"\n")
+            self._stream.flush()
+            line = self._stream.readline(LINE_BYTES)
+        except OSError as error:
+            cause = f"the meeting does not answer: {error or type(error).__name__}"
+            raise WeightSyncError("weight sync", cause) from error
+        if not line.endswith(b"\n"):
+            raise WeightSyncError("weight sync", "the meeting was closed before all had come")
+        return str(json.loads(line))
+
+
+def tags_sent(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
+    """What a member says to each of the ranks over the group's own connections."""
+    return b"".join(hmac_tag(secret, f"rank {rank} to {other}") for other in ranks)
+
+
+def tags_expected(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
+    """What it has to hear from each of them."""
+    return b"".join(hmac_tag(secret, f"rank {other} to {rank}") for other in ranks)
+
+
+def _shut_down(connection: socket.socket) -> None:
+    """Wakes who waits for it; whose connection it is closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _reply(stream: BufferedRWPair[Any, Any], answer: str) -> None:
+    stream.write(json.dumps(answer).encode() + b"\n")
+    stream.flush()
+
+
+def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    """So many bytes. OSError if they do not come."""
+    found = b""
+    while len(found) < count:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it says nothing")
+        connection.settimeout(left)
+        more = connection.recv(count - len(found))
+        if not more:
+            raise ConnectionResetError("it hung up")
+        found += more
+    return found

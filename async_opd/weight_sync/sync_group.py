@@ -1,0 +1,255 @@
+"""One group of a weight sync: replicas that meet, pause, and take one broadcast together.
+
+    meet ──► pause ──► each replica: receive, name, resume
+      └────────┴────────────┴──► who failed, by index: the rest has the new version
+
+Nobody's weights are touched before the broadcast. What becomes of who failed, and when a group
+meets again, is ``async_opd.weight_sync.coordinator``'s affair.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Protocol, TypeVar
+
+from async_opd.core.errors import (
+    ProcessDied,
+    StageError,
+    StageTimeout,
+    SyncTimeout,
+    TransferAborted,
+    WeightSyncError,
+)
+from async_opd.core.liveness import Progress, ProgressWatchdog
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+
+Result = TypeVar("Result")
+
+SENDER = -1
+"""The sender's place among the members of a group, where receivers have their index."""
+
+
+class WeightSender(Protocol):
+    """The trainer's end. ``group`` numbers the collective groups it is rank 0 of."""
+
+    async def open(self, group: int, world_size: int) -> Rendezvous:
+        """Opens the meeting point of a group; it is there when this returns."""
+        ...
+
+    async def connect(self, group: int) -> None:
+        """Joins the group as rank 0 while the receivers join."""
+
+    async def snapshot(self, version: int) -> WeightMeta:
+        """Copies the weights out."""
+        ...
+
+    async def send(self, group: int) -> None:
+        """Broadcasts the snapshot to a group while its receivers receive."""
+
+
+class WeightReceiver(Protocol):
+    """One rollout replica's end."""
+
+    async def alive(self) -> None:
+        """Returns if it works, raises or hangs if not."""
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None: ...
+    async def pause(self, on_sync: str) -> None:
+        """Stops; ``finish`` waits for what is in flight, however long its responses become."""
+
+    async def progress(self) -> Progress:
+        """The tokens of its engine."""
+        ...
+
+    async def receive(self, meta: WeightMeta) -> None:
+        """Takes the new weights. TransferAborted if it failed and still has all of the old."""
+
+    async def finish(self, version: int) -> None: ...
+    async def resume(self) -> None: ...
+
+
+Failures = dict[int, Exception]
+"""What went wrong in a group, by receiver (or ``SENDER``)."""
+
+
+class SyncGroups:
+    """The sender and all receivers; a group is a list of their indices, and has a number."""
+
+    def __init__(
+        self,
+        sender: WeightSender,
+        receivers: Sequence[WeightReceiver],
+        workers: Sequence[int],
+        *,
+        on_sync: str,
+        timeout_s: float,
+        clock: Callable[[], float],
+    ) -> None:
+        """See ``BroadcastSync``."""
+        self.receivers = list(receivers)
+        self.stalls = [0.0] * len(self.receivers)
+        self.timings = {"sync/pause_s": 0.0, "sync/transfer_s": 0.0}
+        self._sender = sender
+        self._workers = list(workers)
+        self._connected: dict[int, list[int]] = {}
+        self._on_sync = on_sync
+        self._timeout_s = timeout_s
+        self._clock = clock
+
+    def replace_receiver(self, index: int, receiver: WeightReceiver, workers: int) -> None:
+        """Another receiver in place of one that was lost; its group meets anew."""
+        self.receivers[index], self._workers[index] = receiver, workers
+        self._connected = {n: group for n, group in self._connected.items() if index not in group}
+
+    def forget_groups(self) -> None:
+        """The sender was restarted: it belongs to no group."""
+        self._connected.clear()
+
+    def disband(self, number: int) -> None:
+        """The group is no group any more."""
+        self._connected.pop(number, None)
+
+    def restart_timings(self) -> None:
+        """From zero."""
+        self.timings = dict.fromkeys(self.timings, 0.0)
+
+    async def snapshot(self, version: int) -> WeightMeta:
+        """Copies the sender's weights out."""
+        return await self._bounded("the snapshot", self._sender.snapshot(version))
+
+    async def update(
+        self, number: int, group: list[int], version: int, meta: WeightMeta
+    ) -> Failures:
+        """Meets if it has to, pauses, sends. Who is not among the failures has the version."""
+        who = _names(group)
+        if self._connected.get(number) != group:
+            failures = await self.rendezvous(number, group)
+            if failures:
+                return failures | await self._unresponsive(group, failures)
+        started = self._clock()
+        if self._on_sync == "finish":
+            drains = {index: self._drained(index) for index in group}
+            failures = await self._each(f"pausing {who}", drains, math.inf)
+        else:
+            pauses = {index: self.receivers[index].pause(self._on_sync) for index in group}
+            failures = await self._each(f"pausing {who}", pauses)
+        paused = self._clock()
+        self.timings["sync/pause_s"] += paused - started
+        if failures:
+            return failures | await self._resumed(group, failures)
+        works: dict[int, Awaitable[None]] = {SENDER: self._sender.send(number)}
+        works |= {index: self._receive(index, version, meta, started) for index in group}
+        failures = await self._each(f"the broadcast to {who}", works)
+        self.timings["sync/transfer_s"] += self._clock() - paused
+        return failures
+
+    async def _drained(self, index: int) -> None:
+        """It has paused, after the responses in flight: bounded by the time between tokens."""
+        receiver = self.receivers[index]
+        watchdog = ProgressWatchdog(f"student/{index}", self._timeout_s, "sync.timeout_s")
+        await watchdog.within("finishing", receiver.pause(self._on_sync), receiver.progress)
+
+    async def rendezvous(self, number: int, group: list[int]) -> Failures:
+        """The rendezvous of a group: nobody's weights are touched."""
+        self.disband(number)
+        who, sizes = _names(group), [self._workers[index] for index in group]
+        opening = self._sender.open(number, 1 + sum(sizes))
+        try:
+            rendezvous = await self._bounded(f"opening the meeting point of {who}", opening)
+        except (WeightSyncError, ProcessDied) as error:
+            return {SENDER: error}
+        offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
+        works: dict[int, Awaitable[None]] = {SENDER: self._sender.connect(number)}
+        for index, offset in zip(group, offsets, strict=True):
+            works[index] = self.receivers[index].join(rendezvous, offset)
+        failures = await self._each(f"the rendezvous of {who}", works)
+        if not failures:
+            self._connected[number] = list(group)
+        return {index: _rendezvous_failure(index, error) for index, error in failures.items()}
+
+    async def _receive(self, index: int, version: int, meta: WeightMeta, started: float) -> None:
+        """One receiver's part; it generates again at its end, unless it may hold half of both."""
+        receiver = self.receivers[index]
+        try:
+            await receiver.receive(meta)
+        except TransferAborted:
+            await receiver.resume()
+            raise
+        await receiver.finish(version)
+        await receiver.resume()
+        self.stalls[index] = self._clock() - started
+
+    async def _resumed(self, group: list[int], failures: Failures) -> Failures:
+        """Those that were paused in vain go on with the old weights; they are behind."""
+        healthy = [index for index in group if index not in failures]
+        works = {index: self.receivers[index].resume() for index in healthy}
+        failed = await self._each(f"resuming {_names(healthy)}", works)
+        return {index: TransferAborted(*_ABORTED_ELSEWHERE) for index in healthy} | failed
+
+    async def _unresponsive(self, group: list[int], failures: Failures) -> Failures:
+        """Those of a group that did not meet, with the errors of who does not even answer."""
+        left = [i for i in group if not isinstance(failures.get(i), StageTimeout)]
+        works = {index: self.receivers[index].alive() for index in left}
+        failed = await self._each(f"a sign of life of {_names(left)}", works)
+        return {
+            index: failures.get(index, TransferAborted(*_ABORTED_ELSEWHERE)) for index in left
+        } | failed
+
+    # ── bounds ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _each(
+        self, what: str, works: Mapping[int, Awaitable[None]], timeout_s: float | None = None
+    ) -> Failures:
+        """Waits for all of them, each bounded; the errors by key."""
+        bounded = (self._bounded(what, work, timeout_s) for work in works.values())
+        results = await asyncio.gather(*bounded, return_exceptions=True)
+        failures: Failures = {}
+        for index, result in zip(works, results, strict=True):
+            if isinstance(result, Exception):
+                failures[index] = result
+            elif isinstance(result, BaseException):
+                raise result
+        return failures
+
+    async def _bounded(
+        self, what: str, work: Awaitable[Result], timeout_s: float | None = None
+    ) -> Result:
+        timeout_s = timeout_s or self._timeout_s
+        try:
+            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
+                return await work
+        except (ProcessDied, TransferAborted):
+            raise
+        except StageTimeout as error:  # another bound than this one
+            words = f"{what}: {error.stage}: {error.cause}"
+            raise SyncTimeout("weight sync", words, error.remedy) from error
+        except TimeoutError as error:
+            raise SyncTimeout(
+                "weight sync",
+                f"{what} took longer than {timeout_s:g} s with {len(self.receivers)} replicas",
+                "raise sync.timeout_s if the model is large; otherwise a replica hangs",
+            ) from error
+        except Exception as error:
+            cause = error.cause if isinstance(error, StageError) else error
+            raise WeightSyncError(
+                "weight sync", f"{what} failed: {type(error).__name__}: {cause}"
+            ) from error
+
+
+_ABORTED_ELSEWHERE = ("weight sync", "the sync failed elsewhere")
+
+
+def _rendezvous_failure(index: int, error: Exception) -> Exception:
+    """A failure of a rendezvous: it takes nobody's weights, and a sender that waits hangs not."""
+    if isinstance(error, ProcessDied if index == SENDER else StageTimeout):
+        return error
+    kind = WeightSyncError if index == SENDER else TransferAborted
+    return kind("weight sync", error.cause if isinstance(error, StageError) else str(error))
+
+
+def _names(group: Sequence[int]) -> str:
+    if len(group) == 1:
+        return f"student/{group[0]}"
+    return f"student/{group[0]}…{group[-1]}" if group else "nobody"

@@ -1,0 +1,126 @@
+"""A replica's worker: pulls groups as there is room, and sees to each of their rollouts.
+
+    topic prompts ──lease──► members ──a slot each──► sample ──► grade ──► outbox ──► rollouts/…
+                                                         └─────────┴──fault──► topic dead
+                                                                             └── last one: ack
+
+Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
+in the queue. A rollout that is graded or waits for room in the queue holds no slot. What a replica
+has taken and not finished when it dies goes to the others: its leases are released.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+
+from async_opd.core.batch import Batch, unpack_groups
+from async_opd.core.errors import RolloutFault, first_cause
+from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
+from async_opd.core.stages import DEAD, PROMPTS, Queue, rollouts_topic
+from rollouter.outbox import Outbox
+from rollouter.slots import SlotReservation, Slots
+
+MakeRollout = Callable[[Prompt, str], Awaitable[Rollout]]
+GradeRollout = Callable[[Rollout], Awaitable[Rollout]]
+
+
+class RolloutWorker:
+    """``sample(prompt, uid)`` makes one rollout; ``slots`` bounds how many at the same time.
+
+    ``grade`` gives each its reward, where there is one.
+    """
+
+    def __init__(
+        self,
+        replica: str,
+        queue: Queue,
+        slots: Slots,
+        sample: MakeRollout,
+        grade: GradeRollout | None = None,
+    ) -> None:
+        self.rollouts = 0
+        self._replica = replica
+        self._queue = queue
+        self._slots = slots
+        self._sample = sample
+        self._grade = grade
+        self._outbox = Outbox(queue)
+        self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
+        self._finished: list[int] = []
+        self._waits_for_prompts = False  # for prompts, now
+        self._work: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Works until stopped or cancelled; raises the first error of a rollout.
+
+        What is not in the queue by then never will be; it can run again.
+        """
+        self._work = asyncio.create_task(self._pull(), name="worker")
+        try:
+            await asyncio.wait({self._work})
+        finally:
+            await self.stop()
+        if not self._work.cancelled():
+            self._work.result()
+
+    async def stop(self) -> None:
+        """Ends ``run``; gives up what was taken and is not finished."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
+
+    async def _pull(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                while True:
+                    free = await self._slots.room()
+                    done, self._finished = tuple(self._finished), []
+                    self._waits_for_prompts = True
+                    lease = await self._queue.get(
+                        PROMPTS, free, ack=done, consumer=self._replica, share=True
+                    )
+                    self._waits_for_prompts = False
+                    for group in unpack_groups(lease.batches):
+                        self._left[lease.id] += len(group.members)
+                        for member in group.members:
+                            reservation = self._slots.reserve()
+                            rollouts.create_task(self._roll(group, member, lease.id, reservation))
+        except ExceptionGroup as errors:
+            raise first_cause(errors) from errors
+        finally:
+            self._outbox.close()
+            self._left.clear()
+            self._finished.clear()
+
+    async def _roll(
+        self, group: Group, member: int, lease: int, reservation: SlotReservation
+    ) -> None:
+        prompt, uid = group.prompt, f"{group.prompt.uid}/{member}"
+        try:
+            rollout = await self._rollout(prompt, uid, reservation)
+        except RolloutFault as fault:
+            lost = DeadLetter.of_prompt(prompt, uid, fault.stage, fault.cause)
+            await self._queue.put(DEAD, Batch.pack([lost]))
+        else:
+            self.rollouts += 1
+            await self._outbox.put(rollouts_topic(prompt.teacher), rollout)
+        self._left[lease] -= 1
+        if not self._left[lease]:
+            del self._left[lease]
+            if self._waits_for_prompts:  # the next get may be far away
+                await self._queue.ack(PROMPTS, lease)
+            else:
+                self._finished.append(lease)
+
+    async def _rollout(self, prompt: Prompt, uid: str, reservation: SlotReservation) -> Rollout:
+        """RolloutFault if this one cannot be had."""
+        async with reservation:
+            rollout = await self._sample(prompt, uid)
+        if not np.isfinite(rollout.rollout_logprobs).all():
+            cause = f"rollout {uid}: the student's own log-probabilities are not finite"
+            raise RolloutFault("student", cause, "its weights may have diverged: lower train.lr")
+        return rollout if self._grade is None else await self._grade(rollout)

@@ -1,0 +1,126 @@
+"""Are the servers there, do they serve the model, do they know the student's tokens?
+
+Asked before anything of a run starts, all servers at the same time, each for a bounded time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import numpy as np
+
+from async_opd.config.run_config import EndpointTeacher, RunConfig
+from async_opd.core.batch import Batch
+from async_opd.core.errors import Problem, StageError
+from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.models.tokenizer import Text
+from teachers.endpoint.api import TokenId
+from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
+from teachers.endpoint.spec import endpoint_spec
+
+REMEDY = "is it busy? its first answer may take long: raise teachers.*.health.timeout_s"
+TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
+
+
+def check_endpoints(config: RunConfig, where: str) -> list[Problem]:
+    """What is wrong with the servers of all teachers."""
+    return asyncio.run(_check_all(config, where))
+
+
+async def _check_all(config: RunConfig, where: str) -> list[Problem]:
+    checks = [
+        _check(config, teacher, name, url)
+        for name, teacher in config.teachers.items()
+        if isinstance(teacher, EndpointTeacher)
+        for url in teacher.urls
+    ]
+    found = await asyncio.gather(*checks)
+    return [
+        Problem(where, f"teachers.{error.stage}", error.cause, error.remedy)
+        for errors in found
+        for error in errors
+    ]
+
+
+async def _check(
+    config: RunConfig, teacher: EndpointTeacher, name: str, url: str
+) -> list[StageError]:
+    """The first thing that is wrong with one server: the others would follow from it."""
+    replica = EndpointReplica(endpoint_spec(config, teacher, name, url))
+    timeout_s = teacher.health.timeout_s
+    try:
+        async with asyncio.timeout(timeout_s):
+            fault = await _fault(replica, config, teacher)
+    except TimeoutError:
+        return [StageError(name, f"{url} did not answer in {timeout_s:g} s", REMEDY)]
+    except StageError as error:
+        return [error]
+    finally:
+        await replica.close()
+    return [] if fault is None else [StageError(name, f"{url} {fault[0]}", fault[1])]
+
+
+async def _fault(
+    replica: EndpointReplica, config: RunConfig, teacher: EndpointTeacher
+) -> tuple[str, str] | None:
+    """What is wrong, and the remedy. Raises StageError for a server that does not answer."""
+    await replica.ready()
+    served = await _served(replica)
+    if teacher.served_model not in served:
+        found = ", ".join(served)[:MAX_SHOWN] or "nothing"
+        return f"serves {found}, not {teacher.served_model}", "set teachers.*.served_model"
+    longest, wanted = served[teacher.served_model], config.rollout.max_tokens + 2
+    if longest is not None and longest < wanted:
+        remedy = "lower it, or start the server with a larger --max-model-len"
+        return f"takes {longest} tokens, rollout.max_tokens needs at least {wanted}", remedy
+    text = Text(config.student.model)
+    ids = text.plain(TEXT)
+    if await _tokens(replica, teacher.served_model) not in (ids, None):
+        return "has another tokenizer than the student", "teachers need the student's tokenizer"
+    await replica.score(Batch.pack([_rollout([*ids, text.size - 1])]))
+    return None
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _TokenizeAnswer(msgspec.Struct):
+    tokens: list[TokenId]
+
+
+async def _served(replica: EndpointReplica) -> dict[str, int | None]:
+    """Models by name, with their length if the server tells."""
+    answer = await replica.call("GET", "/v1/models")
+    models = replica.read(lambda: msgspec.json.decode(answer, type=_Models))
+    return {model.id: model.max_model_len for model in models.data}
+
+
+async def _tokens(replica: EndpointReplica, model: str) -> list[int] | None:
+    """The server's tokens of the text, None if it does not tell: not all have this route."""
+    body = {"model": model, "prompt": TEXT, "add_special_tokens": False}
+    try:
+        answer = await replica.call("POST", "/tokenize", body)
+    except StageError:
+        return None
+    return replica.read(lambda: msgspec.json.decode(answer, type=_TokenizeAnswer)).tokens
+
+
+def _rollout(ids: list[int]) -> Rollout:
+    """Half of it prompt, half response; the student's last token among them."""
+    half = len(ids) // 2
+    response = np.asarray(ids[half:], np.int32)
+    return Rollout.plain(
+        uid="check/0",
+        prompt=Prompt("check", "check", "check", np.asarray(ids[:half], np.int32)),
+        response_ids=response,
+        rollout_logprobs=np.zeros(len(response), np.float32),
+        version_spans=(VersionSpan(0, 0, len(response)),),
+        finish_reason="stop",
+    )

@@ -1,0 +1,61 @@
+"""What it takes to talk to a teacher's servers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from async_opd.config.loss import scored_top_k
+from async_opd.config.run_config import EndpointTeacher, RunConfig
+from async_opd.core.errors import StageError
+from async_opd.models.tokenizer import Text, read_json
+
+
+@dataclass(frozen=True)
+class EndpointSpec:
+    """One server. ``top_k`` is 0 where only the sampled token is scored.
+
+    ``vocabulary`` is the student's, None if it is not known.
+    """
+
+    name: str
+    url: str
+    api: Literal["vllm", "sglang"]
+    served_model: str
+    top_k: int
+    eos_ids: tuple[int, ...]
+    concurrency: int
+    vocabulary: int | None = None
+    key_env: str | None = None
+
+    def key(self) -> str | None:
+        """The servers' key, from the environment of this process: it is never sent to another.
+
+        StageError if the environment has none.
+        """
+        if self.key_env is None:
+            return None
+        key = os.environ.get(self.key_env)
+        if not key:
+            cause = "a process that asks the servers lacks the variable of api_key_env"
+            remedy = "export it on every node before ray start; the driver's is not passed on"
+            raise StageError(self.name, cause, remedy)
+        return key
+
+
+def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: str) -> EndpointSpec:
+    """One of a teacher's servers."""
+    vocabulary = read_json(Path(config.student.model) / "config.json").get("vocab_size")
+    return EndpointSpec(
+        name=name,
+        url=url,
+        api=teacher.api,
+        served_model=teacher.served_model,
+        top_k=scored_top_k(config.loss),
+        eos_ids=Text.of(config).response_ends(),
+        concurrency=teacher.concurrency,
+        vocabulary=vocabulary if isinstance(vocabulary, int) else None,
+        key_env=teacher.api_key_env,
+    )

@@ -1,0 +1,307 @@
+"""The scoring stage: moves rollouts through their teachers.
+
+    topic rollouts/<teacher> ──lease──► pool ──► topic scored
+                                         └─────► topic dead: what no replica could score
+
+A colocated teacher's rollouts are held by its host's ``ScoreBacklog`` in between, until its turn.
+
+One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
+produces samples, waits for rollouts, for a free place on a replica and for room in the queue. A
+lease is acknowledged with the next get, after its samples are in the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from itertools import chain
+from typing import Any, TypeVar
+
+from async_opd.config.run_config import HealthConfig
+from async_opd.core.batch import Batch
+from async_opd.core.deadline import Timer
+from async_opd.core.errors import LeaseExpired, StageError, first_cause
+from async_opd.core.lease import Lease
+from async_opd.core.liveness import Progress
+from async_opd.core.offload import offload
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import (
+    DEAD,
+    SCORED,
+    Events,
+    Queue,
+    SamplingSpec,
+    StageReport,
+    rollouts_topic,
+)
+from async_opd.processes.event_log import EventLog
+from async_opd.queue.lease_holder import LeaseHolder
+from teachers.backlog import ScoreBacklog
+from teachers.pool import ScoreResult, TeacherPool
+from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
+from teachers.replica_slots import IN_FLIGHT, Health
+
+Result = TypeVar("Result")
+
+
+class ScorerStage:
+    """Implements ``async_opd.core.stages.TeacherScorer`` over the replicas of all teachers."""
+
+    def __init__(
+        self,
+        teachers: Mapping[str, Sequence[ScoringReplica]],
+        queue: Queue,
+        batch_sizes: Mapping[str, int],
+        health: Mapping[str, Health] | None = None,
+        rebuild: RebuildTeacher | None = None,
+        consumer: str = "",
+        hosts: Mapping[str, str] | None = None,
+        backlog_size: int = 1,
+        call_tokens: Mapping[str, int] | None = None,
+        timer: Timer | None = None,
+    ) -> None:
+        """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
+
+        ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
+        colocated teacher takes turns with, ``backlog_size`` is how many rollouts are enough for a
+        turn. ``call_tokens[teacher]`` bounds a call to a replica of it: its answer is one message.
+        """
+        health = health or {}
+        self._hosts = dict(hosts or {})
+        self._event_log = EventLog()
+        self._pools = {
+            name: TeacherPool(
+                name,
+                replicas,
+                health.get(name, HealthConfig()),
+                rebuild,
+                notify=self._event_log.append,
+                asleep=name in self._hosts,
+            )
+            for name, replicas in teachers.items()
+        }
+        self._backlogs = {
+            host: ScoreBacklog(
+                [name for name, of in self._hosts.items() if of == host], backlog_size
+            )
+            for host in self._hosts.values()
+        }
+        self._awake = set(self._hosts)  # maybe
+        self._slept = asyncio.Event()
+        self._group = asyncio.TaskGroup()
+        self._queue = queue
+        self._leases = LeaseHolder(queue, consumer, timer)
+        self._batch_sizes = dict(batch_sizes)
+        self._call_tokens = dict(call_tokens or {})
+        self._rebuild = rebuild
+        self._work: asyncio.Task[None] | None = None
+        self._calls: set[asyncio.Task[Any]] = set()  # that end with the stage, whoever made them
+
+    async def run(self) -> None:
+        """Scores until cancelled; what no pool can mend ends all loops and is raised."""
+        self._work = asyncio.create_task(self._run(), name="scoring")
+        try:
+            await self._work
+        finally:
+            self._work.cancel()
+            self._leases.close()
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            for name, pool in self._pools.items():
+                group.create_task(pool.run(), name=f"teacher {name}")
+                if name in self._hosts:
+                    group.create_task(self._fill_backlog(name), name=f"teacher {name} holds")
+                    continue
+                for index in range(IN_FLIGHT * len(pool.balancer.replicas)):
+                    group.create_task(self._score(name), name=f"teacher {name} loop {index}")
+
+    async def _score(self, teacher: str) -> None:
+        topic, size = rollouts_topic(teacher), self._batch_sizes[teacher]
+        done: int | None = None
+        while True:
+            lease = await self._next(topic, size, done, self._call_tokens.get(teacher))
+            await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
+            done = lease.id
+
+    async def _put(self, scored: ScoreResult) -> None:
+        for parts in Batch.messages(scored.samples):
+            nbytes = sum(part.nbytes for part in parts) if len(parts) > 1 else 0
+            await self._queue.put(SCORED, await offload(nbytes, Batch.join, parts))
+        for lost in Batch.packed(scored.lost):
+            await self._queue.put(DEAD, lost)
+
+    async def _next(
+        self, topic: str, size: int, done: int | None, tokens: int | None = None
+    ) -> Lease:
+        try:
+            return await self._leases.get(topic, size, ack=done, tokens=tokens)
+        except LeaseExpired:  # its rollouts are scored again; the trainer knows them
+            return await self._leases.get(topic, size, tokens=tokens)
+
+    # ── turns ──────────────────────────────────────────────────────────────────────────────────
+
+    async def wait_asleep(self, host: str) -> None:
+        """See teachers.time_sharing.ColocatedTeachers."""
+        while any(self._hosts[name] == host for name in self._awake):
+            self._slept.clear()
+            await self._slept.wait()
+
+    async def wait_for_work(self, host: str) -> None:
+        """See teachers.time_sharing.ColocatedTeachers."""
+        await self._backlogs[host].wait_for_work()
+
+    async def wait_for_backlog(self, host: str) -> None:
+        """See teachers.time_sharing.ColocatedTeachers."""
+        await self._backlogs[host].wait_for_backlog()
+
+    async def score_backlog(self, host: str) -> None:
+        """See teachers.time_sharing.ColocatedTeachers. Ends after one, whatever comes meanwhile.
+
+        Asked again, since the stage before died in a shift, it ends when those teachers sleep.
+        """
+        await self._cancelled_with_stage(self._shift(host))
+
+    async def _shift(self, host: str) -> None:
+        await self.wait_asleep(host)
+        backlog = self._backlogs[host]
+        backlog.begin()
+        while (teacher := backlog.longest) is not None:
+            pool = self._pools[teacher]
+            await pool.wake()
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(IN_FLIGHT * max(len(pool.balancer.replicas), 1)):
+                        group.create_task(
+                            self._score_backlog_of(teacher, backlog)
+                        )  # one, to meet NoReplica
+            except ExceptionGroup as errors:
+                raise first_cause(errors) from errors
+            await pool.sleep()
+        backlog.end()
+
+    async def _fill_backlog(self, teacher: str) -> None:
+        """Takes rollouts as they come, until it is the teacher's turn.
+
+        Those before this stage may have left it awake.
+        """
+        await self._pools[teacher].sleep()
+        self._awake.discard(teacher)
+        self._slept.set()
+        backlog, topic = self._backlogs[self._hosts[teacher]], rollouts_topic(teacher)
+        while True:
+            room = await backlog.room(teacher)
+            at_most = min(room, self._batch_sizes[teacher])
+            lease = await self._leases.get(topic, at_most, tokens=self._call_tokens.get(teacher))
+            await backlog.hold(teacher, lease)
+
+    async def _score_backlog_of(self, teacher: str, backlog: ScoreBacklog) -> None:
+        """Scores batches; their samples leave while the next is scored, and after the turn."""
+        pool = self._pools[teacher]
+        while True:
+            request = backlog.next_request(teacher)
+            if request is not None:
+                await request()
+                continue
+            tokens = self._call_tokens.get(teacher, math.inf)
+            leases = backlog.next_leases(teacher, self._batch_sizes[teacher], tokens)
+            if not leases:
+                return
+            batches = [batch for lease in leases for batch in lease.batches]
+            scored = await pool.score(Batch.join(batches))
+            self._group.create_task(self._put_and_ack(teacher, backlog, scored, leases))
+
+    async def _put_and_ack(
+        self, teacher: str, backlog: ScoreBacklog, scored: ScoreResult, leases: Sequence[Lease]
+    ) -> None:
+        await self._put(scored)
+        for lease in leases:
+            with suppress(LeaseExpired):  # its rollouts are scored again; the trainer knows them
+                await self._leases.ack(rollouts_topic(teacher), lease.id)
+        await backlog.mark_queued(teacher, sum(len(lease) for lease in leases))
+
+    async def generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        """The teacher's own answers, from one of its replicas."""
+        return await self._cancelled_with_stage(self._generate(teacher, prompts, sampling))
+
+    async def _generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        pool = self._pools[teacher]
+        if teacher not in self._hosts:
+            return await pool.generate(prompts, sampling)
+        answer: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
+
+        async def request() -> None:
+            try:
+                found = await pool.generate(prompts, sampling)
+            except Exception as error:
+                if not answer.done():
+                    answer.set_exception(error)
+                return
+            if not answer.done():  # nobody waits for it any more
+                answer.set_result(found)
+
+        await self._backlogs[self._hosts[teacher]].add_request(teacher, request)
+        return await answer
+
+    async def load(self, teacher: str, weights: TeacherWeights) -> None:
+        """New weights for all replicas of a teacher."""
+        await self._cancelled_with_stage(self._pools[teacher].load(weights))
+
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """What became of replicas, as soon as there is any."""
+        return await self._event_log.after(seen, wait)
+
+    async def progress(self) -> Progress:
+        """The tokens of all calls to replicas that succeeded since the start."""
+        return Progress(sum(pool.tokens for pool in self._pools.values()))
+
+    async def report(self) -> dict[str, StageReport]:
+        """One report per teacher."""
+        reports = await asyncio.gather(*(pool.report() for pool in self._pools.values()))
+        return dict(zip(self._pools, reports, strict=True))
+
+    async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
+        """Stops scoring; the replicas as they are now, and who ends those that were rebuilt.
+
+        A shift that is going on ends, and its teachers sleep: their hosts will wake up.
+        """
+        await self._stop()
+        await asyncio.gather(*(self._pools[name].sleep_serving() for name in self._hosts))
+        found = {name: pool.replicas for name, pool in self._pools.items()}
+        for replica in chain.from_iterable(found.values()):
+            if isinstance(replica, EndpointClient):
+                await replica.close()
+        return found, self._rebuild
+
+    async def shutdown(self) -> None:
+        """Stops scoring, and ends the replicas that were rebuilt."""
+        await self._stop()
+        if self._rebuild is not None:
+            await self._rebuild.close()
+
+    async def _stop(self) -> None:
+        work = {*self._calls} if self._work is None else {*self._calls, self._work}
+        for task in work:
+            task.cancel()
+        if work:
+            await asyncio.wait(work)
+
+    async def _cancelled_with_stage(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of the work, which ends with the stage: then StageError."""
+        task = asyncio.create_task(work)
+        self._calls.add(task)
+        task.add_done_callback(self._calls.discard)
+        try:
+            await asyncio.wait({task})
+        finally:
+            task.cancel()
+        if task.cancelled():
+            raise StageError("scorer", "a call broke off: the stage was stopped, or is replaced")
+        return task.result()

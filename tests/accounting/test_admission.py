@@ -1,0 +1,133 @@
+"""Admission: the budget admitted ≤ (v + 1 + s)·K·B and who it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+from math import floor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.accounting.admission import Admission
+
+
+def admission(s: float = 0.0, k: int = 1, b: int = 4, steps: int = 100) -> Admission:
+    return Admission(batch_size=b, sync_steps=k, staleness_threshold=s, steps=steps)
+
+
+async def blocked(budget: Admission, samples: int = 1) -> bool:
+    task = asyncio.create_task(budget.admit(samples))
+    for _ in range(3):
+        await asyncio.sleep(0)
+    done = task.done()
+    task.cancel()
+    return not done
+
+
+async def test_on_policy_admits_exactly_one_batch_per_version() -> None:
+    budget = admission()
+    assert await budget.admit(1, at_most_groups=99) == 4
+    assert await blocked(budget)
+
+
+async def test_a_new_version_opens_the_next_batch() -> None:
+    budget = admission()
+    await budget.admit(1, at_most_groups=99)
+    waiting = asyncio.create_task(budget.admit(1, at_most_groups=99))
+    await asyncio.sleep(0)
+    budget.advance(1)
+    assert await asyncio.wait_for(waiting, 5) == 4
+
+
+async def test_the_threshold_admits_its_share_of_the_next_version() -> None:
+    budget = admission(s=0.5, k=2)
+    assert await budget.admit(1, at_most_groups=99) == 12
+
+
+async def test_groups_are_whole() -> None:
+    budget = admission(s=0.5)
+    assert await budget.admit(4, at_most_groups=99) == 1
+    assert await blocked(budget, 4)
+
+
+async def test_no_more_is_admitted_than_the_run_trains() -> None:
+    budget = admission(s=9, steps=2)
+    assert await budget.admit(1, at_most_groups=99) == 8
+    assert budget.exhausted
+
+
+async def test_a_lost_sample_gives_its_place_to_another() -> None:
+    budget = admission()
+    await budget.admit(4)
+    budget.give_back(1)
+    assert await budget.admit(1) == 1
+
+
+def over_the_budget() -> Admission:
+    """A run that was resumed with a smaller threshold: 12 are admitted, 4 may be."""
+    budget = admission(s=0.0)
+    budget.restore(0, 12)
+    return budget
+
+
+def test_nothing_is_admitted_while_more_is_admitted_than_the_budget_allows() -> None:
+    budget = over_the_budget()
+    assert budget.try_admit(1, at_most_groups=64) == 0
+    assert budget.admitted == 12
+
+
+async def test_admission_goes_on_when_the_budget_has_caught_up() -> None:
+    budget = over_the_budget()
+    waiting = asyncio.create_task(budget.admit(1, at_most_groups=64))
+    for version in (1, 2):
+        budget.advance(version)
+        await asyncio.sleep(0)
+        assert (waiting.done(), budget.admitted) == (False, 12)
+    budget.advance(3)
+    assert await asyncio.wait_for(waiting, 5) == 4
+    assert budget.admitted == budget.budget == 16
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(["admit", "back", "advance"]), st.integers(1, 9))),
+    st.integers(0, 60),
+)
+def test_whatever_was_admitted_before_no_admission_exceeds_the_budget(
+    calls: list[tuple[str, int]], before: int
+) -> None:
+    budget = admission(s=0.5, k=2)
+    budget.restore(1, before)
+    for call, number in calls:
+        was = budget.admitted
+        if call == "admit":
+            groups = budget.try_admit(2, number)
+            assert 0 <= groups <= number
+            assert budget.admitted == was + 2 * groups
+            assert not groups or budget.admitted <= budget.budget
+        elif call == "back":
+            budget.give_back(min(number, was))
+        else:
+            budget.advance(budget.version + number)
+
+
+def test_versions_never_go_back() -> None:
+    budget = admission()
+    budget.advance(2)
+    with pytest.raises(ValueError, match="from 2 to 1"):
+        budget.advance(1)
+
+
+@given(
+    st.integers(0, 50),
+    st.integers(0, 30).map(lambda tenths: tenths / 10),
+    st.integers(1, 8),
+    st.integers(1, 64),
+)
+def test_the_budget_is_the_formula_without_rounding_errors(
+    v: int, s: float, k: int, b: int
+) -> None:
+    budget = admission(s=s, k=k, b=b, steps=10**9)
+    budget.advance(v)
+    tenths = round(s * 10)
+    assert budget.budget == floor((10 * (v + 1) + tenths) * k * b // 10)

@@ -1,0 +1,186 @@
+"""The journal of a run, and what the audit finds in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.accounting.audit import Audit, AuditError, audit
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.accounting.ledger import Ledger
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Header
+from tests.conftest import make_prompt
+
+
+def header(uid: str) -> Header:
+    return Header(uid, 1, 1, 0, "t")
+
+
+def completed(run_dir: Path) -> Audit:
+    (run_dir / "summary.json").write_text(json.dumps({"status": "completed"}))
+    return audit(run_dir)
+
+
+def test_a_run_that_trained_everything_once_has_nothing_to_report(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        ledger = Ledger(2, journal)
+        ledger.admitted([make_prompt("p"), make_prompt("q")])
+        ledger.trained([header("p/0"), header("q/1")], 1)
+        ledger.trained([header("p/1"), header("q/0")], 2)
+    found = completed(tmp_path)
+    assert found == Audit(("p/0", "q/1", "p/1", "q/0"), (), (), (), (), 2)
+
+
+def test_a_sample_without_a_fate_is_lost_if_the_run_is_completed(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Ledger(2, journal).admitted([make_prompt("p")])
+    assert (audit(tmp_path).in_flight, audit(tmp_path).lost) == (("p/0", "p/1"), ())
+    assert (completed(tmp_path).in_flight, completed(tmp_path).lost) == ((), ("p/0", "p/1"))
+
+
+def test_a_sample_that_was_trained_twice_is_duplicated(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        journal.trained(1, ["p/0"])
+        journal.trained(2, ["p/0", "q/0"])
+    assert completed(tmp_path).duplicated == ("p/0", "q/0")
+
+
+def test_a_sample_that_was_trained_and_is_a_dead_letter_is_duplicated(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        journal.trained(1, ["p/0"])
+        journal.dead("p/0")
+    assert completed(tmp_path).duplicated == ("p/0",)
+
+
+def test_a_dead_letter_is_not_lost(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        ledger = Ledger(1, journal)
+        ledger.admitted([make_prompt("p")])
+        ledger.dead_lettered(header("p/0"))
+    assert (completed(tmp_path).dead_lettered, completed(tmp_path).lost) == (("p/0",), ())
+
+
+def test_the_rollouts_of_a_prompt_that_cannot_be_sampled_are_dead_letters(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Ledger(2, journal).refused(header("p"))
+    assert completed(tmp_path).dead_lettered == ("p/0", "p/1")
+    assert (completed(tmp_path).lost, completed(tmp_path).duplicated) == ((), ())
+
+
+def test_a_line_torn_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
+    assert audit(tmp_path).in_flight == ("p/0",)
+
+
+def test_a_journal_that_is_damaged_elsewhere_is_an_error_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\nnonsense\n{"dead":["p/0"]}\n')
+    with pytest.raises(AuditError, match="line 2, is no JSON"):
+        audit(tmp_path)
+
+
+def test_a_run_directory_without_a_journal_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(AuditError, match="cannot be read"):
+        audit(tmp_path)
+
+
+def test_a_journal_goes_on_where_it_was_cut(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        size = journal.size
+        journal.trained(1, ["p/0"])
+    with Journal(tmp_path / LEDGER, size) as journal:
+        journal.dead("p/0")
+    assert (audit(tmp_path).trained, audit(tmp_path).dead_lettered) == ((), ("p/0",))
+
+
+def test_a_step_with_an_unknown_sample_counts_for_none_of_its_samples() -> None:
+    ledger = Ledger(1)
+    ledger.admitted([make_prompt("p")])
+    with pytest.raises(Exception, match="q/0 came out of the pipeline"):
+        ledger.trained([header("p/0"), header("q/0")], 1)
+    assert ledger.counts["trained"] == 0
+
+
+def test_a_restored_ledger_samples_again_what_was_in_flight_and_not_finished() -> None:
+    one = Ledger(2)
+    prompts = {uid: make_prompt(uid) for uid in ("p", "q")}
+    one.admitted(prompts.values())
+    one.requeued([header("q/1")])
+    one.trained([header("p/0")], 1)
+    two = Ledger(2)
+    two.restore(one.state(), prompts.__getitem__)
+    assert two.counts == one.counts
+    again = [(group.prompt.uid, group.members) for group in two.unfinished_groups({"q/0"})]
+    assert again == [("p", (1,)), ("q", (1,))]
+
+
+class Disk:
+    """A journal's file on a disk with room for so many bytes, which it takes two at a time."""
+
+    def __init__(self, journal: Journal, room: int) -> None:
+        self._file, self.room = journal._file, room
+        journal._file = self  # type: ignore[assignment]
+
+    def write(self, data: memoryview) -> int:
+        part = data[: min(2, self.room)]
+        if not part:
+            raise OSError(28, "No space left on device")
+        self.room -= len(part)
+        return self._file.write(part)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def test_a_line_that_the_disk_takes_in_parts_is_whole(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Disk(journal, 1000)
+        journal.admitted(["p/0", "p/1"])
+    assert audit(tmp_path).in_flight == ("p/0", "p/1")
+
+
+def test_a_full_disk_is_an_error_that_names_the_journal_and_leaves_no_torn_line(
+    tmp_path: Path,
+) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0"])
+        Disk(journal, 5)
+        with pytest.raises(StageError, match=r"ledger.jsonl cannot be written: No space left"):
+            journal.admitted(["q/0"])
+    assert (tmp_path / LEDGER).read_bytes() == b'{"admitted":["p/0"]}\n'
+
+
+def test_a_journal_that_misses_a_line_belongs_to_no_checkpoint(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        disk = Disk(journal, 5)
+        with pytest.raises(StageError):
+            journal.admitted(["q/0"])
+        disk.room = 1000  # somebody has made room: what was not written is missing all the same
+        with pytest.raises(StageError, match="cannot be written"):
+            journal.size  # noqa: B018
+        with pytest.raises(StageError, match="cannot be written"):
+            journal.trained(1, ["q/0"])
+
+
+def test_a_journal_goes_on_after_its_last_whole_line(tmp_path: Path) -> None:
+    (tmp_path / LEDGER).write_bytes(b'{"admitted":["p/0"]}\n{"step":1,"trai')
+    with Journal(tmp_path / LEDGER, 30) as journal:
+        assert journal.size == 21
+        journal.dead("p/0")
+    assert audit(tmp_path).dead_lettered == ("p/0",)
+
+
+def test_a_journal_that_goes_back_forgets_what_came_later(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        journal.admitted(["p/0", "p/1"])
+        size = journal.size
+        journal.trained(1, ["p/0"])
+        journal.rewind(size)
+        journal.trained(1, ["p/1"])
+    assert audit(tmp_path).trained == ("p/1",)

@@ -1,0 +1,59 @@
+"""Dead letters: how many are too many, and how they travel."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_opd.accounting.dead_letters import DeadLetters
+from async_opd.core.batch import Batch, unpack_dead_letters
+from async_opd.core.errors import StageError
+from async_opd.core.samples import DeadLetter, Header
+
+
+def header(uid: str, teacher: str = "t") -> Header:
+    return Header(uid, 7, 100, 3, teacher)
+
+
+def lost(count: int, teacher: str = "t") -> list[DeadLetter]:
+    return [
+        DeadLetter(header(f"p{index}/0", teacher), "too long — ünscorable")
+        for index in range(count)
+    ]
+
+
+def test_a_share_is_taken_of_at_least_a_thousand() -> None:
+    letters = DeadLetters({"t": 0.002})
+    for one in lost(2):
+        letters.add(one)
+    with pytest.raises(StageError, match=r"3 rollouts .* allowed are 2 \(0.002 of 1000\)"):
+        letters.add(lost(1)[0])
+
+
+def test_what_was_trained_allows_more() -> None:
+    letters = DeadLetters({"t": 0.002})
+    letters.trained([header(f"q{index}/0") for index in range(1500)])
+    for one in lost(3):
+        letters.add(one)
+    with pytest.raises(StageError, match="too long"):
+        letters.add(lost(1)[0])
+
+
+def test_teachers_are_counted_apart() -> None:
+    letters = DeadLetters({"t": 0.001, "u": 0.001})
+    letters.add(lost(1, "t")[0])
+    letters.add(lost(1, "u")[0])
+
+
+def test_a_share_of_nothing_allows_none() -> None:
+    with pytest.raises(StageError, match="allowed are 0"):
+        DeadLetters({"t": 0.0}).add(lost(1)[0])
+
+
+def test_dead_letters_travel_with_readable_headers_and_their_reasons() -> None:
+    letters = lost(2)
+    batch = Batch.pack(letters)
+    assert [(h.uid, h.tokens, h.teacher) for h in batch.headers] == [
+        ("p0/0", 7, "t"),
+        ("p1/0", 7, "t"),
+    ]
+    assert unpack_dead_letters([batch]) == letters

@@ -1,0 +1,295 @@
+"""Prompts that cannot be sampled, and what takes the place of rollouts that are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.accounting.admission import Admission
+from async_opd.accounting.dead_letters import DeadLetters
+from async_opd.accounting.ledger import Ledger
+from async_opd.accounting.replacements import MAX_CONSECUTIVE_REFUSED, MAX_RESAMPLED, PromptSupply
+from async_opd.core.errors import StageError
+from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt
+from async_opd.core.stages import StepReport
+from tests.conftest import make_prompt
+
+
+class Stream:
+    """Prompts p0, p1, …; those whose numbers are ``bad`` cannot be sampled."""
+
+    def __init__(self, bad: set[int] | None = None, only_bad: bool = False) -> None:
+        self.numbers = count()
+        self.bad, self.only_bad = bad or set(), only_bad
+
+    def next(self, count: int) -> list[Prompt | DeadLetter]:
+        return [self.one(next(self.numbers)) for _ in range(count)]
+
+    def one(self, number: int) -> Prompt | DeadLetter:
+        if self.only_bad or number in self.bad:
+            return DeadLetter(Header(f"p{number}", 0, 0, NO_VERSION, "t"), "no tokens", "prompt")
+        return make_prompt(f"p{number}")
+
+
+@dataclass
+class Told:
+    messages: list[str] = field(default_factory=list)
+    dead: list[DeadLetter] = field(default_factory=list)
+    summary: dict[str, float] = field(default_factory=dict)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def dead_letter(self, lost: DeadLetter) -> None:
+        self.dead.append(lost)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        self.summary |= metrics
+
+
+@dataclass
+class Desk:
+    supply: PromptSupply
+    ledger: Ledger
+    admission: Admission
+    letters: DeadLetters
+    told: Told
+
+
+def desk(
+    stream: Stream | None = None, *, n: int = 2, whole: bool = False, share: float = 0.01
+) -> Desk:
+    ledger, told, letters = Ledger(n), Told(), DeadLetters({"t": share})
+    admission = Admission(batch_size=4, sync_steps=1, staleness_threshold=1.0, steps=50)
+    supply = PromptSupply(
+        stream or Stream(), ledger, admission, letters, told, whole_groups=n if whole else None
+    )
+    return Desk(supply, ledger, admission, letters, told)
+
+
+def lost(uid: str, stage: str = "grader") -> DeadLetter:
+    return DeadLetter(Header(uid, 3, 0, NO_VERSION, "t"), "it raised", stage)
+
+
+def admitted(made: Desk, groups: int = 1) -> None:
+    made.supply.groups(made.admission.try_admit(made.ledger.group_size, groups))
+
+
+def test_a_prompt_that_cannot_be_sampled_is_left_out_and_the_next_one_comes() -> None:
+    groups = desk(Stream(bad={0, 2})).supply.groups(2)
+    assert [group.prompt.uid for group in groups] == ["p1", "p3"]
+
+
+def test_each_rollout_of_a_prompt_that_cannot_be_sampled_is_a_dead_letter() -> None:
+    made = desk(Stream(bad={0, 2}), n=2)
+    made.supply.groups(2)
+    assert [one.header.uid for one in made.told.dead] == ["p0/0", "p0/1", "p2/0", "p2/1"]
+    assert {one.reason for one in made.told.dead} == {"no tokens"}
+
+
+def test_a_prompt_that_cannot_be_sampled_counts_as_its_rollouts_everywhere() -> None:
+    made = desk(Stream(bad={0}), n=2)
+    made.supply.groups(2)
+    assert made.letters.metrics == {"dead_letters/prompt": 2.0}
+    assert made.ledger.counts["dead_lettered"] == 2
+    assert made.told.summary == {"ledger/dead_lettered": 2.0}
+
+
+def test_a_stream_of_bad_prompts_only_ends_the_run_by_the_share() -> None:
+    made = desk(Stream(only_bad=True))
+    with pytest.raises(
+        StageError, match=r"prompt: 11 rollouts .* allowed are 10 .* p5/0: no tokens"
+    ):
+        made.supply.groups(1)
+
+
+def test_a_stream_of_bad_prompts_only_ends_the_run_whatever_share_is_allowed() -> None:
+    made = desk(Stream(only_bad=True), share=1.0)
+    with pytest.raises(StageError, match=f"{MAX_CONSECUTIVE_REFUSED} prompts and none of them"):
+        made.supply.groups(1)
+
+
+def test_a_lost_rollout_is_replaced_by_one_of_another_prompt() -> None:
+    made = desk()
+    admitted(made)
+    (group,) = made.supply.replace(lost("p0/1"))
+    assert (group.prompt.uid, group.members) == ("p1", (0,))
+    assert made.admission.admitted == 2
+
+
+def test_the_replacement_of_a_lost_rollout_is_a_prompt_that_can_be_sampled() -> None:
+    made = desk(Stream(bad={1}))
+    admitted(made)
+    (group,) = made.supply.replace(lost("p0/1"))
+    assert group.prompt.uid == "p2"
+    assert [one.header.uid for one in made.told.dead] == ["p0/1", "p1/0"]
+
+
+def test_a_member_of_a_whole_group_is_sampled_again_so_many_times() -> None:
+    made = desk(whole=True)
+    admitted(made)
+    for _ in range(MAX_RESAMPLED):
+        (group,) = made.supply.replace(lost("p0/1"))
+        assert (group.prompt.uid, group.members) == ("p0", (1,))
+    assert (made.told.dead, len(made.told.messages)) == ([], 1)
+
+
+def test_what_is_sampled_again_ends_nothing() -> None:
+    made = desk(whole=True)
+    admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ()
+
+
+def test_a_rollout_that_is_trained_alone_ends_alone() -> None:
+    made = desk()
+    admitted(made)
+    assert made.supply.ended_by(lost("p0/1")) == ("p0/1",)
+
+
+def test_then_its_whole_group_is_replaced() -> None:
+    made = desk(whole=True, n=3)
+    admitted(made)
+    for _ in range(MAX_RESAMPLED):
+        made.supply.replace(lost("p0/1"))
+    assert made.supply.ended_by(lost("p0/1")) == ("p0/1", "p0/0", "p0/2")
+    groups = made.supply.replace(lost("p0/1"))
+    assert [(g.prompt.uid, g.members) for g in groups] == [("p1", (0, 1, 2))]
+    assert sorted((one.header.uid, one.stage) for one in made.told.dead) == [
+        ("p0/0", "group"),
+        ("p0/1", "grader"),
+        ("p0/2", "group"),
+    ]
+    assert made.ledger.counts["in_flight"] == 3
+
+
+def test_what_comes_late_of_a_replaced_group_changes_nothing() -> None:
+    made = desk(whole=True)
+    admitted(made)
+    for _ in range(MAX_RESAMPLED + 1):
+        made.supply.replace(lost("p0/1"))
+    assert made.supply.ended_by(lost("p0/0")) == ()
+    assert made.supply.replace(lost("p0/0")) == []
+    assert len(made.told.dead) == 2
+
+
+def test_a_grader_that_always_fails_ends_the_run() -> None:
+    made = desk(whole=True)
+    admitted(made)
+
+    def fail_for_ever() -> None:
+        uids = list(made.ledger._in_flight)
+        while uids:
+            for group in made.supply.replace(lost(uids.pop())):
+                uids += [f"{group.prompt.uid}/{member}" for member in group.members]
+
+    with pytest.raises(StageError, match=r"11 rollouts .* it raised"):
+        fail_for_ever()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_lost_rollout_is_replaced_in_its_place_although_the_budget_is_exceeded(
+    whole: bool,
+) -> None:
+    made = desk(whole=whole)
+    admitted(made, 4)
+    over = made.admission.budget + 8
+    made.admission.restore(0, over)
+    for _ in range(MAX_RESAMPLED + 1 if whole else 1):
+        groups = made.supply.replace(lost("p0/1"))
+    assert sum(len(group.members) for group in groups) == (2 if whole else 1)
+    assert made.admission.admitted == over
+
+
+def test_places_that_the_end_of_a_run_left_open_in_a_group_are_filled_one_by_one() -> None:
+    made = desk(n=4)
+    made.admission.restore(0, 6)
+    groups = made.supply.complete()
+    assert [(group.prompt.uid, group.members) for group in groups] == [("p0", (0,)), ("p1", (0,))]
+    assert made.admission.admitted == 8
+    assert made.supply.complete() == []
+
+
+def test_an_answer_that_cannot_be_graded_counts_once_however_often_it_is_evaluated() -> None:
+    made = desk()
+    for _ in range(20):
+        made.supply.ungraded([lost("eval p0/0")])
+    assert len(made.told.dead) == 1
+
+
+def test_the_samples_of_a_step_that_was_left_out_are_dead_letters_and_count_against_no_share() -> (
+    None
+):
+    made = desk(share=0.0)
+    admitted(made)
+    headers = tuple(Header(f"p0/{i}", 3, 0, 0, "t") for i in range(2))
+    made.supply.skipped(StepReport(1, headers, (0, 0), {}, skipped="loss nan"))
+    assert [one.reason for one in made.told.dead] == ["step 1 was left out: loss nan"] * 2
+    assert made.told.messages == ["step 1 left out: loss nan; samples: p0/0, p0/1"]
+    assert made.letters.metrics == {"dead_letters/trainer": 2.0}
+    assert made.ledger.counts["in_flight"] == 0
+
+
+@given(
+    whole=st.booleans(),
+    bad=st.sets(st.integers(0, 30), max_size=8),
+    losses=st.lists(st.integers(0, 100), max_size=60),
+)
+def test_whatever_is_lost_the_budget_stays_filled_and_every_sample_has_one_state(
+    whole: bool, bad: set[int], losses: list[int]
+) -> None:
+    made = desk(Stream(bad), whole=whole, share=1.0)
+    admitted(made, 4)
+    budget = made.admission.admitted
+    for pick in losses:
+        uids = list(made.ledger._in_flight)
+        made.supply.replace(lost(uids[pick % len(uids)]))
+        assert made.admission.admitted == made.ledger.counts["in_flight"] == budget
+    assert len(made.told.dead) == made.ledger.counts["dead_lettered"]
+
+
+def accounts_fit(made: Desk, taken: int) -> bool:
+    """Whether a checkpoint of this moment can be resumed, and its last batch filled."""
+    counts = made.ledger.counts
+    in_flight = counts["in_flight"]
+    return made.admission.admitted == in_flight and taken <= in_flight + counts["dead_lettered"]
+
+
+@given(bad=st.sets(st.integers(0, 80), min_size=1), n=st.integers(1, 4), groups=st.integers(1, 64))
+def test_too_many_bad_prompts_end_a_run_whose_accounts_fit(
+    bad: set[int], n: int, groups: int
+) -> None:
+    stream = Stream(bad=bad)
+    made = desk(stream, n=n, share=0.003)
+    made.admission.advance(40)
+    with suppress(StageError):
+        admitted(made, groups)
+    assert accounts_fit(made, next(stream.numbers))
+
+
+@given(n=st.integers(1, 4), whole=st.booleans(), losses=st.integers(1, 12))
+def test_too_many_lost_rollouts_end_a_run_whose_accounts_fit(
+    n: int, whole: bool, losses: int
+) -> None:
+    stream = Stream()
+    made = desk(stream, n=n, whole=whole, share=0.002)
+    made.admission.advance(40)
+    admitted(made, 16)
+    with suppress(StageError):
+        for number in range(losses * (MAX_RESAMPLED + 1)):
+            made.supply.replace(lost(f"p{number // (MAX_RESAMPLED + 1)}/0"))
+    assert accounts_fit(made, next(stream.numbers))
+
+
+def test_a_run_that_has_to_end_takes_no_further_prompts() -> None:
+    stream = Stream(only_bad=True)
+    made = desk(stream, share=0.01)
+    for _ in range(2):
+        with pytest.raises(StageError, match="are dead letters"):
+            admitted(made)
+    assert next(stream.numbers) <= 12

@@ -1,0 +1,107 @@
+"""The driver's accounts: what belongs to a trainer's state, and going on from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_opd.accounting.cut import Cut
+from async_opd.accounting.run_state import RunState
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.core.samples import DeadLetter, Header, Prompt
+from async_opd.core.stages import Captured, StepReport
+from tests.conftest import make_prompt
+
+CONFIG = RunConfig.model_validate(
+    {
+        "student": {"model": "s"},
+        "teachers": {"t": {"model": "t"}},
+        "data": {"train": "prompts.jsonl"},
+        "rollout": {"n": 2},
+        "train": {"steps": 4, "batch_size": 2},
+        "async": {"sync_steps": 2},
+    }
+)
+
+
+class Stream:
+    """Prompts p0, p1, …"""
+
+    def __init__(self, cursor: int = 0) -> None:
+        self.cursor = cursor
+
+    def next(self, count: int) -> list[Prompt | DeadLetter]:
+        first, self.cursor = self.cursor, self.cursor + count
+        return [make_prompt(f"p{number}") for number in range(first, self.cursor)]
+
+    def find(self, uid: str) -> Prompt:
+        return make_prompt(uid)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.dead: list[str] = []
+
+    def message(self, text: str) -> None: ...
+    def summarize(self, metrics: object) -> None: ...
+
+    def dead_letter(self, lost: DeadLetter) -> None:
+        self.dead.append(lost.header.uid)
+
+
+def accounts(start: Cut | None = None, log: Told | None = None) -> RunState:
+    return RunState(CONFIG, Stream(start.cursor if start else 0), log or Told(), None, start)
+
+
+def trained(group: int) -> tuple[Header, ...]:
+    return tuple(Header(f"p{group}/{member}", 5, 1, 0, "t") for member in range(2))
+
+
+def after_two_steps() -> RunState:
+    """Three groups are admitted; two of them are trained, which completes a version."""
+    made = accounts()
+    made.admission.try_admit(6)
+    made.supply.groups(3)
+    for step in (1, 2):
+        made.settle(StepReport(step, trained(step - 1), (), {}))
+    return made
+
+
+def test_a_cut_has_what_belongs_to_the_trainers_step() -> None:
+    cut = after_two_steps().cut(Captured(2, trained(1)))
+    assert (cut.step, cut.version, cut.cursor) == (2, 1, 3)
+    assert (cut.ledger.trained, cut.ledger.in_flight) == (4, ("p2/0", "p2/1"))
+
+
+def test_accounts_that_go_on_from_a_cut_have_the_same_cut() -> None:
+    cut = after_two_steps().cut(Captured(2, trained(1)))
+    assert accounts(cut).cut(Captured(2, trained(1))) == cut
+
+
+def test_a_step_that_nobody_heard_of_counts() -> None:
+    made = after_two_steps()
+    assert made.cut(Captured(3, trained(2))).ledger.trained == 6
+    assert made.step == 3
+
+
+def test_a_trainer_that_is_elsewhere_has_no_cut() -> None:
+    with pytest.raises(StageError, match="the trainer is at step 4, the ledger at 2"):
+        after_two_steps().cut(Captured(4, trained(2)))
+
+
+def test_the_remainder_of_the_last_version_is_a_version() -> None:
+    config = CONFIG.model_copy(update={"train": CONFIG.train.model_copy(update={"steps": 3})})
+    made = RunState(config, Stream(), Told())
+    made.supply.groups(3)
+    for step in (1, 2, 3):
+        made.settle(StepReport(step, trained(step - 1), (), {}))
+    assert made.cut(Captured(3, trained(2))).version == 2
+
+
+def test_the_samples_of_a_step_that_was_left_out_are_dead_letters() -> None:
+    log = Told()
+    made = accounts(log=log)
+    made.supply.groups(1)
+    made.settle(StepReport(1, trained(0), (), {}, skipped="loss nan"))
+    assert log.dead == ["p0/0", "p0/1"]
+    assert made.metrics["ledger/dead_lettered"] == 2

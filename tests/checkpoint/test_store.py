@@ -1,0 +1,186 @@
+"""Checkpoints on disk: whole or not loaded, the newest few kept; what --resume accepts."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.accounting.cut import Cut
+from async_opd.accounting.ledger import LedgerState
+from async_opd.checkpoint.resume import cut_files, identity, refuse_changes
+from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import CheckpointError, ConfigError
+from async_opd.core.row import Row
+
+
+def cut(step: int) -> Cut:
+    ledger = LedgerState(("p/0", "p/1"), 7, 1, ("q/0",))
+    return Cut(step, step // 4, 10, 10, ledger, files={"dead_letters.jsonl": 5})
+
+
+def written(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
+    store = Checkpoints(folder, keep)
+    for step in steps:
+        part = store.begin(step)
+        (part / "trainer.safetensors").write_bytes(bytes(range(100)))
+        store.commit(part, cut(step), "{}")
+    return store
+
+
+def refused(message: str) -> Any:
+    pytest.fail(f"unexpected: {message}")
+
+
+def test_a_checkpoint_comes_back_as_it_was_written(tmp_path: Path) -> None:
+    newest = written(tmp_path, 4).newest(refused)
+    assert newest is not None
+    assert newest.cut == cut(4)
+
+
+def test_the_newest_few_are_kept(tmp_path: Path) -> None:
+    assert written(tmp_path, 2, 4, 10, keep=2).steps() == [4, 10]
+
+
+def test_without_any_there_is_none(tmp_path: Path) -> None:
+    assert Checkpoints(tmp_path / "checkpoints", 2).newest(refused) is None
+
+
+def test_what_was_never_finished_is_not_loaded_and_is_removed(tmp_path: Path) -> None:
+    store = written(tmp_path, 2)
+    (store.begin(4) / CUT).write_text("{}")
+    newest = store.newest(refused)
+    assert newest is not None
+    assert newest.cut.step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step_2"]
+
+
+def test_a_damaged_one_is_passed_over_with_a_message_and_kept_for_a_look(tmp_path: Path) -> None:
+    store = written(tmp_path, 2, 4)
+    (tmp_path / "step_4" / "trainer.safetensors").write_bytes(b"short")
+    told: list[str] = []
+    newest = store.newest(told.append)
+    assert newest is not None
+    assert (newest.cut.step, store.steps()) == (2, [2])
+    assert "trainer.safetensors was changed or cut off" in told[0]
+    assert (tmp_path / "step_4.damaged").is_dir()
+
+
+def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    (tmp_path / "step_2" / "payload.pkl").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="missing or strange"):
+        load(tmp_path / "step_2")
+
+
+def test_a_checkpoint_under_another_step_is_damage(tmp_path: Path) -> None:
+    written(tmp_path, 2)
+    (tmp_path / "step_2").rename(tmp_path / "step_9")
+    with pytest.raises(CheckpointError, match="it says that it is of step 2"):
+        load(tmp_path / "step_9")
+
+
+@given(st.data())
+def test_no_changed_byte_and_no_lost_end_is_loaded_as_something_else(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        written(Path(name), 2)
+        folder = Path(name) / "step_2"
+        file = folder / data.draw(st.sampled_from(sorted(p.name for p in folder.iterdir())))
+        content = bytearray(file.read_bytes())
+        at = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[at] ^= data.draw(st.integers(1, 255))
+        else:
+            del content[at:]
+        file.write_bytes(bytes(content))
+        try:
+            found = load(folder)
+        except CheckpointError:
+            return
+        assert file.name == MANIFEST  # blanks between its entries mean nothing
+        assert found.cut == cut(2)
+
+
+ROWS = [[Row("0:0", "a", "1+1=", "2", {})]]
+
+
+def config(**changes: Any) -> RunConfig:
+    tree = {
+        "student": {"model": "s"},
+        "teachers": {"a": {"model": "a"}},
+        "data": {"train": "rows.jsonl"},
+    }
+    return RunConfig.model_validate(tree | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"student": {"model": "other"}}, "student.model"),
+        ({"train": {"batch_size": 64}}, "train.batch_size"),
+        ({"data": {"train": "others.jsonl"}}, "data.train"),
+        ({"loss": {"kind": "k1"}}, "loss.kind"),
+        ({"async": {"sync_steps": 8}}, "async.sync_steps"),
+        ({"seed": 1}, "seed"),
+        ({"rollout": {"n": 2}}, "rollout.n"),
+        ({"teachers": {"a": {"model": "b"}}}, "teachers.a.model"),
+    ],
+)
+def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        refuse_changes(identity(config(), ROWS), identity(config(**changes), ROWS))
+    assert key in [problem.key for problem in caught.value.problems]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rollout": {"replicas": 3, "concurrency": 8}},
+        {"teachers": {"a": {"model": "a", "replicas": 2, "engine": {"max_num_seqs": 8}}}},
+        {"timeouts": {"stall_s": 5}, "log": {"wandb": "off"}, "run_dir": "d", "name": "n"},
+        {"checkpoint": {"every": 1}, "queue": {"max_mib": 7}, "eval": {"every": 0}},
+    ],
+)
+def test_where_and_how_fast_may_change(changes: dict[str, Any]) -> None:
+    refuse_changes(identity(config(), ROWS), identity(config(**changes), ROWS))
+
+
+def test_other_rows_under_the_same_name_are_refused() -> None:
+    others = [[Row("0:0", "a", "1+2=", "3", {})]]
+    with pytest.raises(ConfigError, match="the files hold other rows"):
+        refuse_changes(identity(config(), ROWS), identity(config(), others))
+
+
+def test_a_config_of_another_version_is_an_error_in_words() -> None:
+    before = json.dumps({"config": {"no": "config"}, "data": ""})
+    with pytest.raises(ConfigError, match="not one of this version"):
+        refuse_changes(before, identity(config(), ROWS))
+
+
+def test_what_was_logged_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
+    lines = [{"step": s, "time": 1.0, "loss": float(s), "nothing": None} for s in (0, 1, 2, 3)]
+    text = "".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "lo'
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "dead_letters.jsonl").write_text("1234\n6789\n")
+    assert cut_files(tmp_path, cut(2)) == {"loss": 2.0, "ledger/dead_lettered": 1.0}
+    kept = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in kept] == [0, 1, 2]
+    assert (tmp_path / "dead_letters.jsonl").read_text() == "1234\n"
+
+
+def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # the checkpoint's file had 5 bytes
+    cut_files(tmp_path, cut(2))
+    assert (tmp_path / "dead_letters.jsonl").read_text() == "1\n"
+
+
+def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    assert cut_files(tmp_path, None) == {}
+    assert (tmp_path / "metrics.jsonl").read_text() == ""

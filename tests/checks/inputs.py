@@ -1,0 +1,56 @@
+"""Inputs with something wrong in them, and what preflight finds."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from async_opd.checks.preflight import preflight
+from async_opd.config.load import load_config
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import Problem
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+MODELS = EXAMPLE.parent / "quickstart" / "models"
+GOOD = [{"prompt": "sort 1=", "data_source": "sort"}, {"prompt": "x", "data_source": "reverse"}]
+
+
+def config(*overrides: str) -> RunConfig:
+    return load_config(EXAMPLE, overrides)
+
+
+def found(*overrides: str, gpus: int = 0) -> list[Problem]:
+    return preflight(config(*overrides), "c.yaml", gpus).problems
+
+
+def one(*overrides: str, gpus: int = 0) -> Problem:
+    (problem,) = found(*overrides, gpus=gpus)
+    return problem
+
+
+def rows(tmp_path: Path, *entries: Any) -> str:
+    file = tmp_path / "rows.jsonl"
+    lines = [entry if isinstance(entry, str) else json.dumps(entry) for entry in entries]
+    file.write_text("\n".join(lines))
+    return f"data.train=[{file}]"
+
+
+def model(tmp_path: Path, name: str, **settings: Any) -> Path:
+    """A copy of one of the quickstart's models, with other settings in its config.json."""
+    path = tmp_path / name
+    shutil.copytree(MODELS / name, path)
+    change(path / "config.json", settings)
+    return path
+
+
+def change(file: Path, settings: dict[str, Any]) -> None:
+    """Other settings in a JSON file."""
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+
+def broken_student(tmp_path: Path, name: str, text: str) -> str:
+    path = model(tmp_path, "student")
+    (path / name).write_text(text)
+    return f"student.model={path}"

@@ -1,0 +1,157 @@
+"""Data, graders and routes that cannot be a run's: each with its key and a remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.checks.preflight import preflight
+from async_opd.config.run_config import RewardConfig
+from async_opd.core.errors import Problem
+from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
+
+
+def test_a_missing_data_file_is_named() -> None:
+    problem = found("data.train=[/no/such.jsonl]")[0]
+    assert (problem.where, problem.message) == ("/no/such.jsonl", "does not exist")
+
+
+def test_an_empty_data_source_is_refused(tmp_path: Path) -> None:
+    assert found(rows(tmp_path))[0].message == "has no rows"
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    assert found(rows(tmp_path, GOOD[0], "{oops"))[0].where.endswith("rows.jsonl, row 2")
+
+
+def test_a_row_without_a_prompt_is_named(tmp_path: Path) -> None:
+    problem = found(rows(tmp_path, GOOD[0], {"data_source": "sort"}))[0]
+    assert "has no field 'prompt'" in problem.message
+
+
+def test_a_prompt_that_the_models_cannot_hold_is_refused(tmp_path: Path) -> None:
+    long = {"prompt": "sort " + "1" * 200 + "=", "data_source": "sort"}
+    problem = one(rows(tmp_path, *GOOD, long))
+    assert (problem.where, problem.key) == (str(tmp_path / "rows.jsonl"), "data.train")
+    assert "longer than 119 tokens, the first is row 3" in problem.message
+    assert "rollout.max_tokens" in problem.remedy
+
+
+def test_a_prompt_beyond_the_most_that_the_config_allows_blames_just_that(tmp_path: Path) -> None:
+    long = {"prompt": "sort " + "1" * 20 + "=", "data_source": "sort"}
+    problem = one(rows(tmp_path, *GOOD, long), "data.max_prompt_tokens=12", "data.eval=[]")
+    assert "longer than 12 tokens, the first is row 3" in problem.message
+    assert problem.remedy == "shorten or remove them, or raise data.max_prompt_tokens"
+
+
+def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
+    models = {"student": "student", "teachers.sort": "teacher-sort"}
+    overrides = []
+    for key, name in (models | {"teachers.reverse": "teacher-reverse"}).items():
+        path = model(tmp_path, name)
+        tokenizer = json.loads((path / "tokenizer.json").read_text())
+        tokenizer["model"]["vocab"]["1"] = 500
+        (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+        overrides.append(f"{key}.model={path}")
+    problems = found(*overrides)
+    assert {problem.key for problem in problems} == {"data.train", "data.eval"}
+    assert all("with token 500" in problem.message for problem in problems)
+
+
+IMAGE = {"type": "image", "image": "cat.png"}
+
+
+@pytest.mark.parametrize(
+    ("more", "name"),
+    [
+        ({"image": {"bytes": None, "path": "cat.png"}}, "image"),
+        ({"images": ["cat.png"]}, "images"),
+        ({"audio": "cat.wav"}, "audio"),
+        ({"prompt": [{"role": "user", "content": [IMAGE]}]}, "image"),
+    ],
+)
+def test_rows_with_more_than_text_are_refused(
+    tmp_path: Path, more: dict[str, Any], name: str
+) -> None:
+    problems = found(rows(tmp_path, *GOOD, {"prompt": "sort 2=", "data_source": "sort"} | more))
+    assert ("data.train", True) in {(p.key, f"1 rows have {name!r}" in p.message) for p in problems}
+
+
+def test_an_empty_column_of_images_is_text(tmp_path: Path) -> None:
+    text = {"content": [{"type": "text", "text": "sort 2="}], "role": "user"}
+    row = {"prompt": "sort 2=", "data_source": "sort", "image": None, "images": []}
+    assert found(rows(tmp_path, *GOOD, row)) == []
+    problems = found(rows(tmp_path, *GOOD, row | {"prompt": [text]}))
+    assert not any("rows have" in problem.message for problem in problems)
+
+
+def test_a_data_source_without_a_teacher_is_refused(tmp_path: Path) -> None:
+    problem = one(rows(tmp_path, *GOOD, {"prompt": "x", "data_source": "add"}))
+    assert (problem.key, "'add'" in problem.message) == ("teachers", True)
+
+
+def test_a_teacher_that_no_data_source_uses_is_refused(tmp_path: Path) -> None:
+    problem = one(rows(tmp_path, GOOD[0]), "data.eval=[]")
+    assert problem.key == "teachers.reverse"
+    assert "teachers.reverse.sources" in problem.remedy
+
+
+def test_two_teachers_of_one_data_source_are_refused() -> None:
+    assert one("teachers.reverse.sources=[reverse, sort]").key == "teachers.reverse.sources"
+
+
+def with_reward(grader: str, *overrides: str) -> list[Problem]:
+    graded = config(*overrides).model_copy(update={"reward": RewardConfig(grader=grader)})
+    return preflight(graded, "c.yaml", 0).problems
+
+
+def test_the_rewards_grader_is_checked_as_the_evaluations() -> None:
+    (problem,) = with_reward("no_such_module:grade")
+    assert problem.key == "reward.grader"
+
+
+def test_rows_that_the_reward_cannot_grade_are_refused(tmp_path: Path) -> None:
+    (problem,) = with_reward("exact", rows(tmp_path, *GOOD))
+    assert problem.key == "data.train"
+    assert "2 rows have no 'answer'" in problem.message
+
+
+def test_a_grader_that_cannot_be_imported_is_refused() -> None:
+    assert one("eval.grader=no_such_module:grade").key == "eval.grader"
+
+
+def test_a_chat_template_that_is_none_is_a_problem(tmp_path: Path) -> None:
+    problems = found(broken_student(tmp_path, "chat_template.jinja", "{% if %}"))
+    assert {problem.key for problem in problems} == {"data.train", "data.eval"}
+
+
+@pytest.mark.parametrize("code", ["def f(:", "x = 1 / 0"])
+def test_a_grader_module_that_cannot_be_imported_is_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    (tmp_path / f"grader{len(code)}.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert one(f"eval.grader=grader{len(code)}:f").key == "eval.grader"
+
+
+def test_a_missing_file_blames_no_teacher() -> None:
+    (problem,) = found("data.train=[/no/such.jsonl]")
+    assert problem.remedy == "check the path"
+
+
+def unanswered(tmp_path: Path) -> str:
+    file = tmp_path / "eval.jsonl"
+    file.write_text('{"prompt": "sort 1=", "data_source": "sort"}\n')
+    return f"data.eval=[{file}]"
+
+
+def test_evaluation_rows_without_an_answer_are_refused(tmp_path: Path) -> None:
+    (problem,) = found(unanswered(tmp_path))
+    assert (problem.key, "data.answer" in problem.remedy) == ("data.eval", True)
+
+
+def test_a_users_own_grader_may_need_no_answer(tmp_path: Path) -> None:
+    assert found(unanswered(tmp_path), "eval.grader=math:sqrt") == []

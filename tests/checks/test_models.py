@@ -1,0 +1,290 @@
+"""Models that cannot be a run's: each with its key and a remedy."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.checks.preflight import preflight
+from async_opd.core.errors import Problem
+from tests.checks.inputs import MODELS, broken_student, change, config, found, model, one
+
+
+def test_a_missing_model_is_named() -> None:
+    problem = one("student.model=/no/such/model")
+    assert (problem.key, problem.where) == ("student.model", "c.yaml")
+    assert "/no/such/model" in problem.message
+
+
+def other_tokenizer(tmp_path: Path) -> Path:
+    path = model(tmp_path, "teacher-sort")
+    tokenizer = json.loads((path / "tokenizer.json").read_text())
+    vocabulary = tokenizer["model"]["vocab"]
+    a, b = "1", "2"
+    vocabulary[a], vocabulary[b] = vocabulary[b], vocabulary[a]
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return path
+
+
+def test_a_teacher_with_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    problem = one(f"teachers.sort.model={other_tokenizer(tmp_path)}")
+    assert problem.key == "teachers.sort.model"
+    assert "different tokenizers" in problem.message
+
+
+def test_a_teacher_whose_vocabulary_does_not_cover_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort", vocab_size=64)
+    assert "vocabulary of 64" in one(f"teachers.sort.model={path}").message
+
+
+def test_a_student_that_names_no_end_of_sequence_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", eos_token_id=None)
+    change(path / "generation_config.json", {"eos_token_id": None})
+    assert "eos_token_id" in one(f"student.model={path}").message
+
+
+def test_a_teacher_that_ends_responses_otherwise_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    (problem,) = found(f"teachers.sort.model={path}")
+    assert (problem.key, "never to stop" in problem.message) == ("teachers.sort.model", True)
+
+
+def test_a_teacher_with_one_more_end_of_sequence_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
+    assert found(f"teachers.sort.model={path}") == []
+
+
+def templated(tmp_path: Path, *eos: int) -> str:
+    """The student, whose turns end with token 2; it ends responses with these."""
+    path = model(tmp_path, "student")
+    turn = "{% for m in messages %}{{ m.content }}<eos>{% endfor %}"
+    (path / "chat_template.jinja").write_text(turn)
+    change(path / "generation_config.json", {"eos_token_id": list(eos)})
+    return f"student.model={path}"
+
+
+def test_a_teacher_that_does_not_end_a_turn_as_the_students_template_is_refused(
+    tmp_path: Path,
+) -> None:
+    """It has a token in common with the student: not the one that the template writes."""
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    (problem,) = found(templated(tmp_path, 2, 5), f"teachers.sort.model={path}")
+    assert problem.key == "teachers.sort.model"
+    assert "ends an assistant's turn with token 2" in problem.message
+    assert problem.remedy.startswith("add 2 to its eos_token_id")
+
+
+def test_a_teacher_that_ends_a_turn_as_the_students_template_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2, 5]})
+    assert found(templated(tmp_path, 2, 6), f"teachers.sort.model={path}") == []
+
+
+def test_a_base_student_whose_template_ends_turns_otherwise_is_taken(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [2]})
+    assert found(templated(tmp_path, 5), f"teachers.sort.model={path}") == []
+
+
+def test_where_prompts_have_no_template_a_common_end_is_enough(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort")
+    change(path / "generation_config.json", {"eos_token_id": [5]})
+    plain = (templated(tmp_path, 2, 5), "data.chat_template=never", f"teachers.sort.model={path}")
+    assert "teachers.sort.model" not in {problem.key for problem in found(*plain)}
+
+
+def test_a_model_without_weights_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student")
+    (path / "model.safetensors").unlink()
+    assert "no *.safetensors" in one(f"student.model={path}").message
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = model(tmp_path, "student")
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-2.safetensors"}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (problem,) = found(f"student.model={path}")
+    assert "model-2.safetensors" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("name", "text"), [("config.json", "{"), ("tokenizer.json", "{}"), ("tokenizer.json", "{")]
+)
+def test_a_broken_model_file_is_a_problem(tmp_path: Path, name: str, text: str) -> None:
+    problem = one(broken_student(tmp_path, name, text))
+    assert (problem.key, problem.remedy) == ("student.model", "save the model again")
+
+
+def test_a_model_path_beyond_all_measure_is_a_problem() -> None:
+    assert one(f"student.model=/{'x' * 5000}").key == "student.model"
+
+
+def test_a_head_size_without_a_cpu_kernel_is_refused(tmp_path: Path) -> None:
+    assert "head size 48" in one(f"student.model={model(tmp_path, 'student', head_dim=48)}").message
+
+
+def test_a_head_size_of_null_is_read_from_the_other_sizes(tmp_path: Path) -> None:
+    assert found(f"student.model={model(tmp_path, 'student', head_dim=None)}") == []
+
+
+def test_a_top_k_above_the_vocabulary_is_refused() -> None:
+    assert one("loss.top_k=129").key == "loss.top_k"
+
+
+def test_a_top_k_above_a_teachers_vocabulary_is_refused(tmp_path: Path) -> None:
+    smaller = model(tmp_path, "teacher-sort", vocab_size=100)
+    problems = found("loss.top_k=101", f"teachers.sort.model={smaller}")
+    assert ("loss.top_k", "at most 100") in {(p.key, p.remedy) for p in problems}
+
+
+def problems(support: str, *overrides: str) -> list[Problem]:
+    """Of a divergence over this support."""
+    base = config(*overrides)
+    loss = base.loss.model_copy(update={"support": support})
+    return preflight(base.model_copy(update={"loss": loss}), "c.yaml", 0).problems
+
+
+@pytest.mark.parametrize("support", ["student_topk", "full_vocab"])
+def test_teachers_whose_head_can_be_loaded_are_taken(support: str) -> None:
+    assert problems(support) == []
+
+
+def test_every_teacher_whose_logits_take_another_path_is_named(tmp_path: Path) -> None:
+    models = [
+        f"teachers.{name}.model={model(tmp_path, f'teacher-{name}', dim_model_base=64)}"
+        for name in ("sort", "reverse")
+    ]
+    keys = [problem.key for problem in problems("full_vocab", *models)]
+    assert keys == ["teachers.sort.model", "teachers.reverse.model"]
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "student_topk"])
+def test_a_teacher_whose_engine_has_the_head_may_compute_logits_its_own_way(
+    tmp_path: Path, support: str
+) -> None:
+    path = model(tmp_path, "teacher-sort", dim_model_base=64)
+    assert problems(support, f"teachers.sort.model={path}") == []
+
+
+@pytest.mark.parametrize("cut", ["top_p=0.9", "top_k=20", "min_p=0.1"])
+def test_the_students_top_k_needs_the_whole_distribution(cut: str) -> None:
+    (problem,) = problems("student_topk", f"rollout.{cut}")
+    assert problem.key == f"rollout.{cut.partition('=')[0]}"
+
+
+def test_a_response_that_leaves_no_room_for_prompts_is_refused() -> None:
+    assert one("rollout.max_tokens=128").key == "rollout.max_tokens"
+
+
+def test_evaluation_responses_must_fit_too() -> None:
+    problem = one("eval.max_tokens=127")
+    assert (problem.key, problem.remedy) == ("eval.max_tokens", "lower it")
+
+
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 24}
+
+
+def test_a_response_beyond_what_an_engine_takes_of_a_longrope_model_is_refused(
+    tmp_path: Path,
+) -> None:
+    """By default vLLM takes its original positions."""
+    long = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 24}
+    student = f"student.model={model(tmp_path, 'student', **long)}"
+    problem = one(student, "rollout.max_tokens=24", "eval.max_tokens=8")
+    assert problem.key == "rollout.max_tokens"
+    assert "has 24 positions" in problem.message
+
+
+def test_engines_beyond_the_positions_of_a_dynamic_scaling_are_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "student", rope_scaling={"type": "dynamic", "factor": 2.0})
+    problem = one(f"student.model={path}", "rollout.engine.max_model_len=256")
+    assert problem.key == "rollout.engine.max_model_len"
+    assert "dynamic NTK" in problem.message
+
+
+def test_a_student_that_is_another_one_to_its_engines_is_refused() -> None:
+    extra = "rollout.engine.extra={hf_overrides: {head_dtype: float32, rope_theta: 5}}"
+    problem = one(extra)
+    assert problem.key == "rollout.engine.extra"
+    assert "hf_overrides changes rope_theta of the student" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"vision_config": {"hidden_size": 8}}, "vision_config"),
+        ({"audio_config": {"hidden_size": 8}}, "audio_config"),
+        ({"is_encoder_decoder": True}, "an encoder"),
+        ({"model_type": "llama4_text"}, "in chunks"),
+        ({"layer_types": ["chunked_attention", "full_attention"]}, "in chunks"),
+        ({"dim_model_base": 64}, "dim_model_base"),
+    ],
+)
+def test_a_student_that_the_trainer_cannot_train_is_refused(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    problem = one(f"student.model={model(tmp_path, 'student', **settings)}")
+    assert problem.key == "student.model"
+    assert words in problem.message
+
+
+def test_a_teacher_may_see(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort", vision_config={"hidden_size": 8})
+    assert found(f"teachers.sort.model={path}") == []
+
+
+# ── hub ids ────────────────────────────────────────────────────────────────────────────────────
+
+
+def in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, source: Path) -> None:
+    """The files of a model, without its weights, as the hub's client keeps them."""
+    import huggingface_hub.constants as constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    home = cache / f"models--{name.replace('/', '--')}"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text("abc")
+    shutil.copytree(
+        source, home / "snapshots" / "abc", ignore=shutil.ignore_patterns("*.safetensors")
+    )
+
+
+def test_what_the_cache_has_of_a_hub_id_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_cache(monkeypatch, tmp_path / "hub", "org/teacher", other_tokenizer(tmp_path))
+    problem = one("teachers.sort.model=org/teacher")
+    assert problem.key == "teachers.sort.model"
+    assert "different tokenizers" in problem.message
+
+
+@pytest.mark.parametrize("support", ["teacher_topk", "full_vocab"])
+def test_a_hub_id_of_which_only_the_weights_are_missing_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, support: str
+) -> None:
+    for name in ("student", "teacher-sort"):
+        in_cache(monkeypatch, tmp_path / "hub", f"org/{name}", MODELS / name)
+    overrides = ("student.model=org/student", "teachers.sort.model=org/teacher-sort")
+    assert problems(support, *overrides) == []
+    notes = preflight(config(*overrides), "c.yaml", 0).notes
+    assert [note.partition(";")[2] for note in notes] == [
+        " its files in the local cache are what is checked"
+    ] * 2
+
+
+def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_cache(monkeypatch, tmp_path / "hub", "org/other", MODELS / "student")
+    inputs = preflight(config("teachers.sort.model=org/teacher"), "c.yaml", 0)
+    (note,) = inputs.notes
+    taken = "teachers.sort.model: org/teacher is no directory and is taken for a hub id; it is not"
+    assert note.startswith(f"{taken} in the local cache")
+    assert inputs.problems == []

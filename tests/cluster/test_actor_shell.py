@@ -1,0 +1,92 @@
+"""The Ray shell: errors, deaths and endless waits of a process arrive as ours, with its name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import pytest
+import ray
+
+from async_opd.cluster.actor_shell import Remote
+from async_opd.core.errors import EngineStartError, StageError, StageTimeout
+
+pytestmark = pytest.mark.engine
+
+
+class Victim:
+    """What the tests put into an ActorShell."""
+
+    def __init__(self, fail: bool = False) -> None:
+        if fail:
+            raise RuntimeError("no such model")
+
+    async def answer(self) -> int:
+        return 42
+
+    async def fail(self) -> None:
+        raise ValueError("bad value")
+
+    async def fail_in_a_group(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._stage_error())
+
+    async def _stage_error(self) -> None:
+        raise StageError("inner", "broke", "mend it")
+
+    async def hang(self) -> None:
+        await asyncio.Event().wait()
+
+    async def die(self) -> None:
+        os._exit(1)
+
+
+VICTIM = f"{__name__}:Victim"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    env = {"env_vars": {"PYTHONPATH": os.getcwd()}}
+    ray.init(address="local", include_dashboard=False, log_to_driver=False, runtime_env=env)
+    yield
+    ray.shutdown()
+
+
+async def victim(timeout_s: float = 30.0) -> Remote:
+    remote = Remote.create("victim", timeout_s=timeout_s)
+    await remote.build(VICTIM, (), 60)
+    return remote
+
+
+@pytest.mark.usefixtures("cluster")
+class TestRemote:
+    async def test_a_call_returns_the_answer(self) -> None:
+        assert await (await victim()).call("answer") == 42
+
+    async def test_an_error_names_the_process_the_call_and_the_cause(self) -> None:
+        with pytest.raises(StageError, match="victim: fail failed: ValueError: bad value"):
+            await (await victim()).call("fail")
+
+    async def test_our_own_errors_arrive_as_they_are_even_from_a_group(self) -> None:
+        with pytest.raises(StageError, match="inner: broke"):
+            await (await victim()).call("fail_in_a_group")
+
+    async def test_an_endless_call_ends_in_a_timeout(self) -> None:
+        with pytest.raises(StageTimeout, match=r"hang took longer than 0\.5 s"):
+            await (await victim()).call("hang", timeout_s=0.5)
+
+    async def test_a_dead_process_is_named(self) -> None:
+        with pytest.raises(StageError, match="victim: its process died during die"):
+            await (await victim()).call("die")
+
+    async def test_an_object_that_cannot_be_built_is_a_start_error(self) -> None:
+        remote = Remote.create("victim", timeout_s=30)
+        with pytest.raises(EngineStartError, match="no such model"):
+            await remote.build(VICTIM, (True,), 60)
+
+
+def test_rays_token_authentication_is_on(cluster: None) -> None:
+    from ray._private.authentication.authentication_utils import is_token_auth_enabled
+
+    assert is_token_auth_enabled()

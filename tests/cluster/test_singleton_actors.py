@@ -1,0 +1,245 @@
+"""Queue, scorer and trainer as new after the trainer's death, on made-up processes."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+
+from async_opd.cluster.singleton_actors import ScorerActor, SingletonActors, TrainerActor
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import EngineStartError, ProcessDied, StageError, StageTimeout
+from async_opd.processes.restarts import Restarts
+
+DIED = ProcessDied("trainer", "its process died")
+
+
+class Box:
+    """A stage and its process; ``hangs`` in whatever it is asked.
+
+    ``broken`` builds fail, after those that ``dies`` while others are built.
+    """
+
+    def __init__(self, name: str, events: list[str], built: bool = True, hangs: bool = False):
+        self.name, self.events, self.built, self.hangs = name, events, built, hangs
+        self.remote: Any = self
+        self.others: tuple[Box, ...] = ()
+        self.broken = self.dies = 0
+        self.death = asyncio.Event()
+        self.waits_for: Box | None = None
+
+    @property
+    def ranks(self) -> tuple[Box, ...]:
+        return (self, *self.others)
+
+    async def end(self, bound: float = 0) -> Any:
+        if bound:
+            await TrainerActor.end(cast(TrainerActor, self), bound)
+            return None
+        await self.death.wait()
+        return ProcessDied(self.name, "its process died")
+
+    async def pid(self, timeout_s: float) -> int:
+        return 1
+
+    async def build(self) -> None:
+        self.events.append(f"build {self.name}")
+        if self.broken:
+            self.broken -= 1
+            raise EngineStartError(self.name, "did not start: its process died")
+        if self.waits_for is not None:
+            other, self.waits_for = self.waits_for, None
+            other.death.set()
+            other.death = asyncio.Event()
+            await asyncio.Event().wait()
+        self.built = True
+
+    async def hand_over(self, bound: float) -> None:
+        await self.call("hand_over", bound)
+
+    async def call(self, method: str, timeout_s: float) -> None:
+        if self.hangs:
+            raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
+        self.events.append(f"{method} {self.name}")
+
+    async def is_built(self, timeout_s: float) -> bool:
+        if self.hangs:
+            raise StageTimeout(self.name, "a question took too long")
+        return self.built
+
+    def restart(self) -> None:
+        self.events.append(f"restart {self.name}")
+        self.hangs = self.built = False
+
+
+class Trainer(Box):
+    """All ranks."""
+
+    def restart(self) -> None:
+        super().restart()
+        for other in self.others:
+            other.restart()
+
+
+def singletons(
+    events: list[str], hangs: str = "", built: bool = False, tries: int = 5
+) -> SingletonActors:
+    """``built``: the trainer's process has not died, it is stuck."""
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "prompts.jsonl"},
+            "supervision": {"tries": tries, "delay_s": 1e-3},
+        }
+    )
+    actors: list[Any] = [
+        Box("queue", events, hangs=hangs == "queue"),
+        Box("scorer", events, hangs=hangs == "scorer"),
+        Trainer("trainer", events, built, hangs=hangs == "trainer"),
+    ]
+    return SingletonActors(config, lambda text: None, *actors)
+
+
+async def test_the_scorer_ends_before_the_queue_and_all_are_built_again() -> None:
+    events: list[str] = []
+    await singletons(events).rebuild_all(DIED)
+    assert events == [
+        "hand_over scorer",
+        "close queue",
+        "build queue",
+        "build scorer",
+        "build trainer",
+    ]
+
+
+async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() -> None:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {
+                "own": {"model": "t", "health": {"timeout_s": 900}},
+                "guest": {
+                    "model": "t",
+                    "placement": "colocated",
+                    "with": "train",
+                    "health": {"timeout_s": 300},
+                },
+            },
+            "data": {"train": "prompts.jsonl"},
+        }
+    )
+    bounds: list[float] = []
+
+    class Records:
+        async def call(self, method: str, timeout_s: float) -> Any:
+            bounds.append(timeout_s)
+            return {}, None
+
+    unused: Any = None
+    remote: Any = Records()
+    await ScorerActor(remote, config, {}, unused, unused, unused).hand_over(60)
+    assert bounds == [60 + 300]
+
+
+@pytest.mark.parametrize("hangs", ["queue", "scorer", "trainer"])
+async def test_one_that_hangs_gets_another_process(hangs: str) -> None:
+    events: list[str] = []
+    await singletons(events, hangs).rebuild_all(DIED)
+    assert f"restart {hangs}" in events
+    assert f"build {hangs}" in events
+
+
+async def test_a_trainer_that_is_not_dead_but_stuck_gets_another_process() -> None:
+    events: list[str] = []
+    await singletons(events, built=True).rebuild_all(DIED)
+    assert events[0] == "restart trainer"
+
+
+async def test_too_many_deaths_of_the_trainer_are_its_error() -> None:
+    made = singletons([], tries=1)
+    await made.rebuild_all(DIED)
+    with pytest.raises(ProcessDied, match="its process died"):
+        await made.rebuild_all(DIED)
+
+
+async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -> None:
+    events: list[str] = []
+    made = singletons(events, built=True)
+    trainer: Any = made.trainer
+    trainer.others = (Box("trainer/1", events), Box("trainer/2", events, hangs=True))
+    await made.rebuild_all(DIED)
+    restarted = {event for event in events if event.startswith("restart trainer")}
+    assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}
+
+
+@pytest.mark.parametrize("broken", ["queue", "scorer", "trainer"])
+async def test_one_that_dies_while_it_is_built_again_is_one_more_death(broken: str) -> None:
+    events: list[str] = []
+    made = singletons(events)
+    box: Any = getattr(made, broken)
+    box.broken = 2
+    await made.rebuild_all(DIED)
+    assert events.count(f"build {broken}") == 3
+    assert made.restarts.total == 3
+    assert events[-1] == "build trainer"
+
+
+async def test_a_queue_that_dies_while_the_others_are_built_is_one_more_death() -> None:
+    events: list[str] = []
+    made = singletons(events)
+    scorer: Any = made.scorer
+    scorer.waits_for = made.queue
+    await asyncio.wait_for(made.rebuild_all(DIED), 5)
+    assert (events.count("build queue"), made.restarts.total) == (2, 2)
+
+
+async def test_deaths_while_it_is_built_again_come_to_an_end_with_the_last_ones_error() -> None:
+    made = singletons([], tries=3)
+    trainer: Any = made.trainer
+    trainer.broken = 9
+    with pytest.raises(StageError, match="did not start"):
+        await made.rebuild_all(DIED)
+    assert made.restarts.total == 3
+
+
+async def test_ranks_that_wait_for_one_that_died_get_other_processes() -> None:
+    events: list[str] = []
+    made = singletons(events)
+    trainer: Any = made.trainer
+    trainer.others, trainer.broken = (Box("trainer/1", events),), 1
+    await made.rebuild_all(DIED)
+    between = events[events.index("build trainer") + 1 :]
+    assert between[:2] == ["restart trainer", "restart trainer/1"]
+
+
+async def test_a_stage_that_has_nothing_yet_gets_another_process_and_is_not_waited_for() -> None:
+    events: list[str] = []
+    made = singletons(events)
+    queue: Any = made.queue
+    queue.built = False
+    await made.rebuild_all(DIED)
+    assert "restart queue" in events
+    assert "close queue" not in events
+
+
+async def test_a_trainer_that_always_dies_at_the_same_step_comes_to_an_end() -> None:
+    made = singletons([], tries=2)
+    clock = Hours()
+    made.restarts = Restarts(made.config.supervision, clock)
+    made._step = lambda: 7
+    await made.rebuild_all(DIED)
+    await made.rebuild_all(DIED)
+    with pytest.raises(ProcessDied):
+        await made.rebuild_all(DIED)
+
+
+class Hours:
+    """A clock on which an hour passes whenever it is read."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += 3600
+        return self.now

@@ -1,0 +1,161 @@
+"""Who restarts single stages, on a made-up process."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.supervisor import Supervisor
+from async_opd.config.run_config import SupervisionConfig
+from async_opd.core.errors import (
+    EngineStartError,
+    ProcessDied,
+    ProcessRestarts,
+    StageError,
+    StageTimeout,
+    first_cause,
+)
+
+
+class Process:
+    """What a Remote with ``restarts`` looks like from outside."""
+
+    name = "queue"
+
+    def __init__(self) -> None:
+        self.number = 1
+        self.built = True
+        self.hangs = False
+        self.gone = False
+        self.death = asyncio.Event()
+        self.builds = 0
+        self.broken = 0  # builds that fail
+
+    async def pid(self, timeout_s: float) -> int:
+        if self.hangs:
+            raise StageTimeout(self.name, f"a sign of life took longer than {timeout_s:g} s")
+        return self.number
+
+    async def is_built(self, timeout_s: float) -> bool:
+        return self.built
+
+    async def end(self) -> ProcessDied:
+        await self.death.wait()
+        return ProcessRestarts(self.name, "its process died")
+
+    def restart(self) -> None:
+        self.hangs = False
+        self.die()
+
+    def die(self) -> None:
+        self.number += 1
+        self.built = False
+        self.death.set()
+        self.death = asyncio.Event()
+
+    def kill(self) -> None:
+        self.gone = True
+
+    async def build(self) -> None:
+        self.builds += 1
+        if self.broken:
+            self.broken -= 1
+            raise EngineStartError(self.name, "did not start")
+        self.built = True
+
+
+class World:
+    def __init__(self, tries: int = 2) -> None:
+        self.process: Any = Process()
+        self.told: list[str] = []
+        self.reissued = asyncio.Semaphore(0)
+        bounds = SupervisionConfig(tries=tries, delay_s=1e-3, heartbeat_s=1e-3, timeout_s=1)
+        self.step = 0
+        self.supervisor = Supervisor(
+            self.process, self.process.build, bounds, self.told.append, lambda: self.step
+        )
+        self.running = asyncio.create_task(self.supervisor.run(self._reissue))
+
+    async def _reissue(self) -> None:
+        self.reissued.release()
+
+    async def until_reissued(self) -> None:
+        await asyncio.wait_for(self.reissued.acquire(), 5)
+
+
+async def test_a_process_that_dies_is_built_again_and_what_it_held_is_issued_again() -> None:
+    world = World()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.builds == 1
+    assert world.told == ["queue failed: queue: its process died", "queue is restarted"]
+    world.running.cancel()
+
+
+async def test_one_that_hangs_is_ended_and_built_again() -> None:
+    world = World()
+    await asyncio.sleep(0)
+    world.process.hangs = True
+    await world.until_reissued()
+    assert "a sign of life took longer than 1 s" in world.told[0]
+    world.running.cancel()
+
+
+async def test_a_build_that_fails_is_tried_again() -> None:
+    world = World()
+    world.process.broken = 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.builds == 2
+    world.running.cancel()
+
+
+async def test_too_many_restarts_end_it_for_good_with_its_error() -> None:
+    world = World(tries=2)
+    world.process.broken = 9
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    with pytest.raises(ExceptionGroup) as caught:
+        await asyncio.wait_for(world.running, 5)
+    assert isinstance(first_cause(caught.value), StageError)
+    assert (world.process.builds, world.process.gone) == (2, True)
+
+
+async def test_a_process_that_died_while_nobody_watched_is_built_again() -> None:
+    world = World()
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.builds == 1
+    world.running.cancel()
+
+
+async def test_restarts_count_over_the_runs_of_a_keeper() -> None:
+    world = World(tries=1)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    world.running.cancel()
+    world.running = asyncio.create_task(world.supervisor.run())
+    await asyncio.sleep(0)
+    world.process.die()
+    with pytest.raises(ExceptionGroup):
+        await asyncio.wait_for(world.running, 5)
+
+
+async def test_a_build_that_fails_for_another_reason_than_its_death_gets_another_process() -> None:
+    world = World()
+    world.process.broken = 1
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    world.process.die()
+    await world.until_reissued()
+    assert world.process.number == 3
+    world.running.cancel()

@@ -1,0 +1,117 @@
+"""Loading: nothing hides another problem, and nothing odd is taken in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_opd.config.keys import REMOVED, keys_below
+from async_opd.config.load import dump_config, load_config
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+
+MINIMAL = "student: {model: s}\nteachers: {a: {model: t}}\ndata: {train: a.jsonl}\n"
+
+
+def load(tmp_path: Path, extra: str = "", *overrides: str) -> RunConfig:
+    (tmp_path / "c.yaml").write_text(MINIMAL + extra)
+    return load_config(tmp_path / "c.yaml", overrides)
+
+
+def problems(tmp_path: Path, extra: str = "", *overrides: str) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, extra, *overrides)
+    return caught.value.problems
+
+
+def test_a_supervised_k1_hides_no_other_problem_of_the_loss(tmp_path: Path) -> None:
+    found = problems(tmp_path, "loss: {kind: k1, gradient: supervised, clamp: -1}")
+    assert [p.key for p in found] == ["loss.gradient", "loss.clamp"]
+
+
+def test_sizes_that_do_not_fit_are_told_one_by_one(tmp_path: Path) -> None:
+    found = problems(tmp_path, "train: {batch_size: 6}\nqueue: {max_samples: 2}")
+    assert [p.key for p in found] == ["train.batch_size", "queue.max_samples"]
+
+
+def test_broken_yaml_is_told_with_its_line(tmp_path: Path) -> None:
+    assert problems(tmp_path, "name: [x")[0].where.startswith(f"{tmp_path}/c.yaml:")
+
+
+def test_an_override_that_is_no_yaml_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "", "teachers.a.sources=[x")
+    assert (problem.where, problem.key) == ("command line", "teachers.a.sources")
+
+
+def test_a_key_missing_below_an_override_blames_the_command_line(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "", "teachers.b.replicas=2")
+    assert (problem.where, problem.key) == ("command line", "teachers.b.model")
+
+
+def test_an_infinite_number_is_refused(tmp_path: Path) -> None:
+    assert problems(tmp_path, "train: {lr: .inf}")[0].key == "train.lr"
+
+
+def test_an_empty_model_is_refused(tmp_path: Path) -> None:
+    assert problems(tmp_path, "", "student.model=''")[0].key == "student.model"
+
+
+def test_the_python_name_of_a_key_is_no_key(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "async_: {sync_steps: 3}")
+    assert problem.remedy == "did you mean async?"
+
+
+def test_a_key_of_another_section_is_found(tmp_path: Path) -> None:
+    assert problems(tmp_path, "batch_size: 8")[0].remedy == "did you mean train.batch_size?"
+
+
+def test_a_hub_id_stays_as_it_is(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "student.model=org/name").student.model == "org/name"
+
+
+def test_a_model_folder_beside_the_file_becomes_absolute(tmp_path: Path) -> None:
+    (tmp_path / "s").mkdir()
+    assert load(tmp_path).student.model == str(tmp_path / "s")
+
+
+def test_the_run_directory_stays_relative_to_the_working_directory(tmp_path: Path) -> None:
+    assert load(tmp_path, "", "run_dir=runs/x").run_dir == "runs/x"
+
+
+@pytest.mark.parametrize("name", ["1e5", "null", "2020-01-01", "a: b", "é\u2028x", "="])
+def test_a_name_of_any_look_survives_writing(tmp_path: Path, name: str) -> None:
+    config = load(tmp_path).model_copy(update={"name": name})
+    (tmp_path / "again.yaml").write_text(dump_config(config), encoding="utf-8")
+    assert load_config(tmp_path / "again.yaml") == config
+
+
+@pytest.mark.parametrize("value", ["256", "0"])
+@pytest.mark.parametrize("kind", ["model: t", "kind: self", "kind: endpoint, urls: [http://a]"])
+def test_a_removed_key_is_answered_with_the_reason_and_the_remedy(
+    tmp_path: Path, kind: str, value: str
+) -> None:
+    served = ", served_model: m" if "endpoint" in kind else ""
+    extra = f"teachers: {{a: {{{kind}{served}, early_tokens: {value}}}}}\n"
+    (tmp_path / "c.yaml").write_text("student: {model: s}\ndata: {train: a.jsonl}\n" + extra)
+    with pytest.raises(ConfigError) as caught:
+        load_config(tmp_path / "c.yaml")
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.key) == (str(tmp_path / "c.yaml"), "teachers.a.early_tokens")
+    assert f"found {value}: scoring while the student decodes was removed" in problem.message
+    assert "docs/adr/0008" in problem.message
+    assert problem.remedy == "delete the key"
+
+
+def test_a_removed_key_is_answered_on_the_command_line_too(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "", "teachers.a.early_tokens=256")
+    assert (problem.where, problem.key) == ("command line", "teachers.a.early_tokens")
+    assert "was removed" in problem.message
+
+
+@pytest.mark.parametrize("pattern", REMOVED)
+def test_no_removed_key_is_a_key(pattern: str) -> None:
+    parent, _, name = pattern.rpartition(".")
+    known = keys_below(parent)
+    assert known
+    assert name not in known

@@ -1,0 +1,92 @@
+"""Waits that end by themselves, when the timer says so."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from async_opd.core.deadline import Deadline
+from async_opd.core.errors import StageTimeout
+
+
+class Timer:
+    """One entry that rings by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.cancelled = False
+        self.ring: Callable[[], None] = lambda: None
+
+    def __call__(self, seconds: float, call: Callable[[], None]) -> Timer:
+        self.seconds, self.ring = seconds, call
+        return self
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+async def answer() -> int:
+    return 42
+
+
+async def test_work_in_time_gives_its_result_and_stops_the_timer() -> None:
+    timer = Timer()
+    assert await Deadline("a", timer).within(5, "work", answer()) == 42
+    assert timer.cancelled
+
+
+async def test_late_work_is_cancelled_and_named() -> None:
+    timer = Timer()
+    waiting = asyncio.create_task(Deadline("teacher t", timer).within(5, "score on /0", forever()))
+    await asyncio.sleep(0)
+    timer.ring()
+    with pytest.raises(StageTimeout, match="teacher t: score on /0 took longer than 5 s"):
+        await asyncio.wait_for(waiting, 5)
+
+
+async def test_an_error_of_the_work_comes_through() -> None:
+    async def fail() -> None:
+        raise ValueError("bad")
+
+    with pytest.raises(ValueError, match="bad"):
+        await Deadline("a", Timer()).within(5, "work", fail())
+
+
+async def test_who_is_cancelled_leaves_no_work_behind() -> None:
+    waiting = asyncio.create_task(Deadline("a", Timer()).within(5, "work", forever()))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await asyncio.sleep(0)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_pause_ends_when_the_timer_rings() -> None:
+    timer = Timer()
+    pausing = asyncio.create_task(Deadline("a", timer).pause(3))
+    await asyncio.sleep(0)
+    assert (timer.seconds, pausing.done()) == (3, False)
+    timer.ring()
+    await asyncio.wait_for(pausing, 5)
+
+
+async def test_no_time_is_no_pause() -> None:
+    timer = Timer()
+    await asyncio.wait_for(Deadline("a", timer).pause(0), 5)
+    assert timer.seconds == 0
+
+
+async def test_a_pause_that_is_cancelled_leaves_no_timer() -> None:
+    timer = Timer()
+    pausing = asyncio.create_task(Deadline("a", timer).pause(450))
+    await asyncio.sleep(0)
+    pausing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pausing
+    assert timer.cancelled

@@ -1,0 +1,48 @@
+"""Accuracy where some answers cannot be graded."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+from async_opd.grading.evaluation import Evaluation, EvaluationResult
+from tests.conftest import make_prompt, make_rollout
+
+PROMPTS = tuple(make_prompt(uid) for uid in ("p", "q", "r"))
+
+
+async def measured(ungradable: set[str]) -> EvaluationResult:
+    async def grade(rollout: Rollout) -> float:
+        if rollout.prompt.uid in ungradable:
+            raise RolloutFault("grader", f"it raised on {rollout.uid}")
+        return float(rollout.prompt.uid == "p")
+
+    async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return [make_rollout(f"{prompt.uid}/0") for prompt in prompts]
+
+    return await Evaluation(PROMPTS, SamplingSpec(4, 0.0, 1.0, 1), grade).run(answers, "eval")
+
+
+async def test_accuracy_is_that_of_the_graded_answers_and_the_others_are_counted() -> None:
+    found = await measured({"r"})
+    assert (found.metrics["eval/t/accuracy"], found.metrics["eval/t/ungraded"]) == (0.5, 1.0)
+    (lost,) = found.lost
+    assert (lost.header.uid, lost.stage, lost.reason) == (
+        "eval r/0",
+        "grader",
+        "it raised on r/0",
+    )
+
+
+async def test_nothing_is_said_of_ungraded_answers_where_there_are_none() -> None:
+    found = await measured(set())
+    assert "eval/t/ungraded" not in found.metrics
+
+
+async def test_a_data_source_of_which_nothing_can_be_graded_is_an_error() -> None:
+    with pytest.raises(StageError, match="no answer of data source t can be graded: it raised"):
+        await measured({"p", "q", "r"})

@@ -1,0 +1,73 @@
+"""Which evaluations a run has to make, and where they are logged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.accounting.cut import Cut
+from async_opd.accounting.ledger import LedgerState
+from async_opd.config.run_config import RunConfig
+from async_opd.grading.evaluation_schedule import Evaluations
+
+
+def evaluations(steps: int = 20, k: int = 3, every: int = 2, logged: int = -1) -> Evaluations:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "s"},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "prompts.jsonl"},
+            "train": {"steps": steps},
+            "async": {"sync_steps": k},
+            "eval": {"every": every},
+        }
+    )
+    log: Any = None
+    return Evaluations(config, log, logged)
+
+
+def cut(step: int, k: int = 3) -> Cut:
+    return Cut(step, step // k, 0, 0, LedgerState())
+
+
+def test_a_version_belongs_to_the_step_that_completes_it() -> None:
+    assert [evaluations().step_of(version) for version in (0, 1, 6, 7)] == [0, 3, 18, 20]
+
+
+def test_every_second_version_is_due_but_the_last_which_has_its_own() -> None:
+    made = evaluations(steps=18)
+    assert [version for version in range(1, 7) if made.is_due(version)] == [2, 4]
+
+
+def test_nothing_is_due_or_missing_where_there_are_no_evaluations_between() -> None:
+    made = evaluations(every=0)
+    assert not any(made.is_due(version) for version in range(7))
+    assert not made.is_missing(cut(12))
+
+
+@pytest.mark.parametrize(
+    ("step", "logged", "missing"),
+    [
+        (5, 0, False),  # version 1: none was due
+        (6, 0, True),
+        (6, 6, False),
+        (8, 0, True),  # on the way to version 3
+        (10, 6, False),  # version 3 has none of its own
+        (10, 0, True),  # that of version 2 was interrupted
+        (12, 6, True),
+        (13, 12, False),
+        (13, 13, False),  # repeated with a checkpoint's weights
+    ],
+)
+def test_what_was_due_before_the_checkpoint_and_is_not_logged_is_missing(
+    step: int, logged: int, missing: bool
+) -> None:
+    assert evaluations(logged=logged).is_missing(cut(step)) is missing
+
+
+@given(st.integers(-1, 30))
+def test_the_last_evaluation_is_missing_until_it_is_logged(logged: int) -> None:
+    assert evaluations(logged=logged).is_last_missing is (logged < 20)

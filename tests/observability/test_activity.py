@@ -1,0 +1,40 @@
+"""Busy intervals, their union and their overlap."""
+
+from __future__ import annotations
+
+from async_opd.core.stages import Interval
+from async_opd.observability.activity import Activity, covered, overlap_s
+
+
+def interval(start: float, end: float) -> Interval:
+    return Interval("x", start, end)
+
+
+def test_overlapping_work_is_one_interval() -> None:
+    now = iter([1.0, 4.0])
+    activity = Activity("x", clock=lambda: next(now))
+    with activity.busy(), activity.busy():
+        pass
+    assert activity.drain() == (interval(1.0, 4.0),)
+
+
+def test_work_under_way_is_reported_in_parts_that_do_not_overlap() -> None:
+    now = iter([1.0, 2.0, 5.0])
+    activity = Activity("x", clock=lambda: next(now))
+    with activity.busy():
+        first = activity.drain()
+    assert (*first, *activity.drain()) == (interval(1.0, 2.0), interval(2.0, 5.0))
+
+
+def test_the_union_merges_what_touches() -> None:
+    assert covered([interval(3, 4), interval(0, 2), interval(1, 3)]) == [interval(0, 4)]
+
+
+def test_overlap_counts_only_the_time_in_which_all_pools_are_busy() -> None:
+    assert (
+        overlap_s([[interval(0, 4)], [interval(1, 3), interval(2, 6)], [interval(2, 3.5)]]) == 1.5
+    )
+
+
+def test_pools_that_never_meet_do_not_overlap() -> None:
+    assert overlap_s([[interval(0, 1)], [interval(1, 2)]]) == 0.0

@@ -1,0 +1,66 @@
+"""From reports to metrics."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_opd.core.lease import TopicStats
+from async_opd.core.samples import (
+    Header,
+)
+from async_opd.core.stages import Interval, StageReport, StepReport
+from async_opd.observability.metering import Metering
+
+
+def header(uid: str) -> Header:
+    return Header(uid, 1, 1, 0, "t")
+
+
+def stats() -> TopicStats:
+    return TopicStats(1, 2, 3, 4, 5, 6, 7, 8, 9)
+
+
+def metered(start: float, now: float, **pools: tuple[float, float]) -> dict[str, float]:
+    times = iter([start, start, now])
+    metering = Metering(clock=lambda: next(times))
+    metering.start()
+    reports = {
+        name.replace("__", "/"): StageReport(
+            counters={"tokens": 10.0}, busy=(Interval(name, *busy),)
+        )
+        for name, busy in pools.items()
+    }
+    step = StepReport(1, (header("a/0"), header("b/0")), (0, 2), {"loss/total": 1.0})
+    return metering.step(step, reports, {"scored": stats()})
+
+
+def test_overlap_is_the_share_of_time_in_which_all_three_stages_computed() -> None:
+    metrics = metered(0, 10, rollout=(0, 6), teacher__a=(2, 7), train=(4, 9))
+    assert metrics["perf/overlap"] == pytest.approx(0.2)
+
+
+def test_any_teacher_counts_as_scoring() -> None:
+    metrics = metered(0, 10, rollout=(0, 10), teacher__a=(0, 3), teacher__b=(5, 6), train=(0, 10))
+    assert metrics["perf/overlap"] == pytest.approx(0.4)
+
+
+def test_rates_are_per_second_since_the_step_before() -> None:
+    assert metered(5, 10, train=(5, 6))["train/tokens_per_s"] == pytest.approx(2.0)
+
+
+def test_busy_seconds_of_replicas_side_by_side_add_up() -> None:
+    times = iter([0.0, 0.0, 10.0])
+    metering = Metering(clock=lambda: next(times))
+    metering.start()
+    pool = StageReport(busy=(Interval("x", 0, 4), Interval("x", 2, 6)))
+    metrics = metering.step(StepReport(1, (), (), {}), {"rollout": pool}, {})
+    assert (metrics["rollout/busy_s"], metrics["rollout/busy"]) == (8.0, 0.6)
+
+
+def test_staleness_is_reported_as_mean_and_maximum() -> None:
+    metrics = metered(0, 1, train=(0, 1))
+    assert (metrics["staleness/mean"], metrics["staleness/max"]) == (1.0, 2.0)
+
+
+def test_every_count_of_a_topic_is_a_metric() -> None:
+    assert metered(0, 1, train=(0, 1))["queue/scored/leased"] == 2.0

@@ -1,0 +1,494 @@
+"""The record of a run: its files, its sinks, and what happens when one of them fails."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import without_secrets
+from async_opd.core.errors import StageError
+from async_opd.core.samples import DeadLetter, Header
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Summary
+from async_opd.observability.wandb_sink import WandbSink
+
+START = 1_000_000.0
+
+
+class Clock:
+    """Stands still unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = START
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Recorder:
+    """A sink that remembers its calls, and fails in those it is told to."""
+
+    def __init__(self, name: str = "recorder", fails: tuple[str, ...] = ()) -> None:
+        self.name = name
+        self.fails = fails
+        self.calls: list[tuple[Any, ...]] = []
+
+    def _call(self, *call: Any) -> None:
+        self.calls.append(call)
+        if call[0] in self.fails:
+            raise BrokenPipeError(f"no {call[0]}")
+
+    def start(self) -> None:
+        self._call("start")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._call("log", step, metrics)
+
+    def rewind(self) -> None:
+        self._call("rewind")
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        self._call("waits", waits)
+
+    def busy(self, pools: Mapping[str, Any]) -> None:
+        self._call("busy", pools)
+
+    def message(self, text: str) -> None:
+        self._call("message", text)
+
+    def close(self, summary: Summary) -> None:
+        self._call("close", summary)
+
+    def messages(self) -> list[str]:
+        return [call[1] for call in self.calls if call[0] == "message"]
+
+
+def config(**log: str) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "student": {"model": "student"},
+            "teachers": {"sort": {"model": "teacher", "engine": {"extra": {"hf_token": "abc"}}}},
+            "data": {"train": "train.jsonl"},
+            "log": {"console": "off", "wandb": "off", **log},
+        }
+    )
+
+
+def opened(run_dir: Path, *sinks: Recorder, clock: Clock | None = None) -> RunLog:
+    return RunLog(config(), run_dir, clock=clock or Clock(), sinks=list(sinks))
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return content
+
+
+def test_a_logged_step_is_one_json_line_with_step_and_time(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.log(3, {"loss/total": 0.5})
+        log.finish("completed")
+    assert lines(tmp_path) == [{"step": 3, "time": START, "loss/total": 0.5}]
+
+
+def test_a_line_is_in_the_file_before_the_run_ends(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.log(1, {"loss/total": 0.5})
+        assert len(lines(tmp_path)) == 1
+        log.finish("completed")
+
+
+def test_a_resumed_run_appends_to_the_metrics(tmp_path: Path) -> None:
+    for step in (1, 2):
+        with opened(tmp_path) as log:
+            log.log(step, {})
+            log.finish("completed")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+
+
+def test_a_run_that_goes_back_to_a_checkpoint_writes_into_the_file_that_was_cut(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"a": float(step)})
+        cut = (tmp_path / "metrics.jsonl").read_text().splitlines(keepends=True)[:1]
+        (tmp_path / "cut").write_text("".join(cut))
+        (tmp_path / "cut").replace(tmp_path / "metrics.jsonl")
+        log.rewind({"a": 1.0})
+        log.log(2, {"b": 2.0})
+        log.finish("completed")
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    assert (summary(tmp_path)["a"], summary(tmp_path)["steps"]) == (1.0, 2)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_value_that_is_not_finite_is_written_as_null(tmp_path: Path, value: float) -> None:
+    with opened(tmp_path) as log:
+        log.log(1, {"loss/total": value})
+        log.finish("completed")
+    assert lines(tmp_path)[0]["loss/total"] is None
+    assert summary(tmp_path)["loss/total"] is None
+
+
+def test_a_metric_that_is_not_finite_is_named_once(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        for step in (1, 2):
+            log.log(step, {"loss/total": float("nan"), "train/lr": 1.0})
+        log.finish("completed")
+    assert [text for text in sink.messages() if "loss/total is nan" in text] == [
+        "loss/total is nan; metrics.jsonl has null where it is not finite"
+    ]
+
+
+def test_sinks_get_metrics_waits_and_messages_as_they_come(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        log.log(1, {"train/lr": 1.0})
+        log.waits({"train": "a batch"})
+        log.message("hello")
+        log.finish("completed")
+    assert sink.calls[:4] == [
+        ("start",),
+        ("log", 1, {"train/lr": 1.0}),
+        ("waits", {"train": "a batch"}),
+        ("message", "hello"),
+    ]
+
+
+def test_messages_are_kept_in_run_log(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.message("hello")
+        log.finish("failed", "no memory")
+    texts = [line.split(" ", 1)[1] for line in (tmp_path / "run.log").read_text().splitlines()]
+    assert texts == ["hello", "failed: no memory"]
+
+
+def test_text_that_is_no_unicode_is_kept_as_escapes(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        log.message("a lone \ud800")
+        log.finish("failed", "\udcff")
+    assert sink.messages() == ["a lone \\ud800", "failed: \\udcff"]
+
+
+def test_the_summary_says_how_the_run_ended_and_its_last_values(tmp_path: Path) -> None:
+    clock = Clock()
+    with opened(tmp_path, clock=clock) as log:
+        log.log(1, {"loss/total": 2.0, "train/lr": 1.0})
+        log.log(2, {"loss/total": 1.0})
+        clock.now += 60
+        log.finish("interrupted")
+    assert summary(tmp_path) == {
+        "status": "interrupted",
+        "error": None,
+        "steps": 2,
+        "seconds": 60.0,
+        "run_dir": str(tmp_path),
+        "loss/total": 1.0,
+        "train/lr": 1.0,
+        "log/sink_failures": 0.0,
+    }
+
+
+def test_summarized_values_win_over_logged_ones(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.summarize({"eval/sort/accuracy": 0.9})
+        log.log(1, {"eval/sort/accuracy": 0.1})
+        log.finish("completed")
+    assert summary(tmp_path)["eval/sort/accuracy"] == 0.9
+
+
+def test_the_first_finish_counts(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.finish("failed", "out of memory")
+        log.finish("completed")
+    assert summary(tmp_path)["status"] == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (ValueError("bad"), "failed"),
+        (KeyboardInterrupt(), "interrupted"),
+        (asyncio.CancelledError(), "interrupted"),
+    ],
+)
+def test_an_exception_finishes_the_run(tmp_path: Path, error: BaseException, status: str) -> None:
+    with pytest.raises(type(error)), opened(tmp_path):
+        raise error
+    assert summary(tmp_path)["status"] == status
+
+
+def test_a_run_that_does_not_say_how_it_ended_is_failed(tmp_path: Path) -> None:
+    with opened(tmp_path):
+        pass
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_a_failing_sink_is_reported_once_and_counted(tmp_path: Path) -> None:
+    broken, healthy = Recorder("broken", fails=("log",)), Recorder()
+    with opened(tmp_path, broken, healthy) as log:
+        for step in (1, 2, 3):
+            log.log(step, {})
+        log.finish("completed")
+    reports = [text for text in healthy.messages() if text.startswith("broken failed")]
+    assert len(reports) == 1
+    assert "BrokenPipeError: no log" in reports[0]
+    assert summary(tmp_path)["log/sink_failures"] == 3.0
+
+
+def test_failures_of_sinks_are_a_metric(tmp_path: Path) -> None:
+    with opened(tmp_path, Recorder(fails=("log",))) as log:
+        log.log(1, {})
+        log.log(2, {})
+        log.finish("completed")
+    assert lines(tmp_path)[1]["log/sink_failures"] == 1.0
+
+
+def test_a_failing_sink_does_not_keep_metrics_from_the_others(tmp_path: Path) -> None:
+    healthy = Recorder()
+    with opened(tmp_path, Recorder("broken", fails=("log", "message")), healthy) as log:
+        log.log(1, {"train/lr": 1.0})
+        log.finish("completed")
+    assert ("log", 1, {"train/lr": 1.0}) in healthy.calls
+
+
+def test_a_sink_that_does_not_start_is_not_called_again(tmp_path: Path) -> None:
+    broken = Recorder(fails=("start",))
+    with opened(tmp_path, broken) as log:
+        log.log(1, {})
+        log.finish("completed")
+    assert broken.calls == [("start",)]
+    assert log.failures == 1
+
+
+def test_a_sink_that_fails_to_close_is_in_the_summary(tmp_path: Path) -> None:
+    with opened(tmp_path, Recorder(fails=("close",))) as log:
+        log.finish("completed")
+    assert summary(tmp_path)["status"] == "completed"
+    assert summary(tmp_path)["log/sink_failures"] == 1.0
+
+
+def test_the_console_starts_before_wandb_and_closes_after_it(tmp_path: Path) -> None:
+    order: list[str] = []
+    wandb, console = Recorder("wandb"), Recorder("console")
+    wandb._call = lambda *call: order.append(f"wandb {call[0]}")  # type: ignore[method-assign]
+    console._call = lambda *call: order.append(f"console {call[0]}")  # type: ignore[method-assign]
+    with opened(tmp_path, wandb, console) as log:
+        log.finish("completed")
+    assert order[:2] == ["console start", "wandb start"]
+    assert order[-2:] == ["wandb close", "console close"]
+
+
+def test_an_unreachable_wandb_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    def unreachable(**_: Any) -> None:
+        raise wandb.errors.CommError("timed out")
+
+    monkeypatch.setattr(wandb, "init", unreachable)
+    with RunLog(config(wandb="online"), tmp_path, clock=Clock()) as log:
+        log.log(1, {"train/lr": 1.0})
+        log.finish("completed")
+    assert summary(tmp_path)["log/sink_failures"] == 1.0
+    assert "wandb failed: CommError: timed out" in (tmp_path / "run.log").read_text()
+
+
+@pytest.fixture
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """Neither wandb credentials nor settings of the machine count."""
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    return monkeypatch
+
+
+def mode_of(monkeypatch: pytest.MonkeyPatch, wanted: str, mode: str = "online") -> str:
+    """The mode that wandb.init is called with."""
+    import wandb
+
+    seen: list[str] = []
+
+    def init(**arguments: Any) -> None:
+        seen.append(arguments["mode"])
+        raise ConnectionError
+
+    settings = wandb.Settings(api_key=None, base_url="https://api.wandb.ai", mode=mode)
+    monkeypatch.setattr(wandb, "init", init)
+    monkeypatch.setattr(wandb, "setup", lambda _: type("Setup", (), {"settings": settings}))
+    with pytest.raises(ConnectionError):
+        WandbSink(config(wandb=wanted), Path()).start()
+    return seen[0]
+
+
+def test_wandb_auto_is_offline_without_a_login(no_login: pytest.MonkeyPatch) -> None:
+    assert mode_of(no_login, "auto") == "offline"
+
+
+def test_wandb_auto_is_online_with_an_api_key(no_login: pytest.MonkeyPatch) -> None:
+    no_login.setenv("WANDB_API_KEY", "0" * 40)
+    assert mode_of(no_login, "auto") == "online"
+
+
+def test_wandb_auto_is_online_with_a_netrc_entry(
+    no_login: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    netrc = tmp_path / "netrc"
+    netrc.write_text(f"machine api.wandb.ai login user password {'0' * 40}\n")
+    netrc.chmod(0o600)
+    assert mode_of(no_login, "auto") == "online"
+
+
+def test_wandb_auto_stays_offline_where_wandb_is_set_to(no_login: pytest.MonkeyPatch) -> None:
+    no_login.setenv("WANDB_API_KEY", "0" * 40)
+    assert mode_of(no_login, "auto", mode="offline") == "offline"
+
+
+def test_secrets_do_not_reach_wandb() -> None:
+    shown = without_secrets(config().model_dump(mode="json", by_alias=True))
+    assert shown["teachers"]["sort"]["engine"]["extra"] == {"hf_token": "<hidden>"}
+    assert shown["rollout"]["max_tokens"] == 1024
+
+
+def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(config(wandb="offline"), tmp_path, clock=Clock()) as log:
+        log.log(0, {"eval_initial/sort/accuracy": 0.5})
+        log.log(1, {"loss/total": float("nan")})
+        log.finish("failed", "out of memory")
+    assert (tmp_path / "run.log").read_text().count("wandb") == 0
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert log.failures == 0
+    assert capfd.readouterr() == ("", "failed: out of memory\n")
+
+
+def test_importing_the_log_imports_neither_wandb_nor_rich() -> None:
+    code = (
+        "import sys, async_opd.observability.run_log, async_opd.observability.trace;"
+        "print({'wandb', 'rich', 'torch', 'ray'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_dead_letters_have_a_file_of_their_own(tmp_path: Path) -> None:
+    with RunLog(config(), tmp_path, Clock(), []) as log:
+        for index in range(2):
+            log.dead_letter(DeadLetter(Header(f"p{index}/0", 7, 100, 3, "t"), "cannot be scored"))
+        log.finish("completed")
+    lines = (tmp_path / "dead_letters.jsonl").read_text().splitlines()
+    assert json.loads(lines[1]) == {
+        "time": START,
+        "uid": "p1/0",
+        "teacher": "t",
+        "tokens": 7,
+        "stage": "teacher",
+        "reason": "cannot be scored",
+    }
+
+
+def test_the_first_dead_letter_of_each_stage_is_a_message_with_its_uid(tmp_path: Path) -> None:
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        for uid, stage in (("a", "grader"), ("b", "grader"), ("c", "prompt")):
+            log.dead_letter(DeadLetter(Header(uid, 7, 100, 3, "t"), "bad", stage))
+        log.finish("completed")
+    assert [text for text in sink.messages() if "dead" in text] == [
+        "dead-lettered a (grader): bad",
+        "dead-lettered c (prompt): bad",
+    ]
+
+
+def test_a_full_disk_ends_the_run_with_the_files_name(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        with open("/dev/full", "w") as full:  # a device that is always full
+            os.dup2(full.fileno(), log._metrics_file.fileno())
+        with pytest.raises(StageError, match=r"metrics\.jsonl cannot be written: No space left"):
+            log.log(1, {"train/lr": 1.0})
+        log.finish("failed", "no space")
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_a_run_whose_summary_cannot_be_written_is_not_completed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "summary.json").mkdir()
+    sink = Recorder()
+    with opened(tmp_path, sink) as log:
+        assert log.finish("completed") == "failed"
+    assert sink.calls[-1][0] == "close"
+    assert "summary.json cannot be written: Is a directory" in capsys.readouterr().err
+
+
+def test_a_run_log_that_cannot_be_written_at_the_end_is_a_failed_run_with_a_summary(
+    tmp_path: Path,
+) -> None:
+    with opened(tmp_path) as log:
+        log._messages_file.close()
+        with open("/dev/full", "w", buffering=1) as log._messages_file:
+            assert log.finish("completed") == "failed"
+    assert summary(tmp_path)["status"] == "failed"
+
+
+def test_a_wandb_that_cannot_be_reached_is_offline_and_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import wandb
+
+    opened_as, init = [], wandb.init
+
+    def no_server(**arguments: Any) -> Any:
+        opened_as.append(arguments["mode"])
+        if arguments["mode"] == "online":
+            raise wandb.errors.CommError("timed out")
+        return init(**arguments)
+
+    monkeypatch.setattr(wandb, "init", no_server)
+    with RunLog(config(wandb="online"), tmp_path, clock=Clock()) as log:
+        log.log(1, {"train/lr": 1.0})
+        assert log.finish("completed") == "completed"
+    assert opened_as == ["online", "offline"]
+    assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert (tmp_path / "run.log").read_text().count("wandb cannot be reached (CommError") == 1
+    assert log.failures == 0
+
+
+def test_what_a_killed_process_was_writing_is_a_line_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "run.log").write_text("2026-01-01 step 4, vers")
+    with opened(tmp_path) as log:
+        log.message("going on")
+        log.finish("completed")
+    first, second, *_ = (tmp_path / "run.log").read_text().splitlines()
+    assert (first, second.endswith("going on")) == ("2026-01-01 step 4, vers", True)
+
+
+def test_a_run_without_dead_letters_has_no_file_of_them(tmp_path: Path) -> None:
+    with RunLog(config(), tmp_path, Clock(), []) as log:
+        log.finish("completed")
+    assert not (tmp_path / "dead_letters.jsonl").exists()
+
+
+def test_a_failure_is_told_even_if_the_console_is_off(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with RunLog(config(console="off"), tmp_path, sinks=[]) as log:
+        log.finish("failed", "no more samples")
+    assert "no more samples" in capsys.readouterr().err

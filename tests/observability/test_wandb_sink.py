@@ -1,0 +1,237 @@
+"""One wandb run for one run directory: resumed, rewound, each step in it once."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.config.run_config import RunConfig
+from async_opd.observability import wandb_sink
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Summary
+from async_opd.observability.wandb_run import NAME, WandbRun
+from async_opd.observability.wandb_sink import MAX_ROWS, WandbSink
+
+SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
+
+
+class FakeRun:
+    """What wandb was told, and by which settings."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.rows: list[tuple[int, dict[str, float]]] = []
+        self.summary: dict[str, Any] = {}
+
+    def define_metric(self, *_: str, **__: str) -> None: ...
+    def finish(self, exit_code: int) -> None: ...
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        self.rows.append((step, row))
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[FakeRun]:
+    import wandb
+
+    runs: list[FakeRun] = []
+
+    def init(**arguments: Any) -> FakeRun:
+        runs.append(FakeRun(**arguments))
+        return runs[-1]
+
+    monkeypatch.setattr(wandb, "init", init)
+    return runs
+
+
+def config() -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"sort": {"model": "teacher"}},
+            "data": {"train": "train.jsonl"},
+            "log": {"console": "off", "wandb": "offline"},
+        }
+    )
+
+
+def logged(run_dir: Path, *steps: int, resumed: bool = False) -> None:
+    """A run that logs some steps and is killed."""
+    sink = WandbSink(config(), run_dir, resumed)
+    sink.start()
+    for step in steps:
+        sink.log(step, {"loss": float(step)})
+    assert sink._writer.close(10)
+
+
+def test_a_resumed_run_is_the_same_wandb_run(tmp_path: Path, opened: list[FakeRun]) -> None:
+    logged(tmp_path, 1, 2)
+    logged(tmp_path, 3, resumed=True)
+    first, second = (run.arguments for run in opened)
+    assert (first["id"], second["resume"]) == (second["id"], "allow")
+
+
+def test_another_run_in_the_same_directory_is_another_wandb_run(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1)
+    logged(tmp_path, 1)
+    assert opened[0].arguments["id"] != opened[1].arguments["id"]
+
+
+def test_steps_that_come_again_after_a_resume_are_left_out(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1, 2, 3)
+    logged(tmp_path, 2, 3, 4, resumed=True)
+    assert [row["step"] for run in opened for _, row in run.rows] == [1, 2, 3, 4]
+
+
+def test_steps_that_come_again_after_a_rewind_are_left_out(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    with RunLog(config(), tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss": 1.0})
+        log.rewind({})
+        for step in (2, 3, 4):
+            log.log(step, {"loss": 1.0})
+        log.finish("completed")
+    assert [row["step"] for _, row in opened[0].rows] == [1, 2, 3, 4]
+
+
+def test_an_evaluation_that_was_cut_off_comes_after_the_resume(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    logged(tmp_path, 1, 2)
+    sink = WandbSink(config(), tmp_path, resumed=True)
+    sink.start()
+    for _ in range(2):
+        sink.log(2, {"eval/sort/accuracy": 0.5})
+    assert sink._writer.close(10)
+    again = WandbSink(config(), tmp_path, resumed=True)
+    again.start()
+    again.log(2, {"eval/sort/accuracy": 0.5})
+    assert again._writer.close(10)
+    assert [len(run.rows) for run in opened] == [2, 2, 0]
+
+
+def test_rows_of_one_step_all_come_and_in_any_order(tmp_path: Path, opened: list[FakeRun]) -> None:
+    logged(tmp_path, 1, 2, 1, 2)
+    assert [row["step"] for _, row in opened[0].rows] == [1, 2, 1, 2]
+
+
+@given(
+    lives=st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4),
+)
+def test_wandbs_own_step_only_grows_whatever_comes_again(
+    tmp_path_factory: pytest.TempPathFactory, lives: list[list[int]]
+) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    rows: list[int] = []
+    for number, steps in enumerate(lives):
+        sink = WandbSink(config(), run_dir, resumed=number > 0)
+        sink._run = FakeRun()  # type: ignore[assignment]
+        for step in steps:
+            sink.log(step, {})
+        assert sink._writer.close(10)
+        rows += [row for row, _ in sink._run.rows]  # type: ignore[union-attr]
+    assert rows == list(range(len(rows)))
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"id": "../../x"}', '{"id": "0123abcd", "rows": -1}']
+)
+def test_a_damaged_file_begins_another_wandb_run(tmp_path: Path, content: str) -> None:
+    (tmp_path / NAME).write_text(content)
+    assert WandbRun.of(tmp_path).rows == 0
+
+
+def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -> None:
+    for steps, resumed in (((1, 2), None), ((2, 3), {"loss": 1.0})):
+        with RunLog(config(), tmp_path, before=resumed) as log:
+            for step in steps:
+                log.log(step, {"loss": 1.0})
+            log.finish("interrupted")
+        assert log.failures == 0
+    files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
+    assert {file.stem for file in files} == {f"run-{WandbRun.of(tmp_path).id}"}
+
+
+def test_a_wandb_that_takes_nothing_holds_up_nobody(
+    tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = threading.Event()
+
+    def log(self: FakeRun, *_: Any, **__: Any) -> None:
+        taken.wait(60)
+
+    ended: list[bool] = []
+    monkeypatch.setattr(FakeRun, "log", log)
+    monkeypatch.setattr(wandb_sink, "_end_service", lambda: ended.append(True))
+    hasty = config()
+    bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
+    sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), tmp_path)
+    sink.start()
+    for step in range(MAX_ROWS + 10):
+        sink.log(step, {})
+    assert sink.close(SUMMARY) == f"wandb did not take {MAX_ROWS} rows within 1 s"
+    assert ended
+    taken.set()
+
+
+def test_what_wandb_makes_of_a_row_is_raised_once(
+    tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def log(self: FakeRun, *_: Any, **__: Any) -> None:
+        raise ConnectionError("gone")
+
+    sink = WandbSink(config(), tmp_path)
+    sink.start()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeRun, "log", log)
+        sink._give([(0, {})])
+    with pytest.raises(ConnectionError, match="gone"):
+        sink.log(1, {})
+    sink.log(2, {})
+    assert sink.close(SUMMARY) is None
+
+
+HANGS = """
+import sys
+from contextlib import suppress
+from pathlib import Path
+import psutil
+from async_opd.observability.wandb_sink import WandbSink
+from tests.observability.test_wandb_sink import SUMMARY, config
+hasty = config()
+bounds = hasty.timeouts.model_copy(update={"shutdown_s": 1.0})
+sink = WandbSink(hasty.model_copy(update={"timeouts": bounds}), Path(sys.argv[1]))
+sink.start()
+for process in psutil.Process().children(recursive=True):
+    with suppress(psutil.NoSuchProcess):  # one that was there for a moment only
+        process.suspend()
+for step in range(1, 2000):
+    sink.log(step, {f"a{number}": 1.0 for number in range(300)})
+assert "did not take" in (sink.close(SUMMARY) or "")
+Path(sys.argv[1], "closed").touch()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_whose_wandb_hangs_comes_to_its_end(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    said = tmp_path / "said"  # a pipe would be held open by what was stopped
+    own = {k: v for k, v in os.environ.items() if k != "WANDB_SERVICE"}  # that of another process
+    with said.open("w") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, env=own, timeout=60, check=False)
+    assert done.returncode == 0, said.read_text()
+    assert (tmp_path / "closed").exists()

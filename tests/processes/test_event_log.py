@@ -1,0 +1,50 @@
+"""Lines for one listener, whose answers may be lost."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.processes.event_log import EventLog
+
+
+async def test_who_waits_hears_of_the_next_line() -> None:
+    bulletin = EventLog()
+    waiting = asyncio.create_task(bulletin.after(0))
+    await asyncio.sleep(0)
+    bulletin.append("a")
+    assert (await asyncio.wait_for(waiting, 5)).lines == ("a",)
+
+
+async def test_who_does_not_wait_hears_that_there_is_none() -> None:
+    assert (await EventLog().after(0, wait=False)).lines == ()
+
+
+async def test_who_heard_of_another_life_hears_all_of_this_one() -> None:
+    before = EventLog()
+    before.append("a")
+    heard = (await before.after(0)).seen
+    bulletin = EventLog()
+    bulletin.append("b")
+    assert (await bulletin.after(heard)).lines == ("b",)
+
+
+@given(st.lists(st.sampled_from(["tell", "ask", "ask in vain", "ask and give up"]), max_size=30))
+async def test_every_line_is_heard_once_and_in_order_whatever_is_lost(events: list[str]) -> None:
+    bulletin, told, heard, number = EventLog(), [], [], 0
+    for event in [*events, "ask"]:
+        if event == "tell":
+            told.append(f"line {len(told)}")
+            bulletin.append(told[-1])
+        elif event == "ask and give up":
+            waiting = asyncio.create_task(bulletin.after(number))
+            await asyncio.sleep(0)
+            waiting.cancel()
+        else:
+            news = await bulletin.after(number, wait=False)
+            if event == "ask":
+                number = news.seen
+                heard += news.lines
+    assert heard == told

@@ -1,0 +1,63 @@
+"""Work that an engine's process will never finish ends with the process."""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from async_opd.core.errors import ProcessDied
+from async_opd.processes.exit_watch import ExitWatch
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    """Like multiprocessing's sentinel: readable when the other end is closed."""
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+
+
+async def test_work_that_is_never_answered_ends_with_the_process(pipe: tuple[int, int]) -> None:
+    watch = ExitWatch("student/0", [pipe[0]])
+    work = asyncio.create_task(watch.within(asyncio.Event().wait()))
+    asyncio.get_running_loop().call_soon(os.close, pipe[1])
+    with pytest.raises(ProcessDied, match="student/0: its engine's process has ended"):
+        await asyncio.wait_for(work, 5)
+
+
+async def test_all_work_ends_and_what_comes_later_too(pipe: tuple[int, int]) -> None:
+    watch = ExitWatch("student/0", [pipe[0]])
+    works = [asyncio.create_task(watch.within(asyncio.Event().wait())) for _ in range(3)]
+    asyncio.get_running_loop().call_soon(os.close, pipe[1])
+    ended = await asyncio.gather(*works, return_exceptions=True)
+    assert all(isinstance(error, ProcessDied) for error in ended)
+    with pytest.raises(ProcessDied):
+        await asyncio.wait_for(watch.within(asyncio.Event().wait()), 5)
+
+
+async def test_work_that_is_done_gives_its_result(pipe: tuple[int, int]) -> None:
+    assert await ExitWatch("student/0", [pipe[0]]).within(asyncio.sleep(0, 7)) == 7
+    os.close(pipe[1])
+
+
+async def test_an_error_of_the_work_is_its_own(pipe: tuple[int, int]) -> None:
+    async def fails() -> None:
+        raise ValueError("oh")
+
+    with pytest.raises(ValueError, match="oh"):
+        await ExitWatch("student/0", [pipe[0]]).within(fails())
+    os.close(pipe[1])
+
+
+async def test_it_watches_the_processes_of_multiprocessing() -> None:
+    process = multiprocessing.get_context("spawn").Process(target=int)
+    process.start()
+    with pytest.raises(ProcessDied):
+        await asyncio.wait_for(
+            ExitWatch("e", [process.sentinel]).within(asyncio.Event().wait()), 60
+        )
+    process.join(30)

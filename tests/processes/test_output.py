@@ -1,0 +1,134 @@
+"""Output into a real pipe: nobody waits for its reader, and who reads is told what is missing."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import pytest
+
+from async_opd.processes.output import NonBlockingStream, nonblocking
+
+PIPE_BYTES = 1 << 16
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, TextIO]]:
+    """The end that is read, and the other one as a text file."""
+    ours, theirs = os.pipe()
+    with os.fdopen(theirs, "w") as file:
+        yield ours, file
+    os.close(ours)
+
+
+def read(descriptor: int, last: str) -> str:
+    """Everything until ``last`` has come."""
+    text = ""
+    while not text.endswith(last):
+        part = os.read(descriptor, 1 << 16)
+        assert part, f"the pipe ended without {last!r}"
+        text += part.decode()
+    return text
+
+
+def test_what_is_written_arrives(pipe: tuple[int, TextIO]) -> None:
+    ours, file = pipe
+    stream = NonBlockingStream(file)
+    for number in range(3):
+        stream.write(f"{number} é\n")
+    assert read(ours, "2 é\n") == "0 é\n1 é\n2 é\n"
+    assert stream.finish()
+
+
+def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -> None:
+    _, file = pipe
+    stream = NonBlockingStream(file, most=PIPE_BYTES)
+    for _ in range(100):
+        stream.write("x" * PIPE_BYTES + "\n")
+    assert stream.left_out > 90
+    assert not stream.finish(0.01)
+
+
+def test_a_reader_who_comes_late_is_told_how_much_is_missing(pipe: tuple[int, TextIO]) -> None:
+    ours, file = pipe
+    stream = NonBlockingStream(file, most=PIPE_BYTES)
+    line = "x" * (PIPE_BYTES - 1) + "\n"
+    stream.write(line * 2)
+    for _ in range(7):
+        stream.write("left out\n")
+    assert read(ours, line * 2) == line * 2
+    until = time.monotonic() + 10
+    while stream.waiting and time.monotonic() < until:
+        time.sleep(0)
+    stream.write("here again\n")
+    assert read(ours, "again\n") == "(7 lines left out: not read)\nhere again\n"
+
+
+def test_a_reader_who_is_gone_is_an_error_of_a_later_write(pipe: tuple[int, TextIO]) -> None:
+    ours, file = pipe
+    stream = NonBlockingStream(file)
+    os.close(ours)
+    stream.write("one\n")
+    with pytest.raises(BrokenPipeError):
+        stream.finish(5)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), ours)  # for the fixture
+
+
+def test_a_file_without_a_descriptor_is_written_at_once() -> None:
+    file = io.StringIO()
+    assert nonblocking(file) is file
+
+
+def test_a_descriptor_that_does_not_block_is_waited_for(pipe: tuple[int, TextIO]) -> None:
+    ours, file = pipe
+    os.set_blocking(file.fileno(), False)
+    stream = NonBlockingStream(file, most=4 * PIPE_BYTES)
+    text = "x" * (4 * PIPE_BYTES - 1) + "\n"
+    stream.write(text)
+    assert read(ours, "\n") == text
+
+
+RUN = """
+import asyncio, json, sys, time
+from pathlib import Path
+import uvloop
+from async_opd.observability.run_log import RunLog
+from tests.observability.test_run_log import config
+
+async def lags(run_dir):
+    with RunLog(config(console=sys.argv[2]), run_dir) as log:
+        worst = 0.0
+        for step in range(1, 201):
+            log.log(step, {"loss/total": 1.0})
+            log.message("x" * 20_000)
+            due = time.monotonic() + 0.001
+            await asyncio.sleep(0.001)
+            worst = max(worst, time.monotonic() - due)
+        (run_dir / "lag.json").write_text(json.dumps(worst))
+        log.finish("completed")
+
+uvloop.run(lags(Path(sys.argv[1])))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("console", ["plain", "live"])
+def test_a_run_whose_output_nobody_reads_goes_on_and_ends(tmp_path: Path, console: str) -> None:
+    ours, theirs = os.pipe()
+    try:
+        command = [sys.executable, "-c", RUN, str(tmp_path), console]
+        done = subprocess.run(command, stdout=theirs, stderr=theirs, timeout=60, check=False)
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert done.returncode == 0
+    assert json.loads((tmp_path / "lag.json").read_text()) < 1
+    assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
+    assert ("nobody read it" in (tmp_path / "run.log").read_text()) == (console == "plain")

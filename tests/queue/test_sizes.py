@@ -1,0 +1,188 @@
+"""What samples weigh, computed without them, against what they weigh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.config.loss import ScoreKind
+from async_opd.core.batch import MESSAGE_BYTES, Batch
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    HiddenStates,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+)
+from async_opd.core.stages import SamplingSpec
+from async_opd.queue.sizes import (
+    ITEM_BYTES,
+    Payload,
+    calls,
+    in_mib,
+    payloads,
+    refused,
+    rollout_bytes,
+    sample_bytes,
+    score_bytes,
+    traffic,
+)
+from tests.checks.inputs import config, model, one
+from tests.conftest import make_prompt, make_rollout
+
+R, K, H = 300, 5, 16
+
+
+def scores(kind: ScoreKind) -> Scores:
+    sampled, rest = np.zeros(R, np.float32), np.zeros(R, np.float32)
+    ids, logprobs = np.zeros((R, K), np.int32), np.zeros((R, K), np.float32)
+    return {
+        "sampled": SampledLogprobs(sampled),
+        "teacher_topk": TopK(ids, logprobs, sampled, rest),
+        "student_topk": CandidateLogprobs(ids, logprobs, sampled, rest),
+        "hidden": HiddenStates(np.zeros((R, H), np.uint16), "bfloat16"),
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
+def test_a_sample_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
+    rollout = make_rollout(tokens=R, prompt_tokens=1)
+    (header,) = Batch.pack([Sample(rollout, scores(kind))]).headers
+    computed = R * sample_bytes(kind, K, H, 2)
+    assert computed <= header.nbytes <= computed + ITEM_BYTES
+
+
+@pytest.mark.parametrize("kind", ["sampled", "student_topk"])
+def test_a_rollout_weighs_what_is_computed_but_for_the_bytes_of_an_item(kind: ScoreKind) -> None:
+    rollout = make_rollout(tokens=R, prompt_tokens=1)
+    if kind == "student_topk":
+        rollout = replace(rollout, topk_ids=np.zeros((R, K), np.int32))
+    (header,) = Batch.pack([rollout]).headers
+    computed = R * rollout_bytes(kind, K)
+    assert computed <= header.nbytes <= computed + ITEM_BYTES
+
+
+def test_top_64_of_32k_tokens_has_16_mib_and_states_of_width_4096_256_mib() -> None:
+    assert 32768 * score_bytes("teacher_topk", 64) == (16 << 20) + 8 * 32768
+    assert 32768 * score_bytes("hidden", 0, 4096, 2) == 256 << 20
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sample"),
+    [
+        (["loss={kind: k2}"], 12),
+        (["loss={kind: forward_kl, top_k: 8}"], 16 + 64),
+        (["loss={kind: forward_kl, support: student_topk, top_k: 8}"], 16 + 64),
+        (["loss={kind: forward_kl, support: full_vocab}"], 8 + 128 * 4),
+    ],
+)
+def test_the_bytes_of_a_token_follow_from_the_objective(overrides: list[str], sample: int) -> None:
+    assert {one.sample for one in payloads(config(*overrides), "cpu")} == {sample}
+
+
+def test_states_of_engines_on_a_gpu_have_half_the_bytes() -> None:
+    full = config("loss={kind: forward_kl, support: full_vocab}")
+    assert {one.sample for one in payloads(full, "cuda")} == {8 + 128 * 2}
+
+
+def test_a_call_has_as_many_tokens_as_its_answer_may_weigh() -> None:
+    payload = Payload("t", "teacher_topk", 8, 528)
+    assert payload.call_tokens * payload.sample <= MESSAGE_BYTES
+    assert (payload.call_tokens + 1) * payload.sample > MESSAGE_BYTES
+
+
+def test_a_call_has_a_token_however_much_one_weighs() -> None:
+    assert Payload("t", "hidden", 8, 2 * MESSAGE_BYTES).call_tokens == 1
+
+
+def long(**changes: Any) -> list[str]:
+    settings = {
+        "rollout.max_tokens": 32768,
+        "loss": "{kind: forward_kl, top_k: 64}",
+        "train.batch_size": 64,
+        "async.sync_steps": 4,
+        "async.staleness_threshold": 1,
+        **changes,
+    }
+    return [f"{key}={value}" for key, value in settings.items()]
+
+
+def test_a_step_moves_a_batch_of_the_longest_samples() -> None:
+    made = config(*long())
+    found = traffic(made, payloads(made, "cpu"), 100)
+    assert found.sample == ITEM_BYTES + 400 + 32768 * 528
+    assert found.step_samples == 64 * found.sample
+    assert found.step_rollouts == 64 * (ITEM_BYTES + 400 + 32768 * 8)
+
+
+def test_the_queue_holds_no_more_than_is_in_flight() -> None:
+    made = config(*long(), "queue.max_mib=1000000")
+    found = traffic(made, payloads(made, "cpu"), 0)
+    assert found.queue == 2 * 4 * 64 * found.sample
+
+
+def test_the_queue_holds_no_more_than_its_bounds_and_what_the_trainer_has_taken() -> None:
+    made = config(*long(), "queue.max_mib=32")
+    found = traffic(made, payloads(made, "cpu"), 0)
+    assert found.queue == 3 * MESSAGE_BYTES + 2 * 64 * found.sample
+
+
+def test_a_sample_that_the_queue_cannot_hold_is_refused_with_what_it_takes() -> None:
+    made = config(*long(), "queue.max_mib=16")
+    found = refused(made, traffic(made, payloads(made, "cpu"), 0))
+    assert found is not None
+    key, message, remedy = found
+    assert key == "queue.max_mib"
+    assert "rollout.max_tokens 32768 may have 16.5 MiB" in message
+    assert "at least 17" in remedy
+
+
+def test_a_sample_that_just_fits_is_not_refused() -> None:
+    made = config(*long(), "queue.max_mib=17")
+    assert refused(made, traffic(made, payloads(made, "cpu"), 0)) is None
+
+
+def test_preflight_refuses_it_too(tmp_path: Path) -> None:
+    long = {
+        key: model(tmp_path, name, max_position_embeddings=4096)
+        for key, name in (
+            ("student.model", "student"),
+            ("teachers.sort.model", "teacher-sort"),
+            ("teachers.reverse.model", "teacher-reverse"),
+        )
+    }
+    problem = one(
+        *(f"{key}={path}" for key, path in long.items()),
+        "loss={kind: forward_kl, support: full_vocab}",
+        "rollout.max_tokens=2100",
+        "queue.max_mib=1",
+    )
+    assert problem.key == "queue.max_mib"
+    assert "may have 1.0 MiB" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "words"),
+    [(5, "5 B"), (1536, "1.5 KiB"), (16 << 20, "16.0 MiB"), (3 << 30, "3.0 GiB")],
+)
+def test_bytes_are_told_in_the_largest_unit_there_is_one_of(nbytes: int, words: str) -> None:
+    assert in_mib(nbytes) == words
+
+
+def test_prompts_are_asked_in_calls_whose_answers_are_one_message() -> None:
+    sampling = SamplingSpec(max_tokens=32768, temperature=1.0, top_p=1.0, n=8)
+    prompts = [make_prompt(f"p{index}") for index in range(100)]
+    parts = list(calls(prompts, sampling))
+    assert [prompt.uid for part in parts for prompt in part] == [p.uid for p in prompts]
+    assert max(map(len, parts)) == MESSAGE_BYTES // (8 * (8 * 32768 + ITEM_BYTES + 64))
+
+
+def test_short_answers_are_asked_for_in_one_call() -> None:
+    sampling = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
+    prompts = [make_prompt(f"p{index}") for index in range(1000)]
+    assert len(list(calls(prompts, sampling))) == 1

@@ -1,0 +1,397 @@
+"""A topic: order, bounds, leases, and that nothing is lost whatever the interleaving."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.core.batch import MESSAGE_BYTES, Batch
+from async_opd.core.errors import QueueClosed
+from async_opd.queue.topic import Topic
+from tests.conftest import make_rollout
+from tests.timers import ManualTimer
+
+
+def topic(
+    max_samples: int = 100,
+    max_bytes: int = 1 << 20,
+    timer: Any = None,
+    lease_bytes: int = MESSAGE_BYTES,
+) -> Topic:
+    return Topic(max_samples, max_bytes, 10.0, timer or ManualTimer(), lease_bytes=lease_bytes)
+
+
+def batch(*uids: str) -> Batch:
+    return Batch.pack(make_rollout(uid) for uid in uids)
+
+
+def uids(lease: Any) -> list[str]:
+    return [header.uid for b in lease.batches for header in b.headers]
+
+
+async def settle() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_samples_come_out_in_the_order_they_went_in() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0"))
+    await queue.put(batch("c/0"))
+    assert uids(await queue.get(10)) == ["a/0", "b/0", "c/0"]
+
+
+async def test_a_get_takes_no_more_than_it_asked_for_and_splits_a_batch_for_it() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    assert uids(await queue.get(2)) == ["a/0", "b/0"]
+    assert uids(await queue.get(2)) == ["c/0"]
+
+
+async def test_a_split_batch_still_decodes_to_the_same_rollouts() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    await queue.get(1)
+    lease = await queue.get(2)
+    assert [item.uid for b in lease.batches for item in b.unpack()] == ["b/0", "c/0"]
+
+
+async def test_a_get_waits_until_at_least_so_many_are_there() -> None:
+    queue = topic()
+    waiting = asyncio.create_task(queue.get(3, 3))
+    await queue.put(batch("a/0", "b/0"))
+    await settle()
+    assert not waiting.done()
+    await queue.put(batch("c/0"))
+    assert len(await waiting) == 3
+
+
+async def test_a_put_waits_while_the_topic_is_full_and_goes_on_after_an_ack() -> None:
+    queue = topic(max_samples=1)
+    await queue.put(batch("a/0"))
+    waiting = asyncio.create_task(queue.put(batch("b/0")))
+    lease = await queue.get(1)
+    await settle()
+    assert not waiting.done()
+    queue.ack(lease.id)
+    await waiting
+
+
+async def test_the_byte_bound_makes_a_put_wait_too() -> None:
+    queue = topic(max_bytes=batch("a/0").nbytes)
+    await queue.put(batch("a/0"))
+    waiting = asyncio.create_task(queue.put(batch("b/0")))
+    await settle()
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_consumer_that_waits_for_more_than_the_byte_bound_holds_is_still_served() -> None:
+    queue = topic(max_bytes=1)
+    waiting = asyncio.create_task(queue.get(3, 3))
+    for uid in ("a/0", "b/0", "c/0"):
+        await asyncio.wait_for(queue.put(batch(uid)), 5)
+    assert len(await waiting) == 3
+
+
+async def test_a_get_that_could_never_be_served_is_refused() -> None:
+    with pytest.raises(ValueError, match="cannot wait for 5"):
+        await topic(max_samples=4).get(5, 5)
+
+
+async def test_a_returned_lease_comes_back_first() -> None:
+    queue = topic()
+    await queue.put(batch("a/0"))
+    await queue.put(batch("b/0"))
+    lease = await queue.get(1)
+    assert queue.nack(lease.id)
+    assert uids(await queue.get(1)) == ["a/0"]
+
+
+async def test_an_expired_lease_comes_back_and_its_ack_is_refused() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    timer.advance(11)
+    assert not queue.ack(lease.id)
+    assert uids(await queue.get(1)) == ["a/0"]
+
+
+async def test_a_lease_that_is_renewed_in_time_does_not_expire() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    for _ in range(5):
+        timer.advance(9)
+        queue.renew([lease.id])
+    assert queue.stats.expired == 0
+    assert queue.ack(lease.id)
+
+
+async def test_a_lease_expires_a_full_time_after_it_was_renewed_last() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    timer.advance(9)
+    queue.renew([lease.id])
+    timer.advance(9)
+    assert queue.stats.expired == 0
+    timer.advance(1)
+    assert queue.stats.expired == 1
+
+
+async def test_a_lease_that_expired_is_not_brought_back_by_renewing_it() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    lease = await queue.get(1)
+    timer.advance(11)
+    queue.renew([lease.id])
+    assert (queue.stats.ready, queue.stats.leased) == (1, 0)
+
+
+async def test_an_expired_lease_is_told_with_its_holder_its_size_and_a_remedy() -> None:
+    timer, told = ManualTimer(), list[str]()
+    queue = Topic(100, 1 << 20, 10.0, timer, told.append)
+    await queue.put(batch("a/0", "b/0"))
+    await queue.get(2, consumer="scorer#1")
+    timer.advance(11)
+    (line,) = told
+    assert line.startswith("2 samples went back: scorer#1 took them 0 s ago")
+    assert "no sign of life for 10 s" in line
+    assert "raise queue.lease_s" in line
+
+
+async def test_an_acknowledged_lease_does_not_expire() -> None:
+    timer = ManualTimer()
+    queue = topic(timer=timer)
+    await queue.put(batch("a/0"))
+    queue.ack((await queue.get(1)).id)
+    timer.advance(100)
+    assert queue.stats.ready == 0
+
+
+async def test_a_cancelled_get_leaves_its_samples_for_the_next_one() -> None:
+    queue = topic()
+    waiting = asyncio.create_task(queue.get(1))
+    await settle()
+    putting = asyncio.create_task(queue.put(batch("a/0")))
+    waiting.cancel()
+    await putting
+    assert uids(await queue.get(1)) == ["a/0"]
+
+
+async def test_a_get_cancelled_after_it_was_served_gives_its_lease_back() -> None:
+    queue = topic()
+    waiting = asyncio.create_task(queue.get(1))
+    await settle()
+    await queue.put(batch("a/0"))
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert uids(await asyncio.wait_for(queue.get(1), 5)) == ["a/0"]
+
+
+async def test_closing_wakes_every_waiter_with_an_error() -> None:
+    queue = topic(max_samples=1)
+    getting = asyncio.create_task(queue.get(1))
+    await settle()
+    queue.close()
+    with pytest.raises(QueueClosed):
+        await getting
+
+
+async def test_an_empty_batch_is_an_ordinary_case() -> None:
+    queue = topic()
+    await queue.put(Batch.pack([]))
+    assert queue.stats.put == 0
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
+    asks=st.lists(
+        st.tuples(st.integers(1, 6), st.sampled_from(["ack", "nack", "expire", "renew"])),
+        max_size=40,
+    ),
+    max_samples=st.integers(1, 8),
+)
+def test_every_sample_is_acknowledged_exactly_once_whatever_consumers_do(
+    sizes: list[int], asks: list[tuple[int, str]], max_samples: int
+) -> None:
+    names = [[f"{i}-{j}/0" for j in range(size)] for i, size in enumerate(sizes)]
+
+    async def run() -> list[str]:
+        timer = ManualTimer()
+        queue = topic(max_samples=max_samples, timer=timer)
+        producing = asyncio.create_task(produce(queue))
+        done: list[str] = []
+        plan = iter(asks)
+        while len(done) < sum(sizes):
+            at_most, what = next(plan, (6, "ack"))
+            lease = await asyncio.wait_for(queue.get(at_most), 5)
+            if what == "ack":
+                assert queue.ack(lease.id)
+                done += uids(lease)
+            elif what == "renew":
+                for _ in range(3):
+                    timer.advance(9)
+                    queue.renew([lease.id])
+                assert queue.ack(lease.id)
+                done += uids(lease)
+            elif what == "nack":
+                queue.nack(lease.id)
+            else:
+                timer.advance(11)
+        await producing
+        assert queue.stats.ready == queue.stats.leased == queue.stats.nbytes == 0
+        return done
+
+    async def produce(queue: Topic) -> None:
+        for group in names:
+            await queue.put(batch(*group))
+
+    assert asyncio.run(run()) == [uid for group in names for uid in group]
+
+
+async def test_a_shared_get_takes_an_even_part_of_what_is_there() -> None:
+    shared = topic()
+    takers = [asyncio.create_task(shared.get(10, share=True)) for _ in range(3)]
+    await settle()
+    await shared.put(batch(*"abcdefg"))
+    assert [len(await taker) for taker in takers] == [3, 2, 2]
+
+
+async def test_releasing_a_consumer_gives_back_its_leases_in_order() -> None:
+    given = topic()
+    await given.put(batch("a", "b", "c"))
+    await given.get(1, consumer="x")
+    await given.get(1, consumer="x")
+    assert given.release("x") == 2
+    assert uids(await given.get(3)) == ["a", "b", "c"]
+
+
+async def test_releasing_leaves_the_leases_of_others_alone() -> None:
+    given = topic()
+    await given.put(batch("a", "b"))
+    await given.get(1, consumer="x")
+    await given.get(1, consumer="y")
+    assert given.release("y") == 1
+    assert given.stats.leased == 1
+
+
+async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> None:
+    given = topic()
+    waiting = asyncio.create_task(given.get(1, consumer="x"))
+    await settle()
+    given.release("x")
+    await given.put(batch("a"))
+    assert uids(await given.get(1, consumer="y")) == ["a"]
+    with pytest.raises(QueueClosed, match="taken for dead"):
+        await waiting
+
+
+async def test_a_released_consumer_gets_nothing_any_more() -> None:
+    given = topic()
+    given.release("x")
+    with pytest.raises(QueueClosed, match="taken for dead"):
+        await given.get(1, consumer="x")
+
+
+ONE = batch("a/0").nbytes
+"""Bytes of one of these rollouts."""
+
+
+async def test_a_lease_ends_before_its_bytes_are_too_many() -> None:
+    queue = topic(lease_bytes=2 * ONE)
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    await queue.put(batch("d/0", "e/0"))
+    assert uids(await queue.get(10)) == ["a/0", "b/0"]
+    assert uids(await queue.get(10)) == ["c/0", "d/0"]
+
+
+async def test_a_sample_larger_than_a_lease_travels_alone() -> None:
+    queue = topic(lease_bytes=ONE - 1)
+    await queue.put(batch("a/0", "b/0"))
+    assert uids(await queue.get(10)) == ["a/0"]
+
+
+async def test_who_waits_for_more_than_a_lease_may_carry_gets_what_it_may() -> None:
+    queue = topic(lease_bytes=2 * ONE)
+    waiting = asyncio.create_task(queue.get(5, 5))
+    await queue.put(batch("a/0"))
+    await settle()
+    assert not waiting.done()
+    await queue.put(batch("b/0"))
+    assert uids(await waiting) == ["a/0", "b/0"]
+
+
+async def test_a_lease_ends_before_its_tokens_are_too_many() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    tokens = batch("a/0").tokens
+    assert uids(await queue.get(10, tokens=2 * tokens)) == ["a/0", "b/0"]
+    assert uids(await queue.get(10, tokens=tokens - 1)) == ["c/0"]
+
+
+async def test_the_contents_of_some_samples_are_theirs_leased_or_ready() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0"))
+    await queue.put(batch("c/0", "d/0", "e/0"))
+    await queue.get(1)
+    assert [header.uid for header in queue.headers] == ["a/0", "b/0", "c/0", "d/0", "e/0"]
+    found = [item.uid for part in queue.contents({"a/0", "c/0", "e/0"}) for item in part.unpack()]
+    assert found == ["a/0", "c/0", "e/0"]
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    batches=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=8),
+    lease_items=st.integers(1, 6),
+    tokens=st.none() | st.integers(1, 40),
+    ends=st.lists(st.sampled_from(["ack", "nack"]), max_size=20),
+    at_least=st.integers(1, 4),
+)
+def test_every_lease_is_one_sample_or_within_all_its_bounds_and_loses_none(
+    batches: list[list[int]],
+    lease_items: int,
+    tokens: int | None,
+    ends: list[str],
+    at_least: int,
+) -> None:
+    made = [
+        Batch.pack(make_rollout(f"{i}-{j}/0", tokens=size) for j, size in enumerate(sizes))
+        for i, sizes in enumerate(batches)
+    ]
+    names = [header.uid for b in made for header in b.headers]
+    lease_bytes = lease_items * ONE
+
+    async def run() -> list[str]:
+        queue = topic(lease_bytes=lease_bytes)
+        for one in made:
+            await queue.put(one)
+        done: list[str] = []
+        plan = iter(ends)
+        while len(done) < len(names):
+            least = min(at_least, len(names) - len(done))
+            lease = await asyncio.wait_for(queue.get(4, least, tokens=tokens), 5)
+            assert len(lease) == 1 or (
+                lease.nbytes <= lease_bytes and (tokens is None or lease.tokens <= tokens)
+            )
+            if next(plan, "ack") == "ack":
+                queue.ack(lease.id)
+                done += uids(lease)
+            else:
+                queue.nack(lease.id)
+        stats = queue.stats
+        assert (stats.ready, stats.leased, stats.nbytes, queue._ready_bytes) == (0, 0, 0, 0)
+        return done
+
+    assert asyncio.run(run()) == names

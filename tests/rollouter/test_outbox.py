@@ -1,0 +1,111 @@
+"""The outbox batches by the queue's own pace and passes its errors on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from async_opd.core.batch import Batch
+from async_opd.core.errors import QueueClosed
+from rollouter.outbox import Outbox
+from tests.conftest import make_rollout
+
+
+class GatedQueue:
+    """A queue whose puts wait for a gate."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.batches: list[list[str]] = []
+        self.error: Exception | None = None
+
+    async def put(self, topic: str, batch: Batch) -> None:
+        await self.gate.wait()
+        if self.error:
+            raise self.error
+        self.batches.append([row[0] for row in batch.rows])
+
+
+def outbox() -> tuple[Outbox, GatedQueue]:
+    queue: Any = GatedQueue()
+    return Outbox(queue), queue
+
+
+async def put_all(box: Outbox, *uids: str) -> list[asyncio.Task[None]]:
+    tasks = []
+    for uid in uids:
+        tasks.append(asyncio.create_task(box.put("t", make_rollout(uid))))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    return tasks
+
+
+async def test_what_gathers_while_the_queue_is_busy_leaves_as_one_batch() -> None:
+    box, queue = outbox()
+    tasks = await put_all(box, "a/0", "b/0", "c/0")
+    queue.gate.set()
+    await asyncio.gather(*tasks)
+    assert queue.batches == [["a/0"], ["b/0", "c/0"]]
+
+
+async def test_a_put_returns_only_when_the_item_is_in_the_queue() -> None:
+    box, queue = outbox()
+    (task,) = await put_all(box, "a/0")
+    assert not task.done()
+    queue.gate.set()
+    await task
+
+
+async def test_an_error_of_the_queue_reaches_every_waiting_put() -> None:
+    box, queue = outbox()
+    queue.error = QueueClosed("closed")
+    tasks = await put_all(box, "a/0", "b/0")
+    queue.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [QueueClosed, QueueClosed]
+
+
+async def test_a_put_after_an_error_is_tried_again() -> None:
+    box, queue = outbox()
+    queue.gate.set()
+    queue.error = QueueClosed("closed")
+    with pytest.raises(QueueClosed):
+        await box.put("t", make_rollout("a/0"))
+    queue.error = None
+    await box.put("t", make_rollout("b/0"))
+    assert queue.batches == [["b/0"]]
+
+
+async def test_what_gathered_leaves_in_messages_of_bounded_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = Batch.packed
+    most = 2 * Batch.pack([make_rollout("a/0")]).nbytes
+    monkeypatch.setattr(Batch, "packed", lambda items: packed(items, most))
+    box, queue = outbox()
+    tasks = await put_all(box, "a/0", "b/0", "c/0", "d/0")
+    queue.gate.set()
+    await asyncio.gather(*tasks)
+    assert queue.batches == [["a/0"], ["b/0", "c/0"], ["d/0"]]
+
+
+async def test_an_error_of_one_message_leaves_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    packed = Batch.packed
+    monkeypatch.setattr(Batch, "packed", lambda items: packed(items, 1))
+    box, queue = outbox()
+    tasks = await put_all(box, "a/0", "b/0", "c/0")
+    put = queue.put
+
+    async def refuses_b(topic: str, batch: Batch) -> None:
+        if batch.headers[0].uid == "b/0":
+            raise QueueClosed("closed")
+        await put(topic, batch)
+
+    queue.put = refuses_b  # type: ignore[method-assign]
+    queue.gate.set()
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), QueueClosed, type(None)]

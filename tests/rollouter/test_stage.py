@@ -1,0 +1,290 @@
+"""The pool of replicas on fakes: who dies or hangs leaves, is rebuilt, and is never waited for."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.config.run_config import SupervisionConfig
+from async_opd.core.errors import StageError, first_cause
+from async_opd.core.liveness import Progress
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec, StageReport
+from rollouter.stage import RollouterStage
+from tests.conftest import make_prompt, make_rollout
+
+GREEDY = SamplingSpec(4, 0.0, 1.0, 1)
+
+
+async def settle() -> None:
+    for _ in range(40):
+        await asyncio.sleep(0)
+
+
+class Clock:
+    """Timers that ring when told to; ``delays`` is what was asked for."""
+
+    def __init__(self) -> None:
+        self.pending: list[tuple[float, Callable[[], None]]] = []
+        self.delays: list[float] = []
+
+    def __call__(self, delay: float, call: Callable[[], None]) -> Any:
+        self.delays.append(delay)
+        entry = (delay, call)
+        self.pending.append(entry)
+        clock = self
+
+        class Handle:
+            def cancel(self) -> None:
+                if entry in clock.pending:
+                    clock.pending.remove(entry)
+
+        return Handle()
+
+    async def ring(self, *delays: float) -> None:
+        """Every pending timer of these delays (all, without any) rings; then things settle."""
+        for entry in list(self.pending):
+            if entry in self.pending and (not delays or entry[0] in delays):
+                self.pending.remove(entry)
+                entry[1]()
+        await settle()
+
+
+class Replica:
+    def __init__(self, name: str, life: int = 0) -> None:
+        self.name, self.life = name, life
+        self.consumer = f"{name}#{life}"
+        self.death: asyncio.Future[None] = asyncio.Future()
+        self.hangs = False
+        self.runs = False
+        self.tokens = 0
+        self.counters: dict[str, float] = {}
+
+    async def run(self) -> None:
+        self.runs = True
+        await asyncio.shield(self.death)
+
+    def die(self) -> None:
+        self.death.set_exception(StageError(self.name, "its process died"))
+
+    async def alive(self) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.death.done():
+            await self.death
+        return [make_rollout(f"{prompt.uid}/0", version=self.life) for prompt in prompts]
+
+    async def progress(self) -> Progress:
+        return Progress(self.tokens, 1)
+
+    async def report(self) -> StageReport:
+        if self.death.done():
+            await self.death
+        return StageReport(self.counters, {"version": float(self.life)})
+
+
+class World:
+    """A pool of ``count`` replicas whose rebuilding can be made to fail."""
+
+    def __init__(self, count: int, tries: int = 3) -> None:
+        self.clock = Clock()
+        self.replicas = {f"student/{i}": Replica(f"student/{i}") for i in range(count)}
+        self.broken: set[str] = set()  # cannot be rebuilt
+        self.attempts: list[str] = []
+        self.released: list[str] = []
+        self.lost: list[str] = []
+        self.told: list[str] = []
+        queue: Any = self
+        self.stage = RollouterStage(
+            dict(self.replicas),
+            queue,
+            self.rebuild,
+            SupervisionConfig(tries=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
+            lost=lambda name, error: self.lost.append(name),
+            notify=self.told.append,
+            timer=self.clock,
+        )
+        self.running = asyncio.create_task(self.stage.run())
+
+    def passes_hours(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Between any two deaths."""
+        hours = itertools.count(0, 3600)
+        for slot in self.stage._slots.values():
+            monkeypatch.setattr(slot.restarts, "_clock", lambda: float(next(hours)))
+
+    async def dies(self, name: str) -> None:
+        await settle()
+        self.replicas[name].die()
+        await settle()
+        await self.clock.ring(2, 6)
+
+    async def release(self, topic: str, consumer: str) -> int:
+        self.released.append(consumer)
+        return 0
+
+    async def rebuild(self, name: str, old: Replica) -> Replica:
+        self.attempts.append(name)
+        if name in self.broken:
+            raise StageError(name, "out of memory")
+        self.replicas[name] = Replica(name, old.life + 1)
+        return self.replicas[name]
+
+
+async def test_a_replica_that_dies_gives_back_what_it_had_and_is_rebuilt_at_once() -> None:
+    world = World(2)
+    await settle()
+    world.replicas["student/0"].die()
+    await settle()
+    assert (world.released, world.lost) == (["student/0#0"], ["student/0"])
+    assert world.replicas["student/0"].consumer == "student/0#1"
+    assert world.replicas["student/0"].runs
+
+
+async def test_the_last_one_is_rebuilt_too() -> None:
+    world = World(1)
+    await settle()
+    world.replicas["student/0"].die()
+    await settle()
+    assert world.replicas["student/0"].runs
+    assert not world.running.done()
+
+
+async def test_what_fails_in_a_weight_sync_is_rebuilt() -> None:
+    world = World(2)
+    await settle()
+    world.stage.eject("student/1", StageError("weight sync", "half of the weights"))
+    await settle()
+    assert world.attempts == ["student/1"]
+
+
+async def test_one_that_does_not_answer_in_time_is_rebuilt() -> None:
+    world = World(2)
+    await settle()
+    world.replicas["student/0"].hangs = True
+    await world.clock.ring(10)
+    await world.clock.ring(60)
+    assert world.attempts == ["student/0"]
+    assert "a sign of life took longer than 60 s" in world.told[0]
+
+
+async def test_tries_come_later_and_later_and_then_end() -> None:
+    world = World(1)
+    await settle()
+    world.broken = {"student/0"}
+    world.replicas["student/0"].die()
+    await settle()
+    await world.clock.ring(2)
+    await world.clock.ring(6)
+    assert len(world.attempts) == 3
+    assert [delay for delay in world.clock.delays if delay in (2, 6, 14)] == [2, 6]
+    with pytest.raises(ExceptionGroup) as caught:
+        await world.running
+    assert "its process died" in str(first_cause(caught.value))
+
+
+async def test_a_replica_that_dies_before_it_has_done_anything_is_given_up_in_the_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(2, tries=2)
+    world.passes_hours(monkeypatch)
+    for _ in range(3):
+        await world.dies("student/0")
+    assert world.told[-1] == "student/0 is gone for good"
+
+
+async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(2, tries=2)
+    world.passes_hours(monkeypatch)
+    for _ in range(6):
+        await world.dies("student/0")
+        world.replicas["student/0"].counters = {"tokens": 8.0}
+        await world.stage.report()
+    assert world.replicas["student/0"].life == 6
+
+
+async def test_one_that_is_gone_for_good_does_not_end_the_others() -> None:
+    world = World(2, tries=1)
+    await settle()
+    world.broken = {"student/0"}
+    world.replicas["student/0"].die()
+    await settle()
+    assert not world.running.done()
+    assert world.told[-1] == "student/0 is gone for good"
+
+
+async def test_an_evaluation_asks_another_one_for_what_a_dead_one_did_not_answer() -> None:
+    world = World(2, tries=0)
+    await settle()
+    world.replicas["student/0"].hangs = True
+    prompts = [make_prompt(f"p{index}") for index in range(5)]
+    answers = asyncio.create_task(world.stage.generate(prompts, GREEDY))
+    await settle()
+    world.replicas["student/0"].die()
+    assert [r.uid for r in await answers] == [f"p{index}/0" for index in range(5)]
+
+
+async def test_an_evaluation_waits_for_the_only_replica_to_be_rebuilt() -> None:
+    world = World(1)
+    await settle()
+    world.replicas["student/0"].die()
+    await settle()
+    (answer,) = await world.stage.generate([make_prompt("p")], GREEDY)
+    assert answer.version_spans[0].version == 1
+
+
+async def test_the_report_counts_rebuilds_and_who_serves() -> None:
+    world = World(2)
+    await settle()
+    world.replicas["student/0"].die()
+    await settle()
+    gauges = (await world.stage.report()).gauges
+    assert (gauges["rebuilds"], gauges["replicas"]) == (1, 2)
+
+
+async def test_progress_counts_the_tokens_of_all_replicas_and_of_those_before_them() -> None:
+    world = World(2)
+    await settle()
+    for replica in world.replicas.values():
+        replica.tokens = 10
+    assert await world.stage.progress() == Progress(20, 2)
+    world.replicas["student/0"].die()
+    await settle()
+    world.replicas["student/0"].tokens = 4
+    assert await world.stage.progress() == Progress(24, 2)
+
+
+@given(deaths=st.lists(st.tuples(st.integers(0, 2), st.booleans(), st.booleans()), max_size=12))
+def test_whoever_dies_or_hangs_everybody_serves_in_the_end_and_gave_everything_back(
+    deaths: list[tuple[int, bool, bool]],
+) -> None:
+    async def body() -> None:
+        world = World(3, tries=12)
+        await settle()
+        for index, hangs, both in deaths:
+            for number in {index, (index + both) % 3}:
+                replica = world.replicas[f"student/{number}"]
+                if hangs:
+                    replica.hangs = True
+                elif not replica.death.done():
+                    replica.die()
+            await settle()
+        for _ in range(40):
+            await world.clock.ring()
+        assert [slot.failure for slot in world.stage._serving()] == [None] * 3
+        lives = {f"{r.name}#{life}" for r in world.replicas.values() for life in range(r.life)}
+        assert set(world.released) == lives
+        world.running.cancel()
+
+    asyncio.run(body())

@@ -1,0 +1,284 @@
+"""The balancer: by outstanding tokens, bounded in flight, oldest first, replicas come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.core.errors import NoReplica
+from teachers.balancer import Balancer, Reservation
+
+
+async def settle() -> None:
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+async def test_work_goes_to_the_replica_with_the_fewest_tokens() -> None:
+    balancer = Balancer(["a", "b"], 4)
+    async with balancer.acquire(100) as a, balancer.acquire(1) as b, balancer.acquire(1) as c:
+        assert (a, b, c) == ("a", "b", "b")
+
+
+async def test_of_equally_loaded_replicas_the_one_unused_for_longest_is_next() -> None:
+    balancer = Balancer(["a", "b", "c"], 1)
+    picked = []
+    for _ in range(6):
+        async with balancer.acquire(1) as replica:
+            picked.append(replica)
+    assert picked == ["a", "b", "c"] * 2
+
+
+async def test_a_full_replica_is_passed_over() -> None:
+    balancer = Balancer(["a", "b"], 1)
+    async with balancer.acquire(1), balancer.acquire(100) as second:
+        assert second == "b"
+
+
+async def test_work_waits_while_every_replica_is_full() -> None:
+    balancer = Balancer(["a"], 1)
+    place = await balancer.reserve(1)
+    waiting = asyncio.create_task(balancer.reserve(1))
+    await settle()
+    assert (waiting.done(), balancer.waiting) == (False, 1)
+    balancer.release(place)
+    await asyncio.wait_for(waiting, 5)
+
+
+async def test_failed_work_gives_its_share_back() -> None:
+    balancer = Balancer(["a"], 1)
+    with pytest.raises(RuntimeError):
+        async with balancer.acquire(7):
+            raise RuntimeError
+    assert (balancer.outstanding_tokens, balancer.in_flight) == ((0,), 0)
+
+
+async def test_cancelled_work_passes_its_place_on_even_if_it_was_just_given_one() -> None:
+    balancer = Balancer(["a"], 1)
+    place = await balancer.reserve(1)
+    first, second = (asyncio.create_task(balancer.reserve(1)) for _ in range(2))
+    await settle()
+    balancer.release(place)
+    first.cancel()  # it has the place, and has not run since
+    assert (await asyncio.wait_for(second, 5)).replica == "a"
+
+
+async def test_a_place_released_twice_counts_once() -> None:
+    balancer = Balancer(["a"], 2)
+    place, other = await balancer.reserve(5), await balancer.reserve(3)
+    balancer.release(place)
+    balancer.release(place)
+    assert (balancer.outstanding_tokens, balancer.in_flight) == ((3,), 1)
+    balancer.release(other)
+
+
+def test_no_replica_is_refused_at_once_with_the_arithmetic() -> None:
+    with pytest.raises(NoReplica, match="0 replicas x 4 in flight each can serve 0 requests"):
+        Balancer([], 4)
+
+
+def test_no_place_on_a_replica_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 in flight per replica"):
+        Balancer(["a"], 0)
+
+
+async def test_a_replica_that_joins_takes_waiting_work_at_once() -> None:
+    balancer = Balancer(["a"], 1)
+    await balancer.reserve(1)
+    waiting = asyncio.create_task(balancer.reserve(1))
+    await settle()
+    balancer.add("b")
+    assert (await asyncio.wait_for(waiting, 5)).replica == "b"
+
+
+async def test_a_replica_that_left_gets_nothing_more() -> None:
+    balancer = Balancer(["a", "b"], 9)
+    balancer.remove("a")
+    assert {(await balancer.reserve(1)).replica for _ in range(4)} == {"b"}
+
+
+async def test_when_the_last_replica_leaves_waiting_and_later_work_fails_with_a_name() -> None:
+    balancer = Balancer(["a"], 1, name="teacher t")
+    held = await balancer.reserve(1)
+    waiting = asyncio.create_task(balancer.reserve(1))
+    await settle()
+    balancer.remove("a")
+    for work in (waiting, balancer.reserve(1)):
+        with pytest.raises(NoReplica, match="teacher t: no replica"):
+            await asyncio.wait_for(work, 5)
+    balancer.release(held)
+
+
+async def test_a_replica_that_left_and_came_back_starts_from_nothing() -> None:
+    balancer = Balancer(["a", "b"], 1)
+    held = await balancer.reserve(9)
+    balancer.remove("a")
+    balancer.add("a")
+    balancer.release(held)
+    assert balancer.outstanding_tokens == (0, 0)
+
+
+async def test_an_ejected_replica_gets_nothing_until_it_is_restored() -> None:
+    balancer = Balancer(["a", "b"], 9)
+    balancer.eject("a")
+    ejected = [(await balancer.reserve(1)).replica for _ in range(3)]
+    balancer.restore("a")
+    assert (ejected, (await balancer.reserve(1)).replica) == (["b"] * 3, "a")
+
+
+async def test_while_all_are_ejected_work_waits_and_goes_on_with_the_first_restored() -> None:
+    balancer = Balancer(["a", "b"], 1)
+    balancer.eject("a")
+    balancer.eject("b")
+    waiting = asyncio.create_task(balancer.reserve(1))
+    await settle()
+    assert (waiting.done(), balancer.serving) == (False, 0)
+    balancer.restore("b")
+    assert (await asyncio.wait_for(waiting, 5)).replica == "b"
+
+
+async def test_work_with_a_key_stays_on_its_replica() -> None:
+    balancer = Balancer(["a", "b"], 9)
+    assert [(await balancer.reserve(10, "p")).replica for _ in range(2)] == ["a", "a"]
+
+
+async def test_affinity_ends_where_waiting_would_cost_more_than_it_saves() -> None:
+    balancer = Balancer(["a", "b"], 9)
+    assert [(await balancer.reserve(10, "p")).replica for _ in range(3)] == ["a", "a", "b"]
+
+
+async def test_work_does_not_wait_for_a_full_replica_that_it_prefers() -> None:
+    balancer = Balancer(["a", "b"], 1)
+    assert [(await balancer.reserve(10, "p")).replica for _ in range(2)] == ["a", "b"]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=60), st.integers(1, 5))
+def test_affinity_keeps_the_gap_between_replicas_below_two_requests(
+    keys: list[int], replicas: int
+) -> None:
+    async def run() -> None:
+        balancer = Balancer(range(replicas), 1000)
+        for key in keys:
+            await balancer.reserve(10, key)
+            tokens = balancer.outstanding_tokens
+            assert max(tokens) - min(tokens) <= 2 * 10
+
+    asyncio.run(run())
+
+
+async def test_keys_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("teachers.balancer.REMEMBERED_KEYS", 2)
+    balancer = Balancer(["a", "b"], 9)
+    for key in range(5):
+        await balancer.reserve(1, key)
+    assert list(balancer._preferred) == [3, 4]
+
+
+# ── any sequence of events ─────────────────────────────────────────────────────────────────────
+
+
+@dataclass
+class Model:
+    """What must be true of a balancer, kept in the plainest way."""
+
+    balancer: Balancer[int]
+    limits: dict[int, int]
+    ejected: set[int] = field(default_factory=set)
+    held: list[Reservation[int]] = field(default_factory=list)
+    queue: list[asyncio.Task[Reservation[int]]] = field(default_factory=list)
+
+    def counted(self) -> Counter[int]:
+        return Counter(place.replica for place in self.held)
+
+    async def check(self, before: Counter[int]) -> None:
+        await settle()
+        served = [task.done() for task in self.queue]
+        assert served == sorted(served, reverse=True), "a younger one was served before an older"
+        self.held += [task.result() for task in self.queue if task.done()]
+        self.queue = [task for task in self.queue if not task.done()]
+        counts = self.counted()
+        for replica, limit in self.limits.items():
+            grown = counts[replica] > before[replica]
+            assert counts[replica] <= limit or not grown
+            assert not (grown and replica in self.ejected)
+        room = any(
+            counts[replica] < limit and replica not in self.ejected
+            for replica, limit in self.limits.items()
+        )
+        assert not (room and self.queue), "room and a waiter: a wake-up was lost"
+        assert self.balancer.in_flight == len(self.held)
+        assert sum(self.balancer.outstanding_tokens) == sum(place.tokens for place in self.held)
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["take", "take", "take", "release", "release", "cancel", "eject", "restore"]
+        ),
+        st.integers(0, 99),
+    ),
+    max_size=80,
+)
+
+
+def act(model: Model, event: str, number: int) -> None:
+    replica = number % len(model.limits)
+    if event == "take":
+        key = number % 7 if number % 3 else None
+        model.queue.append(asyncio.create_task(model.balancer.reserve(number, key)))
+    elif event == "release" and model.held:
+        model.balancer.release(model.held.pop(number % len(model.held)))
+    elif event == "cancel" and model.queue:
+        model.queue.pop(number % len(model.queue)).cancel()
+    elif event == "eject":
+        model.balancer.eject(replica)
+        model.ejected.add(replica)
+    elif event == "restore":
+        model.ejected.discard(replica)
+        model.balancer.restore(replica)
+
+
+@settings(deadline=None, max_examples=200)
+@given(events, st.integers(1, 4), st.integers(1, 3))
+def test_limits_hold_order_holds_no_wake_up_is_lost_and_tokens_return_to_zero(
+    happening: list[tuple[str, int]], replicas: int, limit: int
+) -> None:
+    async def run() -> None:
+        model = Model(Balancer(range(replicas), limit), dict.fromkeys(range(replicas), limit))
+        for event, number in happening:
+            before = model.counted()
+            act(model, event, number)
+            await model.check(before)
+        while model.held or model.queue:
+            before = model.counted()
+            act(model, "release" if model.held else "restore", 0)
+            for replica in list(model.ejected):
+                act(model, "restore", replica)
+            await model.check(before)
+        assert model.balancer.outstanding_tokens == (0,) * replicas
+
+    asyncio.run(run())
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.lists(st.integers(0, 1000), max_size=200), st.integers(1, 8), st.data())
+def test_the_choice_is_always_a_least_loaded_replica(
+    sizes: list[int], replicas: int, data: st.DataObject
+) -> None:
+    async def run() -> None:
+        balancer = Balancer(range(replicas), 10**6)
+        held = []
+        for size in sizes:
+            before = balancer.outstanding_tokens
+            held.append(await balancer.reserve(size))
+            assert before[held[-1].replica] == min(before)
+            if data.draw(st.booleans()):
+                balancer.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
+
+    asyncio.run(run())

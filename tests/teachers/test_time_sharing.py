@@ -1,0 +1,184 @@
+"""Turns of a pool and its teachers, alone: what is kept over a run that breaks off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.liveness import Progress
+from async_opd.core.stages import SyncReport
+from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
+
+
+class Engine:
+    """A host that is busy until it is told, and comes to rest and wakes at once."""
+
+    def __init__(self) -> None:
+        self.awake = True
+        self.idles = asyncio.Event()
+        self.finished = asyncio.Event()
+        self.finished.set()
+        self.tokens = self.generates = 0
+
+    async def idle(self) -> None:
+        await self.idles.wait()
+
+    async def progress(self) -> Progress:
+        self.tokens += self.generates
+        if self.tokens >= 1000:
+            self.finished.set()
+        return Progress(self.tokens, 1000)
+
+    async def sleep(self) -> None:
+        await self.finished.wait()
+        self.awake = False
+
+    async def wake(self) -> None:
+        self.awake = True
+
+
+class Teachers:
+    """Guests that have some work; ``wave`` makes it enough, ``done`` ends a shift."""
+
+    def __init__(self) -> None:
+        self.wave = asyncio.Event()
+        self.done = asyncio.Event()
+        self.begun = asyncio.Event()
+        self.broken: BaseException | None = None
+
+    async def wait_asleep(self, host: str) -> None: ...
+
+    async def wait_for_work(self, host: str) -> None: ...
+
+    async def wait_for_backlog(self, host: str) -> None:
+        await self.wave.wait()
+        self.wave.clear()
+        if self.broken is not None:
+            raise self.broken
+
+    async def score_backlog(self, host: str) -> None:
+        self.begun.set()
+        await self.done.wait()
+        self.begun.clear()
+
+
+class World:
+    def __init__(self, sleep_timeout_s: float = 5) -> None:
+        self.engine, self.teachers = Engine(), Teachers()
+        hosts = {"student/0": self.engine}
+        self.turns = GpuTimeSharing(
+            "rollout", lambda: hosts, self.teachers, asyncio.Lock(), sleep_timeout_s=sleep_timeout_s
+        )
+        self.running: asyncio.Task[None] | None = None
+
+    async def starts(self) -> None:
+        self.running = asyncio.create_task(self.turns.run())
+        await settled()
+
+    async def breaks_off(self) -> None:
+        assert self.running is not None
+        self.running.cancel()
+        await asyncio.wait({self.running})
+
+    async def a_shift(self) -> None:
+        """One from start to end."""
+        before = self.turns.backlogs
+        self.teachers.wave.set()
+        await asyncio.wait_for(self.teachers.begun.wait(), 5)
+        self.teachers.done.set()
+        await settled()
+        self.teachers.done.clear()
+        assert self.turns.backlogs == before + 1
+
+
+async def settled() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    await made.starts()
+    yield made
+    await made.breaks_off()
+
+
+async def test_turns_go_on_when_a_run_begins_again(world: World) -> None:
+    await world.a_shift()
+    await world.breaks_off()
+    await world.starts()
+    await world.a_shift()
+    await world.a_shift()
+
+
+async def test_hosts_that_were_waited_for_before_do_not_count_as_idle_in_the_next_run(
+    world: World,
+) -> None:
+    await world.breaks_off()
+    await world.starts()
+    assert (world.teachers.begun.is_set(), world.engine.awake) == (False, True)
+
+
+async def test_no_weights_are_pushed_after_a_shift_that_broke_off_before_the_hosts_wake(
+    world: World,
+) -> None:
+    awake: list[bool] = []
+
+    class Sync:
+        async def push(self) -> SyncReport:
+            awake.append(world.engine.awake)
+            return SyncReport(1, 0, {})
+
+    sync: Any = LockedSync(Sync(), world.turns.lock)  # type: ignore[arg-type]
+    world.teachers.wave.set()
+    await asyncio.wait_for(world.teachers.begun.wait(), 5)
+    await world.breaks_off()
+    push = asyncio.create_task(sync.push())
+    await settled()
+    await world.starts()
+    await asyncio.wait_for(push, 5)
+    assert awake == [True]
+
+
+@pytest.mark.parametrize("broken", [asyncio.CancelledError(), None], ids=["cancelled", "returned"])
+async def test_turns_that_end_while_the_run_goes_on_are_an_error(
+    world: World, broken: BaseException | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Scorer:
+        async def run(self) -> None:
+            await asyncio.Event().wait()
+
+    async def ends() -> None:
+        if broken is not None:
+            raise broken
+
+    monkeypatch.setattr(world.turns, "run", ends)
+    scorer: Any = Scorer()
+    with pytest.raises(StageError, match="rollout: turns with its teachers ended"):
+        await asyncio.wait_for(TimeSharingScorer(scorer, [world.turns]).run(), 5)
+
+
+async def test_a_host_has_all_the_time_that_its_responses_take_to_come_to_rest() -> None:
+    world = World(sleep_timeout_s=0.04)
+    world.engine.finished.clear()
+    world.engine.generates = 100  # ten looks, of four within the bound
+    await world.starts()
+    await world.a_shift()
+    await world.breaks_off()
+
+
+async def test_a_host_that_generates_nothing_and_does_not_rest_ends_the_run() -> None:
+    world = World(sleep_timeout_s=0.04)
+    world.engine.finished.clear()
+    await world.starts()
+    world.teachers.wave.set()
+    assert world.running is not None
+    words = "student/0 could not sleep: going to sleep: no sign of life for 0.04 s"
+    with pytest.raises(StageTimeout, match=words) as caught:
+        await asyncio.wait_for(world.running, 5)
+    assert "raise timeouts.request_s" in caught.value.remedy

@@ -1,0 +1,88 @@
+"""Work of several ranks: whoever fails first is known at once, and is who is named."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from async_opd.core.errors import StageError
+from trainer.rank_group import SINGLE_RANK, run_with_ranks
+
+DEATH = StageError("trainer", "trainer/1 died")
+
+
+class Others:
+    """A crew of two, of which one fails when it is told to."""
+
+    ranks = 2
+
+    def __init__(self, fails: bool = False) -> None:
+        self.failed = asyncio.Event()
+        if fails:
+            self.failed.set()
+
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        raise NotImplementedError
+
+    def mark_broken(self) -> None:
+        raise NotImplementedError
+
+    async def failure(self) -> StageError:
+        await self.failed.wait()
+        return DEATH
+
+
+async def answer() -> int:
+    return 42
+
+
+async def hang() -> int:
+    await asyncio.Event().wait()
+    return 0
+
+
+async def fail() -> int:
+    raise RuntimeError("connection closed by peer")
+
+
+async def test_one_rank_has_nobody_to_wait_for() -> None:
+    assert await run_with_ranks(SINGLE_RANK, answer()) == 42
+
+
+async def test_a_rank_that_is_well_changes_nothing() -> None:
+    assert await run_with_ranks(Others(), answer()) == 42
+
+
+async def test_work_that_is_done_counts_although_another_rank_fails() -> None:
+    async def both() -> int:
+        others.failed.set()
+        return 42
+
+    others = Others()
+    assert await run_with_ranks(others, both()) == 42
+
+
+async def test_a_failure_ends_the_wait_for_work_that_hangs() -> None:
+    with pytest.raises(StageError, match="trainer/1 died"):
+        await run_with_ranks(Others(fails=True), hang())
+
+
+async def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
+    others = Others()
+
+    async def breaks() -> int:
+        asyncio.get_running_loop().call_soon(others.failed.set)
+        return await fail()
+
+    with pytest.raises(StageError, match="trainer/1 died"):
+        await run_with_ranks(others, breaks())
+
+
+async def test_an_error_of_its_own_is_raised_when_nobody_else_fails() -> None:
+    with pytest.raises(RuntimeError, match="connection closed"):
+        await run_with_ranks(Others(), fail(), grace_s=0)

@@ -1,0 +1,223 @@
+"""The trainer's part of a checkpoint: bit for bit what it was, and nothing from another model."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from async_opd.core.batch import Batch
+from async_opd.core.errors import CheckpointError
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    HiddenStates,
+    Sample,
+    SampledLogprobs,
+    Scores,
+    TopK,
+)
+from async_opd.core.stages import SCORED, topics
+from async_opd.queue.message_queue import MessageQueue
+from tests.conftest import make_rollout, make_sample
+from tests.trainer.models import random_sample
+from tests.trainer.test_learner import learner
+from trainer.batcher import Batcher
+from trainer.saving.sample_file import read_samples, write_samples
+from trainer.saving.state import TrainerState, read_state, write_state
+from trainer.stage import TrainerStage
+
+KEYS = (3, 4, 5)
+
+
+def batch(step: int) -> list[Sample]:
+    return [random_sample(10 * step + index, 4 + index, k=6) for index in range(3)]
+
+
+def stage(made: Any, queue: MessageQueue | None = None, batch_size: int = 1) -> TrainerStage:
+    queue = queue or MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    nobody: Any = None
+    batcher = Batcher(queue, batch_size=batch_size)
+    return TrainerStage(made, nobody, batcher, max_version_lag=None, model_dir="")
+
+
+def weights(made: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+
+
+async def trained_stage(steps: int, queue: MessageQueue) -> TrainerStage:
+    made = stage(learner(schedule="cosine"), queue, batch_size=3)
+    for step in range(steps):
+        await queue.put(SCORED, Batch.pack(batch(step)))
+        await made.step()
+    return made
+
+
+async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    one = await trained_stage(3, queue)
+    captured = await one.capture()
+    for step in KEYS:
+        await queue.put(SCORED, Batch.pack(batch(step)))
+        await one.step()
+    await one.checkpoint(str(tmp_path), frozenset())
+    later = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    two = stage(learner(seed=5, schedule="cosine"), later, batch_size=3)
+    assert await two.restore(str(tmp_path)) == frozenset()
+    for step in KEYS:
+        await later.put(SCORED, Batch.pack(batch(step)))
+        report = await two.step()
+    own, other = weights(one._learner), weights(two._learner)
+    assert [name for name in own if not torch.equal(own[name], other[name])] == []
+    assert (captured.step, report.step) == (3, 6)
+
+
+async def test_a_capture_names_the_samples_of_the_last_step() -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = await trained_stage(2, queue)
+    captured = await made.capture()
+    assert [header.uid for header in captured.trained] == ["p10/0", "p11/0", "p12/0"]
+
+
+async def test_scored_samples_are_kept_wherever_they_are(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = stage(learner(), queue, batch_size=4)
+    kept = [
+        make_sample(f"{name}/0", version=version)
+        for name, version in zip("abcd", (0, 0, 0, 1), strict=True)
+    ]
+    await queue.put(SCORED, Batch.pack(kept[:2]))
+    step = asyncio.create_task(made.step())
+    await asyncio.sleep(0.01)
+    await queue.put(SCORED, Batch.pack(kept[2:3]))
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset(["a/0", "c/0", "d/0"]))
+    step.cancel()
+    again = stage(learner(), MessageQueue(topics(["t"]), 64, 1 << 20, 60.0))
+    assert await again.restore(str(tmp_path)) == {"a/0", "c/0"}
+    assert [s.rollout.uid for s in again._batcher.held] == ["a/0", "c/0"]
+
+
+async def test_a_sample_with_tokens_of_later_weights_is_left_out(tmp_path: Path) -> None:
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    made = stage(learner(), queue)
+    await queue.put(SCORED, Batch.pack([make_sample("a/0", version=1), make_sample("b/0")]))
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset(["a/0", "b/0"]))
+    assert [s.rollout.uid for s in read_state(tmp_path).samples] == ["b/0"]
+
+
+async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    made = stage(learner())
+    await made.capture()
+    await made.checkpoint(str(tmp_path), frozenset())
+    other = learner()
+    other.model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(50, 32))
+    with pytest.raises(CheckpointError, match=r"of another model: .*up_proj"):
+        await stage(other).restore(str(tmp_path))
+
+
+async def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path) -> None:
+    made = stage(learner())
+    await made.capture()
+    with pytest.raises(CheckpointError, match="cannot be written"):
+        await made.checkpoint(str(tmp_path / "missing"), frozenset())
+
+
+def test_a_file_that_is_no_checkpoint_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "trainer.safetensors").write_bytes(b"\x80\x04nonsense")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_state(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tensors = {"rng/cpu": torch.zeros(2, dtype=torch.uint8)}
+    samples = [Sample(make_rollout("p/1", version=3), kind) for kind in scores()]
+    write_state(folder, TrainerState(1, 2, tensors, ()), samples)
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@given(data=st.data())
+def test_whatever_is_in_the_files_it_is_read_or_a_checkpoint_error(
+    files: dict[str, bytes], data: st.DataObject
+) -> None:
+    name = data.draw(st.sampled_from(sorted(files)))
+    content = bytearray(files[name])
+    for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
+        content[at] = data.draw(st.integers(0, 255))
+    for old, new in data.draw(st.lists(st.sampled_from(LIES), max_size=2)):
+        content = content.replace(old, new)  # of the same length: the header stays one
+    with tempfile.TemporaryDirectory() as folder:
+        for other, original in files.items():
+            (Path(folder) / other).write_bytes(bytes(content) if other == name else original)
+        with suppress(CheckpointError):
+            read_state(Path(folder))
+
+
+LIES = [
+    (b"continuation", b"continuatiom"),
+    (b"student", b"teacher"),
+    (b"[3, 7, ", b"[3, 9, "),
+    (b"[3, 7, ", b"[2, 7, "),
+    (b"TopK", b"Topk"),
+    (b"spans", b"spams"),
+    (b"bfloat16", b"bfloat61"),
+    (b'\\"stop\\"', b"[      ]"),
+    (b"step", b"stop"),
+    (b"I32", b"F32"),
+    (b"[[3, 0, 4]]", b"[[3, 1, 4]]"),
+    (b"[[3, 0, 4]]", b"          3"),
+]
+
+
+def scores() -> list[Scores]:
+    ids, logprobs = np.arange(8, dtype=np.int32).reshape(4, 2), np.ones((4, 2), np.float32)
+    own = np.full(4, -2.0, np.float32)
+    states = np.arange(12, dtype=np.uint16).reshape(4, 3)
+    return [
+        SampledLogprobs(own),
+        TopK(ids, logprobs, own),
+        TopK(ids, logprobs, own, own),
+        CandidateLogprobs(ids, logprobs, own, own),
+        HiddenStates(states, "bfloat16"),
+        HiddenStates(states.astype(np.float16), "float16"),
+    ]
+
+
+@pytest.mark.parametrize("kind", scores(), ids=lambda kind: type(kind).__name__)
+def test_samples_come_out_of_a_file_as_they_went_in(kind: Scores, tmp_path: Path) -> None:
+    samples = [Sample(make_rollout("p/1", version=3), kind), make_sample("q/0", tokens=0)]
+    write_samples(tmp_path / "scored.safetensors", samples)
+    found = read_samples(tmp_path / "scored.safetensors")
+    assert repr(found) == repr(samples)
+    for one, two in zip(samples, found, strict=True):
+        for name, array in vars(one.scores).items():
+            if isinstance(array, np.ndarray):
+                other = getattr(two.scores, name)
+                assert (array.dtype, array.shape) == (other.dtype, other.shape)
+                assert np.array_equal(array, other)
+
+
+def test_samples_of_a_version_that_knew_no_rest_are_read(tmp_path: Path) -> None:
+    ids, own = np.arange(8, dtype=np.int32).reshape(4, 2), np.full(4, -2.0, np.float32)
+    scores = TopK(ids, ids.astype(np.float32), own, own)
+    write_samples(tmp_path / "new", [Sample(make_rollout("p/1"), scores)])
+    with safe_open(tmp_path / "new", "np") as file:
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata()
+    del arrays["0/scores/rest_logprobs"]
+    save_file(arrays, tmp_path / "old", metadata=metadata)
+    (sample,) = read_samples(tmp_path / "old")
+    assert isinstance(sample.scores, TopK)
+    assert sample.scores.rest_logprobs is None

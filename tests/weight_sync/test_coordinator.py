@@ -1,0 +1,439 @@
+"""The weight sync's state machine on fakes: order, rank offsets, and every way to fail."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.errors import ProcessDied, TransferAborted, WeightSyncError
+from async_opd.core.liveness import Progress
+from async_opd.weight_sync.coordinator import BroadcastSync
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
+
+META = WeightMeta(("w",), ("float32",), ((2, 3),), (4,))
+
+
+class Sender:
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+        self.worlds: list[int] = []
+        self.fails = 0  # sends that break, for no receiver's fault
+        self.dead = self.hangs = False
+        self.receivers: list[Receiver] = []
+
+    async def open(self, group: int, world_size: int) -> Rendezvous:
+        self.worlds.append(world_size)
+        return Rendezvous("host", 1, world_size, 1.0, 1, b"secret")
+
+    async def connect(self, group: int) -> None: ...
+
+    async def snapshot(self, version: int) -> WeightMeta:
+        self.events.append(f"snapshot {version}")
+        return META
+
+    async def send(self, group: int) -> None:
+        if self.hangs:
+            await asyncio.Event().wait()
+        if self.dead:
+            raise ProcessDied("trainer", "its process died")
+        if self.fails:
+            self.fails -= 1
+            for receiver in self.receivers:
+                receiver.aborts = 1
+            raise RuntimeError("connection reset")
+        self.events.append("send")
+
+
+class Receiver:
+    """``fail`` and ``hang`` name the part that goes wrong; ``aborts`` counts broken transfers."""
+
+    def __init__(self, events: list[str], fail: str = "", hang: str = "") -> None:
+        self.events, self.fail, self.hang = events, fail, hang
+        self.offset = -1
+        self.version = 0
+        self.aborts = 0
+        self.paused = False
+        self.tokens = self.generates = 0
+        self.finished = asyncio.Event()
+        self.finished.set()
+
+    async def _do(self, what: str) -> None:
+        if self.fail == what:
+            raise RuntimeError("broken pipe")
+        if self.hang == what:
+            await asyncio.Event().wait()
+        self.events.append(what)
+
+    async def alive(self) -> None:
+        if "alive" in (self.fail, self.hang):
+            raise RuntimeError("dead")
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        if self.fail in ("join", "alive"):
+            raise RuntimeError("nobody came")
+        self.offset = rank_offset
+
+    async def progress(self) -> Progress:
+        self.tokens += self.generates
+        if self.tokens >= 1000:
+            self.finished.set()
+        return Progress(self.tokens, 1000)
+
+    async def pause(self, on_sync: str) -> None:
+        await self.finished.wait()
+        await self._do(f"pause {on_sync}")
+        self.paused = True
+
+    async def receive(self, meta: WeightMeta) -> None:
+        if self.aborts:
+            self.aborts -= 1
+            raise TransferAborted("student", "connection reset")
+        await self._do("receive")
+
+    async def finish(self, version: int) -> None:
+        await self._do(f"finish {version}")
+        self.version = version
+
+    async def resume(self) -> None:
+        await self._do("resume")
+        self.paused = False
+
+
+def sync(
+    events: list[str],
+    receivers: list[Receiver],
+    timeout_s: float = 5.0,
+    rolling: bool = False,
+    tries: int = 1,
+    lost: Callable[[int, Exception], None] = lambda index, error: None,
+) -> BroadcastSync:
+    sender = Sender(events)
+    sender.receivers = receivers
+    return BroadcastSync(
+        sender,
+        receivers,
+        [1] * len(receivers),
+        on_sync="keep",
+        timeout_s=timeout_s,
+        rolling=rolling,
+        tries=tries,
+        lost=lost,
+    )
+
+
+class Losses(dict[int, Exception]):
+    """Who was lost, and why."""
+
+    def __call__(self, index: int, error: Exception) -> None:
+        self[index] = error
+
+
+async def test_a_push_pauses_sends_names_and_resumes_in_this_order() -> None:
+    events: list[str] = []
+    weights = sync(events, [Receiver(events)])
+    await weights.snapshot(3)
+    await weights.push()
+    assert events == ["snapshot 3", "pause keep", "send", "receive", "finish 3", "resume"]
+
+
+async def test_ranks_of_the_replicas_do_not_collide() -> None:
+    receivers = [Receiver([]) for _ in range(3)]
+    weights = BroadcastSync(Sender([]), receivers, [2, 4, 1], on_sync="keep", timeout_s=5)
+    await weights.connect()
+    assert [receiver.offset for receiver in receivers] == [1, 3, 7]
+
+
+async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None:
+    weights = sync([], [], timeout_s=0.01)
+
+    async def hangs(version: int) -> WeightMeta:
+        return await asyncio.get_running_loop().create_future()
+
+    weights._groups._sender.snapshot = hangs  # type: ignore[method-assign]
+    with pytest.raises(ProcessDied, match=r"trainer: it hangs: the snapshot took longer than"):
+        await weights.snapshot(1)
+
+
+def finishing(receivers: list[Receiver], lost: Losses) -> BroadcastSync:
+    for receiver in receivers:
+        receiver.finished.clear()
+    return BroadcastSync(
+        Sender([]), receivers, [1] * len(receivers), on_sync="finish", timeout_s=0.04, lost=lost
+    )
+
+
+async def test_finish_waits_for_responses_as_long_as_tokens_come() -> None:
+    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    for receiver in receivers:
+        receiver.generates = 100  # ten looks, of four within the bound
+    weights = finishing(receivers, lost)
+    await weights.snapshot(1)
+    await weights.push()
+    assert ([receiver.version for receiver in receivers], lost) == ([1, 1], {})
+
+
+async def test_finish_loses_a_replica_that_generates_nothing_and_names_the_key() -> None:
+    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    receivers[0].generates = 500
+    weights = finishing(receivers, lost)
+    await weights.snapshot(1)
+    await weights.push()
+    assert list(lost) == [1]
+    assert "student/1: finishing: no sign of life for 0.04 s" in str(lost[1])
+    assert "raise sync.timeout_s if tokens can be so far apart" in str(lost[1])
+
+
+async def test_rolling_updates_one_replica_after_the_other() -> None:
+    events: list[str] = []
+    receivers = [Receiver(events), Receiver(events)]
+    weights = sync(events, receivers, rolling=True)
+    await weights.snapshot(3)
+    await weights.push()
+    one = ["pause keep", "send", "receive", "finish 3", "resume"]
+    assert events == ["snapshot 3", *one, *one]
+
+
+async def test_rolling_gives_every_replica_a_group_of_its_own() -> None:
+    receivers = [Receiver([]) for _ in range(2)]
+    sender = Sender([])
+    weights = BroadcastSync(sender, receivers, [2, 4], on_sync="keep", timeout_s=5, rolling=True)
+    await weights.connect()
+    assert (sender.worlds, [receiver.offset for receiver in receivers]) == ([3, 5], [1, 1])
+
+
+async def test_a_replica_that_died_is_left_out_of_a_new_group() -> None:
+    receivers = [Receiver([]), Receiver([], fail="pause keep"), Receiver([])]
+    sender = Sender([])
+    weights = BroadcastSync(sender, receivers, [1, 2, 1], on_sync="keep", timeout_s=5)
+    await weights.connect()
+    weights.lose(1)
+    await weights.snapshot(1)
+    await weights.push()
+    assert (sender.worlds, receivers[2].offset) == ([5, 3], 2)
+
+
+async def test_a_rolling_sync_passes_over_a_replica_that_died_meanwhile() -> None:
+    events: list[str] = []
+    dead = Receiver(events, fail="pause keep")
+    weights = sync(events, [Receiver(events), dead], rolling=True)
+    await weights.connect()
+    await weights.snapshot(1)
+    first, resume = weights._groups.receivers[0], weights._groups.receivers[0].resume
+
+    async def resume_while_the_other_dies() -> None:
+        weights.lose(1)
+        await resume()
+
+    first.resume = resume_while_the_other_dies  # type: ignore[method-assign]
+    assert (await weights.push()).version == 1
+
+
+async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
+    ticks = iter(range(100))
+    receivers = [Receiver([]), Receiver([])]
+    weights = BroadcastSync(
+        Sender([]),
+        receivers,
+        [1, 1],
+        on_sync="keep",
+        timeout_s=5,
+        rolling=True,
+        clock=lambda: float(next(ticks)),
+    )
+    await weights.snapshot(1)
+    metrics = (await weights.push()).metrics
+    assert (metrics["sync/student/0/stall_s"], metrics["sync/student/1/stall_s"]) == (2.0, 2.0)
+    assert metrics["sync/seconds"] == 9.0
+
+
+async def test_the_report_counts_the_bytes_of_one_copy() -> None:
+    weights = sync([], [Receiver([]), Receiver([])])
+    await weights.snapshot(1)
+    assert (await weights.push()).nbytes == 24
+
+
+PARTS = ["pause keep", "receive", "finish 1", "resume"]
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+@pytest.mark.parametrize("part", PARTS)
+async def test_who_fails_is_lost_with_the_part_and_the_cause(part: str, rolling: bool) -> None:
+    losses = Losses()
+    weights = sync([], [Receiver([]), Receiver([], fail=part)], rolling=rolling, lost=losses)
+    await weights.snapshot(1)
+    await weights.push()
+    assert list(losses) == [1]
+    assert "student/" in str(losses[1])
+    assert "broken pipe" in str(losses[1])
+
+
+@pytest.mark.parametrize("part", PARTS)
+async def test_who_hangs_is_lost_after_the_bound(part: str) -> None:
+    losses = Losses()
+    weights = sync([], [Receiver([]), Receiver([], hang=part)], timeout_s=0.2, lost=losses)
+    await weights.snapshot(1)
+    await weights.push()
+    assert list(losses) == [1]
+    assert "took longer than 0.2 s" in str(losses[1])
+
+
+@pytest.mark.parametrize("part", ["pause keep", "finish 1", "resume", "join"])
+async def test_the_others_have_the_new_version_in_the_end(part: str) -> None:
+    healthy, fails = Receiver([]), Receiver([], fail=part)
+    weights = sync([], [healthy, fails], tries=2)
+    await weights.snapshot(1)
+    if part == "join":
+        fails.fail = "alive"  # its process is gone
+    await weights.push()
+    assert (healthy.version, healthy.paused) == (1, False)
+
+
+async def test_a_broken_transfer_leaves_the_old_weights_generating_until_it_is_made_again() -> None:
+    receivers = [Receiver([]), Receiver([])]
+    weights = sync([], receivers, tries=2)
+    assert isinstance(weights._groups._sender, Sender)
+    weights._groups._sender.fails = 1
+    await weights.snapshot(1)
+    report = await weights.push()
+    assert report.metrics["sync/rounds"] == 2
+    assert [(r.version, r.paused) for r in receivers] == [(1, False), (1, False)]
+    assert weights._groups._sender.worlds == [3, 3]
+
+
+async def test_a_sender_that_always_fails_ends_the_push_after_so_many_tries() -> None:
+    receivers = [Receiver([])]
+    weights = sync([], receivers, tries=3)
+    assert isinstance(weights._groups._sender, Sender)
+    weights._groups._sender.fails = 9
+    await weights.snapshot(1)
+    with pytest.raises(WeightSyncError, match="connection reset"):
+        await weights.push()
+    assert weights._groups._sender.fails == 6
+    assert not receivers[0].paused
+
+
+async def test_a_dead_trainer_ends_the_push_at_once_and_the_replicas_go_on() -> None:
+    receivers = [Receiver([])]
+    weights = sync([], receivers, tries=3)
+    assert isinstance(weights._groups._sender, Sender)
+    weights._groups._sender.dead = True
+    receivers[0].aborts = 1
+    await weights.snapshot(1)
+    with pytest.raises(ProcessDied, match="trainer"):
+        await weights.push()
+    assert not receivers[0].paused
+
+
+async def test_a_trainer_that_hangs_beyond_its_own_bound_is_taken_for_dead() -> None:
+    receivers = [Receiver([])]
+    weights = sync([], receivers, timeout_s=0.2)
+    assert isinstance(weights._groups._sender, Sender)
+    weights._groups._sender.hangs = True
+    await weights.snapshot(1)
+    with pytest.raises(ProcessDied, match="trainer: it hangs"):
+        await weights.push()
+
+
+async def test_a_push_with_nobody_left_is_done() -> None:
+    weights = sync([], [Receiver([])])
+    weights.lose(0)
+    await weights.snapshot(1)
+    assert (await weights.push()).version == 1
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_who_rejoins_has_the_newest_weights_before_anything_else(rolling: bool) -> None:
+    receivers = [Receiver([]), Receiver([], fail="receive")]
+    weights = sync([], receivers, rolling=rolling)
+    await weights.snapshot(4)
+    await weights.push()
+    newcomer = Receiver([])
+    await weights.rejoin(1, newcomer, 1)
+    assert (newcomer.version, newcomer.paused) == (4, False)
+    await weights.snapshot(5)
+    await weights.push()
+    assert (receivers[0].version, newcomer.version) == (5, 5)
+
+
+async def test_before_the_first_snapshot_who_rejoins_needs_no_weights() -> None:
+    weights = sync([], [Receiver([]), Receiver([])])
+    weights.lose(0)
+    newcomer = Receiver([])
+    await weights.rejoin(0, newcomer, 1)
+    assert newcomer.events == []
+
+
+@pytest.mark.parametrize("rolling", [False, True])
+async def test_who_rejoins_before_the_first_snapshot_meets_before_the_first_push(
+    rolling: bool,
+) -> None:
+    weights = sync([], [Receiver([])], rolling=rolling)
+    await weights.connect()
+    weights.lose(0)
+    newcomer = Receiver([])
+    await weights.rejoin(0, newcomer, 1)
+    await weights.snapshot(1)
+    await weights.push()
+    assert newcomer.offset == 1
+
+
+async def test_who_cannot_rejoin_is_not_part_of_the_next_push() -> None:
+    weights = sync([], [Receiver([]), Receiver([])])
+    await weights.snapshot(1)
+    weights.lose(1)
+    with pytest.raises(WeightSyncError, match="broken pipe"):
+        await weights.rejoin(1, Receiver([], fail="receive"), 1)
+    assert (await weights.push()).metrics["sync/rounds"] == 1
+
+
+async def test_a_replica_that_received_half_of_the_weights_is_not_resumed() -> None:
+    events: list[str] = []
+    weights = sync(events, [Receiver(events, fail="receive")])
+    await weights.snapshot(1)
+    await weights.push()
+    assert "resume" not in events
+
+
+@given(
+    parts=st.lists(
+        st.sampled_from(["", "", "join", "alive", "abort", *PARTS]), min_size=1, max_size=5
+    ),
+    hangs=st.lists(st.booleans(), min_size=5, max_size=5),
+    rolling=st.booleans(),
+)
+def test_whatever_fails_everybody_left_generates_with_the_new_version(
+    parts: list[str], hangs: list[bool], rolling: bool
+) -> None:
+    async def body() -> None:
+        receivers = []
+        for part, hang in zip(parts, hangs, strict=False):
+            once = part in ("", "abort", "join")
+            receivers.append(Receiver([], **({} if once else {"hang" if hang else "fail": part})))
+            receivers[-1].aborts = part == "abort"
+            receivers[-1].fail = receivers[-1].fail or ("join" if part == "join" else "")
+        losses = Losses()
+        weights = sync([], receivers, 0.01, rolling, tries=3, lost=losses)
+        await weights.snapshot(1)
+        try:
+            await weights.push()
+        except WeightSyncError:
+            assert "join" in parts  # it answers, but no group comes together: nobody is to blame
+            return
+        left = set(range(len(parts))) - set(losses)
+        assert all(receivers[i].version == 1 and not receivers[i].paused for i in left)
+        assert all(parts[i] not in ("", "abort") for i in losses)
+
+    asyncio.run(body())
+
+
+def test_chunks_cover_every_tensor_once_in_order() -> None:
+    plan = chunk_plan([5, 5, 20, 1, 1, 9], 10)
+    assert plan == [range(2), range(2, 3), range(3, 5), range(5, 6)]
+
+
+def test_no_tensors_need_no_chunk() -> None:
+    assert chunk_plan([], 10) == []

@@ -1,0 +1,193 @@
+"""Ragged samples become micro-batches: one row of tokens each, no padding, a token budget.
+
+    samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], tokens [N])
+
+Position ids restart with every sample; with them and no attention mask, transformers keeps packed
+samples from attending to each other (tested: packed logits equal each sample's own).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_opd.core.errors import StageError
+from async_opd.core.samples import (
+    CandidateLogprobs,
+    Float32,
+    HiddenStates,
+    Sample,
+    SampledLogprobs,
+    TopK,
+)
+from async_opd.core.sequence import indices
+from trainer.batches.token_weights import TokenWeight
+from trainer.batches.unsent_mass import estimate_log_rest
+from trainer.losses.base import TeacherStates, Tokens
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One micro-batch. T: tokens of all samples; N: those that the student sampled, in order.
+
+    ``rows`` [N] are the positions whose logits predict the response ``tokens``.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    rows: torch.Tensor
+    tokens: Tokens
+
+    def to(self, device: torch.device) -> Packed:
+        """The same on another device."""
+        return Packed(
+            self.input_ids.to(device, non_blocking=True),
+            self.position_ids.to(device, non_blocking=True),
+            self.rows.to(device, non_blocking=True),
+            self.tokens.to(device),
+        )
+
+
+def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Groups of indices whose lengths sum to at most ``budget``: first fit, longest first.
+
+    A longer sample gets a group of its own. Deterministic.
+    """
+    groups: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        for group, free in enumerate(room):
+            if lengths[index] <= free:
+                groups[group].append(index)
+                room[group] -= lengths[index]
+                break
+        else:
+            groups.append([index])
+            room.append(max(budget - lengths[index], 0))
+    return groups
+
+
+def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
+    """TypeError unless all samples have the same kind of scores."""
+    kinds = sorted({type(sample.scores).__name__ for sample in samples})
+    if len(kinds) > 1:
+        raise TypeError(f"a batch mixes scores of several kinds: {', '.join(kinds)}")
+
+
+@dataclass(frozen=True)
+class Vocabularies:
+    """Rows of the student's head, and those it shares with the heads of teachers that have one."""
+
+    student: int
+    common: Mapping[str, int] = field(default_factory=dict)
+
+
+def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies) -> None:
+    """StageError for a token, sampled or in a support, that a head does not have."""
+    for sample in samples:
+        scores, teacher = sample.scores, sample.rollout.prompt.teacher
+        rows = vocabularies.common.get(teacher, vocabularies.student)
+        supports = [scores.ids] if isinstance(scores, TopK | CandidateLogprobs) else []
+        for ids in (sample.rollout.response_ids, *supports):
+            wrong = ids[(ids < 0) | (ids >= rows)]
+            if wrong.size:
+                raise StageError(
+                    "trainer",
+                    f"sample {sample.rollout.uid} of teacher {teacher} has token {int(wrong[0])}; "
+                    f"the head has {rows} rows (the student's own: {vocabularies.student})",
+                    "teacher and student must have the same tokenizer, and neither may produce "
+                    "tokens from the padding of its vocabulary",
+                )
+
+
+def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None = None) -> Packed:
+    """Concatenates samples; without ``token_weights``, every token weighs 1 and there is no reward.
+
+    All must have the same kind of scores (TypeError).
+    """
+    ids, positions, rows = [], [], []
+    start = 0
+    for sample in samples:
+        rollout = sample.rollout
+        ids += [rollout.prompt.token_ids, rollout.continuation]
+        positions.append(np.arange(rollout.tokens))
+        rows.append(start + indices(rollout.rows))
+        start += rollout.tokens
+    refuse_mixed_scores(samples)
+    tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples))
+    return Packed(
+        input_ids=_tensor(ids, np.int64)[None],
+        position_ids=_tensor(positions, np.int64)[None],
+        rows=_tensor(rows, np.int64),
+        tokens=replace(tokens, **_scores(samples)),
+    )
+
+
+def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> Tokens:
+    """What is known of the response tokens without their teacher."""
+    rollouts = [sample.rollout for sample in samples]
+    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    rewarded = all(token_weight.advantage is not None for token_weight in token_weights)
+    return Tokens(
+        targets=_tensor([rollout.response_ids for rollout in rollouts], np.int64),
+        rollout_logprobs=_tensor([rollout.rollout_logprobs for rollout in rollouts], np.float32),
+        weights=_repeated([token_weight.weight for token_weight in token_weights], lengths),
+        advantages=_repeated([s.advantage or 0.0 for s in token_weights], lengths)
+        if rewarded
+        else None,
+        reward_weights=(
+            _repeated([s.reward_weight for s in token_weights], lengths) if rewarded else None
+        ),
+        response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
+    )
+
+
+def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
+    """The fields of Tokens that depend on the kind of scores, which is the same for all."""
+    scores = [sample.scores for sample in samples]
+    if plain := [score for score in scores if isinstance(score, SampledLogprobs)]:
+        return {"teacher_logprobs": _tensor([score.logprobs for score in plain], np.float32)}
+    if topk := [score for score in scores if isinstance(score, TopK | CandidateLogprobs)]:
+        return {
+            "teacher_logprobs": _tensor([score.sampled_logprobs for score in topk], np.float32),
+            "teacher_ids": _tensor([score.ids for score in topk], np.int64),
+            "teacher_topk_logprobs": _tensor([score.logprobs for score in topk], np.float32),
+            "teacher_rest_logprobs": _tensor([_rest(score) for score in topk], np.float32),
+        }
+    return {"teacher_states": _states(samples)}
+
+
+def _rest(scores: TopK | CandidateLogprobs) -> Float32:
+    """As the teacher sent it; of who cannot, and of older checkpoints, what can be known of it."""
+    sent = scores.rest_logprobs
+    return estimate_log_rest(scores.logprobs) if sent is None else sent
+
+
+def _states(samples: Sequence[Sample]) -> tuple[TeacherStates, ...]:
+    """Hidden states by runs of samples of one teacher."""
+    runs, start = [], 0
+    for teacher, run in groupby(samples, key=lambda sample: sample.rollout.prompt.teacher):
+        parts = [_tensor_of(s.scores) for s in run if isinstance(s.scores, HiddenStates)]
+        states = torch.cat([part for part in parts if len(part)] or parts[:1])
+        runs.append(TeacherStates(teacher, start, states))
+        start += len(states)
+    return tuple(runs)
+
+
+def _tensor_of(scores: HiddenStates) -> torch.Tensor:
+    tensor = torch.from_numpy(np.array(scores.states))
+    return tensor.view(torch.bfloat16) if scores.dtype == "bfloat16" else tensor
+
+
+def _repeated(values: Sequence[float], lengths: Sequence[int]) -> torch.Tensor:
+    """One value a token, float64: denominators of large batches are small numbers."""
+    return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), lengths))
+
+
+def _tensor(arrays: Sequence[np.ndarray], dtype: type) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate(arrays).astype(dtype))

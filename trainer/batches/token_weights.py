@@ -1,0 +1,117 @@
+"""What each token of a batch weighs, in the distillation loss and in the reward's.
+
+samples ──lengths, teachers' weights──► reduction × weight ──┐
+   └──groups──► advantages ──────────────────────────────────┴──► one TokenWeight a sample
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from async_opd.core.samples import Sample
+from trainer.batches.advantages import Normalize, advantages, groups_of, rewards_of
+from trainer.losses.reduction import token_weights
+
+if TYPE_CHECKING:
+    from async_opd.config.loss import Loss, Reduction, RewardConfig
+
+
+@dataclass(frozen=True)
+class TokenWeight:
+    """Of every token of one sample. ``advantage`` is None where there is no reward."""
+
+    weight: float = 1.0
+    reward_weight: float = 0.0
+    advantage: float | None = None
+
+
+@dataclass(frozen=True)
+class TokenWeighting:
+    """How a batch becomes shares. ``reward_weight`` None: there is no reward.
+
+    ``teachers`` are the weights of teachers' samples in the distillation loss, 1 for those that are
+    not there; the reward is no teacher's, and weighs all samples alike. ``mask_truncated`` and
+    ``mask_truncated_rewards`` leave responses that were cut off out of the one and of the other:
+    they weigh 0, and count in no denominator and in no group.
+    """
+
+    weight: float = 1.0
+    reduction: Reduction = "token_mean"
+    max_tokens: int = 1
+    reward_weight: float | None = None
+    normalize: Normalize = "std"
+    teachers: Mapping[str, float] = field(default_factory=dict)
+    mask_truncated: bool = False
+    mask_truncated_rewards: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        loss: Loss,
+        reward: RewardConfig | None,
+        max_tokens: int,
+        teachers: Mapping[str, float] | None = None,
+    ) -> TokenWeighting:
+        """As configured; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` their weights."""
+        made = cls(
+            loss.weight,
+            loss.reduction,
+            max_tokens,
+            teachers=teachers or {},
+            mask_truncated=loss.mask_truncated,
+        )
+        if reward is None:
+            return made
+        return replace(
+            made,
+            reward_weight=reward.weight,
+            normalize=reward.normalize,
+            mask_truncated_rewards=reward.mask_truncated,
+        )
+
+    def __call__(self, samples: Sequence[Sample]) -> tuple[list[TokenWeight], dict[str, float]]:
+        """A share for each sample of a whole batch, and metrics of its rewards.
+
+        StageError for a sample without a reward, where there is one. Groups must be whole.
+        """
+        own = [self.teachers.get(sample.rollout.prompt.teacher, 1.0) for sample in samples]
+        distilled = self._weights(samples, self.mask_truncated, own)
+        if self.reward_weight is None or not samples:
+            return [TokenWeight(self.weight * weight) for weight in distilled], {}
+        rewarded = self._weights(samples, self.mask_truncated_rewards)
+        rewards, groups = rewards_of(samples), groups_of(samples)
+        if self.mask_truncated_rewards:
+            groups = [[i for i in group if not _cut_off(samples[i])] for group in groups]
+        values = advantages(rewards, groups, self.normalize)
+        token_weights = [
+            TokenWeight(self.weight * mine, self.reward_weight * alike, value)
+            for mine, alike, value in zip(distilled, rewarded, values, strict=True)
+        ]
+        flat = sum(all(values[index] == 0 for index in group) for group in groups)
+        return token_weights, {
+            "reward/mean": float(np.mean(rewards)),
+            "reward/std": float(np.std(rewards)),
+            "reward/flat_groups": flat / len(groups),
+            "reward/advantage_abs": float(np.mean(np.abs(values))),
+            "reward/advantage_max": float(np.max(values)),
+        }
+
+    def _weights(
+        self, samples: Sequence[Sample], masked: bool, own: Sequence[float] | None = None
+    ) -> list[float]:
+        """Of each sample's tokens; ``masked``: as if those cut off had no response."""
+        left_out = [masked and _cut_off(sample) for sample in samples]
+        lengths = [
+            0 if out else len(sample.rollout.response_ids)
+            for sample, out in zip(samples, left_out, strict=True)
+        ]
+        weights = token_weights(lengths, self.reduction, self.max_tokens, own)
+        return [0.0 if out else w for w, out in zip(weights, left_out, strict=True)]
+
+
+def _cut_off(sample: Sample) -> bool:
+    return sample.rollout.finish_reason == "length"

@@ -1,0 +1,137 @@
+"""The trainer's part of a checkpoint: two safetensors files, nothing that is unpickled.
+
+    trainer.safetensors   model/<parameter> · optimizer/<parameter>/<moment> · rng/<device>
+                          and in its metadata the optimizer step and the weight version
+    scored.safetensors    samples that are scored and not trained, with their teacher payloads
+
+Learning rates are a function of the step (``trainer.schedule``): there is no schedule to store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from async_opd.core.errors import CheckpointError
+from async_opd.core.samples import Sample
+from trainer.saving.sample_file import read_samples, write_samples
+from trainer.student.sharding import full_tensor, join_gather, shard_like
+
+Tensors = dict[str, torch.Tensor]
+FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
+"""What a file raises that is a safetensors file and not one of ours."""
+STATE_FILE, SCORED_FILE = "trainer.safetensors", "scored.safetensors"
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """A copy in host memory: the trainer goes on changing its own."""
+
+    step: int
+    version: int
+    tensors: Tensors
+    samples: tuple[Sample, ...]
+
+
+def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
+    """Parameters, persistent buffers, the optimizer's moments and random states, on the host.
+
+    Whole ones: if the model is sharded, the other ranks call ``join_state_gather`` meanwhile. So
+    it can be loaded with any number of ranks.
+    """
+    tensors = {
+        name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
+        for name, tensor in _state(model, optimizer)
+    }
+    tensors["rng/cpu"] = torch.get_rng_state()
+    if next(model.parameters()).is_cuda:
+        tensors["rng/cuda"] = torch.cuda.get_rng_state()
+    return tensors
+
+
+def join_state_gather(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What ``copy_state`` takes of another rank."""
+    join_gather(tensor.detach() for _, tensor in _state(model, optimizer))
+
+
+def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
+    """The reverse, in place. CheckpointError if they are of another model.
+
+    A sharded model's other ranks call it with the ``state_shapes`` of rank 0's.
+    """
+    own = dict(model_state(model))
+    stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
+    wrong = sorted(stored ^ set(own)) or [
+        name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
+    ]
+    if wrong:
+        raise CheckpointError("trainer", f"the checkpoint is of another model: {wrong[:5]}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(shard_like(tensors[f"model/{name}"], tensor))
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer/{name}/"
+        moments = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+        if moments:
+            optimizer.state[parameter] = {
+                moment: shard_like(tensors[key], parameter)
+                if tensors[key].ndim
+                else tensors[key].to(parameter.device, copy=True)
+                for moment, key in sorted(moments.items())
+            }
+    torch.set_rng_state(tensors["rng/cpu"])
+    if "rng/cuda" in tensors and next(model.parameters()).is_cuda:
+        torch.cuda.set_rng_state(tensors["rng/cuda"])
+
+
+def state_shapes(model: Any, tensors: Tensors) -> Tensors:
+    """What a sharded model's other ranks need for ``load_state``: of what is sharded its shape."""
+    parts = {f"model/{name}" for name, _ in model.named_parameters()}
+    return {
+        name: t.to("meta") if t.ndim and (name in parts or name.startswith("optimizer/")) else t
+        for name, t in tensors.items()
+    }
+
+
+def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) -> None:
+    """Both files. CheckpointError if they cannot be written."""
+    numbers = {"step": str(state.step), "version": str(state.version)}
+    try:
+        save_file(state.tensors, folder / STATE_FILE, metadata=numbers)
+        write_samples(folder / SCORED_FILE, samples)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError("trainer", f"{folder} cannot be written: {error}") from error
+
+
+def read_state(folder: Path) -> TrainerState:
+    """Both files. CheckpointError if they are not what ``write_state`` wrote."""
+    try:
+        with safe_open(folder / STATE_FILE, "pt") as file:
+            numbers = file.metadata()
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        samples = tuple(read_samples(folder / SCORED_FILE))
+        return TrainerState(int(numbers["step"]), int(numbers["version"]), tensors, samples)
+    except (OSError, SafetensorError, *FORMAT_ERRORS) as error:
+        kind = type(error).__name__
+        raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
+
+
+def _state(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Everything but random states, in the same order on every rank."""
+    yield from ((f"model/{name}", tensor) for name, tensor in model_state(model))
+    for name, parameter in model.named_parameters():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            yield f"optimizer/{name}/{key}", value
+
+
+def model_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, tied ones once, and the buffers that a state dict holds."""
+    yield from model.named_parameters()
+    persistent = model.state_dict(keep_vars=True)
+    yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)

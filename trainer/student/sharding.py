@@ -1,0 +1,106 @@
+"""The student, sharded over the trainer's ranks with FSDP2, and whole tensors of it again.
+
+    rank 0 ─┐ one process group ──fully_shard──► each rank has its rows of every parameter
+    rank 1 ─┘                                    (and of gradients and the optimizer's moments)
+
+Every function here that speaks of whole tensors is a collective: all ranks call it in the same
+order. Without sharding they cost nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from async_opd.core.errors import StageError
+from async_opd.core.rank_spec import RankSpec
+from async_opd.core.stages import TRAINER
+from async_opd.weight_sync.gloo_group import all_know_secret
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from trainer.student.loss_module import StudentLoss
+
+
+def join_mesh(spec: RankSpec, device: torch.device) -> DeviceMesh:
+    """Meets the other ranks; returns the mesh of all of them. RuntimeError after the timeout.
+
+    StageError if one of them does not know the spec's secret.
+    """
+    from torch.distributed import (  # type: ignore[attr-defined]
+        TCPStore,
+        group,
+        init_process_group,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+
+    bound, start = timedelta(seconds=spec.timeout_s), timedelta(seconds=spec.start_s)
+    store = TCPStore(
+        spec.host,
+        spec.port,
+        spec.ranks,
+        is_master=spec.rank == 0,
+        timeout=start,
+        master_listen_fd=spec.listener,
+    )
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    init_process_group(backend, store=store, rank=spec.rank, world_size=spec.ranks, timeout=bound)
+    if not all_know_secret(torch, group.WORLD, spec.rank, spec.ranks, spec.secret, device.type):
+        cause = f"one of its {spec.ranks} ranks does not know their secret: nobody let it in"
+        remedy = "somebody else on this network or machine took a rank's place"
+        raise StageError(TRAINER, cause, remedy)
+    return init_device_mesh(device.type, (spec.ranks,))
+
+
+def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
+    """Each of the decoder's blocks for itself, then the head, then what is left.
+
+    A head that is tied to the embedding is gathered with it. In bfloat16, parameters are gathered
+    and used in it, gradients are reduced in float32; inputs stay as they are: what the loss is told
+    of its tokens is no activation.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    policy = MixedPrecisionPolicy()
+    if bfloat16:
+        policy = MixedPrecisionPolicy(
+            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+    blocks = set(getattr(student.decoder, "_no_split_modules", None) or ())
+    for module in student.decoder.modules():
+        if type(module).__name__ in blocks:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    if student.head.linear.weight is not student.decoder.get_input_embeddings().weight:
+        fully_shard(student.head, mesh=mesh, mp_policy=policy)
+    fully_shard(student, mesh=mesh, mp_policy=policy)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this rank has only a part of it."""
+    return hasattr(tensor, "full_tensor")
+
+
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """All of it; the tensor itself if it is not sharded."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def join_gather(tensors: Iterable[torch.Tensor]) -> None:
+    """This rank's part of what rank 0 makes ``full_tensor``, in the same order."""
+    for tensor in tensors:
+        full_tensor(tensor)
+
+
+def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy of rank 0's whole tensor, sharded as ``like``; the others give one on ``meta``."""
+    if not is_sharded(like):
+        return tensor.to(like.device, copy=True)
+    from torch.distributed.tensor import distribute_tensor
+
+    sharded: Any = like
+    given = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
+    return distribute_tensor(given.to(like.device), sharded.device_mesh, sharded.placements)
