@@ -3,8 +3,8 @@
     hidden states of one engine step ──rows asked for, of all requests──► [n, H]
         ──chunk──► engine's own head ──► log-softmax of logits / T ──► given tokens, k best
 
-Row P-1+i of a request predicts token i of its response; nothing else needs the head. The prompt may
-come in several chunks, and a preempted request may start again: rows are kept by position.
+Only the rows that predict sampled tokens (``core/sequence.py``) need the head. A request may come
+in several chunks, and a preempted one may start again: rows are kept by their place.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from async_opd.core.sequence import Range, count
+
 EXTRA_ARGS_KEY = "async_opd_rows"
 """Key of ``SamplingParams.extra_args``."""
 CHUNK_BYTES = {"cpu": 16 << 20}
@@ -29,15 +31,14 @@ NO_ROWS = torch.empty((0, 0), dtype=torch.int32)
 
 @dataclass(frozen=True)
 class RowRequest:
-    """What is asked of a request: the last ``rows`` rows of its prompt, from ``start`` on.
+    """What is asked of a request: the rows of these ranges; its last token's is the last of them.
 
     ``ids`` are int32 [rows, columns] as bytes: tokens to score, the sampled one first. ``top_k`` is
     how many of the best come with them. Neither: the hidden states themselves, which know no
     ``temperature``.
     """
 
-    start: int
-    rows: int
+    ranges: tuple[Range, ...]
     ids: bytes = b""
     columns: int = 0
     top_k: int = 0
@@ -52,6 +53,16 @@ class RowRequest:
         """What ``arguments`` gave, or None for a request of another kind."""
         found = (extra_args or {}).get(EXTRA_ARGS_KEY)
         return None if found is None else cls(**found)
+
+    @property
+    def rows(self) -> int:
+        """How many rows."""
+        return count(self.ranges)
+
+    @property
+    def end(self) -> int:
+        """The end of the last row: as many tokens of the sequence are needed."""
+        return self.ranges[-1][1]
 
     @property
     def form(self) -> tuple[int, int, float]:
@@ -102,15 +113,14 @@ class _OpenRequest:
 
     def note_chunk(self, chunk: Chunk) -> None:
         """Notices rows before this chunk that were not seen."""
-        self.missed = self.missed or chunk.start - self.wanted.start > self.filled
+        self.missed = self.missed or count(self.wanted.ranges, chunk.start) > self.filled
 
     def keep(self, low: int, values: torch.Tensor) -> None:
-        """Rows from position ``low`` on."""
+        """The wanted rows from the ``low``-th on."""
         if self.found is None:
             self.found = values.new_empty((self.wanted.rows, values.shape[1]))
-        start = low - self.wanted.start
-        self.found[start : start + len(values)] = values
-        self.filled = max(self.filled, start + len(values))
+        self.found[low : low + len(values)] = values
+        self.filled = max(self.filled, low + len(values))
 
     def answer(self) -> torch.Tensor:
         """All rows, or none if some were missed."""
@@ -119,7 +129,7 @@ class _OpenRequest:
 
 @dataclass(frozen=True)
 class _ChunkPart:
-    """The rows ``low <= i < high`` of a request that a chunk has."""
+    """What a chunk has of a request: of the rows that it wants, those of ``low <= i < high``."""
 
     chunk: Chunk
     request: _OpenRequest
@@ -128,21 +138,25 @@ class _ChunkPart:
 
     @classmethod
     def of(cls, chunk: Chunk, request: _OpenRequest) -> _ChunkPart:
-        wanted = request.wanted
-        low, high = max(wanted.start, chunk.start), min(wanted.start + wanted.rows, chunk.end)
-        return cls(chunk, request, low, high)
+        ranges = request.wanted.ranges
+        return cls(chunk, request, count(ranges, chunk.start), count(ranges, chunk.end))
 
     @property
     def is_last(self) -> bool:
-        return self.high == self.request.wanted.start + self.request.wanted.rows
+        return self.high == self.request.wanted.rows
 
-    def states(self, hidden: torch.Tensor) -> torch.Tensor:
-        shift = self.chunk.offset - self.chunk.start
-        return hidden[self.low + shift : self.high + shift]
+    def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        """Views of the chunk's states, one for each range that it has rows of."""
+        chunk, found = self.chunk, []
+        shift = chunk.offset - chunk.start
+        for start, end in self.request.wanted.ranges:
+            low, high = max(start, chunk.start), min(end, chunk.end)
+            if low < high:
+                found.append(hidden[low + shift : high + shift])
+        return found
 
     def ids(self) -> torch.Tensor:
-        start = self.request.wanted.start
-        return self.request.ids[self.low - start : self.high - start]
+        return self.request.ids[self.low : self.high]
 
 
 @dataclass
@@ -174,7 +188,7 @@ class RowScores:
     def step(self, hidden: torch.Tensor, chunks: Iterable[Chunk]) -> dict[str, torch.Tensor]:
         """Takes what one engine step computed; returns what is complete now, by request.
 
-        A request is complete with the last of its rows, which must be its prompt's last: an engine
+        A request is complete with the last of its rows, which must be its last token's: an engine
         has no output before. The answer is log-probabilities [rows, columns + top_k], that of the
         rest [rows, 1] where there is a support, and then the best tokens' ids [rows, top_k], as
         int32 bits; or states [rows, H], bfloat16 as its bits.
@@ -196,7 +210,7 @@ class RowScores:
 
     def _fill(self, hidden: torch.Tensor, parts: list[_ChunkPart]) -> None:
         """Scores the rows of several requests together."""
-        states = torch.cat([part.states(hidden) for part in parts])
+        states = torch.cat([states for part in parts for states in part.states(hidden)])
         wanted = parts[0].request.wanted
         if wanted.states:
             values = states.view(torch.int16) if states.dtype == torch.bfloat16 else states

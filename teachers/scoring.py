@@ -1,16 +1,17 @@
 """How rollouts become scores: every objective's, out of one kind of engine.
 
-    prompt + response[:-1] ──engine, whose worker scores the response's rows──► one array ──► Scores
+    tokens ──engine, whose worker scores the rows that predict the response──► one array ──► Scores
 
-    kind           asked of each response row                    scores
+    kind           asked of each of these rows                   scores
     sampled        the sampled token                             SampledLogprobs
     teacher_topk   the sampled token, the k best, the rest       TopK
     student_topk   that, and the student's k best, the rest      CandidateLogprobs
     hidden         the hidden state                              HiddenStates
 
-The response's last token predicts nothing that was sampled, and is not sent. The engine can answer
-prompts as well. vLLM's own ``prompt_logprob_token_ids`` (GPU) is not used: it wants the last token,
-which would not fit where a response ends at the model's limit, and knows temperature 1 only.
+Tokens after the last of these rows predict nothing that was sampled, and are not sent. The engine
+can answer prompts as well. vLLM's own ``prompt_logprob_token_ids`` (GPU) is not used: it wants the
+last token, which would not fit where a response ends at the model's limit, knows temperature 1
+only, and gives one run of rows.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from async_opd.core.samples import (
     StateDtype,
     TopK,
 )
+from async_opd.core.sequence import Range
 from teachers.rows import RowRequest, logprobs_of
 from teachers.spec import TeacherEngineSpec
 
@@ -73,19 +75,19 @@ class RequestScoring:
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
         """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
         ids = self._ids(rollout)
-        return self._scores(ids, await self._rows(rollout.prompt.token_ids, ids, request_id))
+        wanted = self._wanted(rollout.rows, ids)
+        return self._scores(ids, wanted, await self._rows(rollout, wanted, request_id))
 
-    async def _rows(self, prompt: Int32, ids: Int32, request_id: str) -> NDArray[Any]:
-        """The response's rows: [rows, columns] as the worker gave them, or [rows, H].
+    async def _rows(self, rollout: Rollout, wanted: RowRequest, request_id: str) -> NDArray[Any]:
+        """The wanted rows: [rows, columns] as the worker gave them, or [rows, H].
 
         The prompt's prefill is shared by the rollouts of a group through the prefix cache. If the
         cache held a row that is wanted as well, the request goes again without it.
         """
-        wanted = self._wanted(len(prompt) - 1, ids)
-        if wanted.rows == 0:
+        if not wanted.ranges:
             return self._empty(wanted)
-        cached = self._prompt_only(prompt, ids[:, 0])
-        tokens = [*prompt.tolist(), *ids[:-1, 0].tolist()]
+        ids = rollout.token_ids[: wanted.end]
+        cached, tokens = self._prompt_only(ids, wanted.ranges[0][0]), ids.tolist()
         found = await self._ask(tokens, wanted, request_id, cached=cached)
         if cached and (found is None or len(found) == 0):
             found = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
@@ -106,27 +108,26 @@ class RequestScoring:
             raise StageError(self._spec.name, message)
         return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
 
-    def _wanted(self, start: int, ids: Int32) -> RowRequest:
+    def _wanted(self, ranges: tuple[Range, ...], ids: Int32) -> RowRequest:
         states = self._spec.kind == "hidden"
         return RowRequest(
-            start=start,
-            rows=len(ids),
+            ranges=ranges,
             ids=b"" if states else ids.tobytes(),
             columns=0 if states else ids.shape[1],
             top_k=self._spec.top_k if self._spec.kind == "teacher_topk" else 0,
             temperature=self._spec.temperature,
         )
 
-    def _prompt_only(self, prompt: Int32, response: Int32) -> bool:
-        """Whether the prefix cache can hold no row of this response.
+    def _prompt_only(self, tokens: Int32, first: int) -> bool:
+        """Whether the prefix cache can hold no row from the ``first`` on.
 
         It holds whole blocks. The first that has such a row is there if another sequence began with
         the same tokens up to its end.
         """
-        end = ((len(prompt) - 1) // self._block + 1) * self._block
-        if len(prompt) + len(response) - 1 < end:
+        end = (first // self._block + 1) * self._block
+        if len(tokens) < end:
             return True
-        head = hash(np.concatenate([prompt, response[: end - len(prompt)]]).tobytes())
+        head = hash(tokens[:end].tobytes())
         known = head in self._seen_prefixes
         self._seen_prefixes[head] = None
         if len(self._seen_prefixes) > MAX_SEEN_PREFIXES:
@@ -151,8 +152,7 @@ class RequestScoring:
                 return found
         raise StageError(self._spec.name, f"the engine ended {request_id} without a final output")
 
-    def _scores(self, ids: Int32, found: NDArray[Any]) -> Scores:
-        wanted = self._wanted(0, ids)
+    def _scores(self, ids: Int32, wanted: RowRequest, found: NDArray[Any]) -> Scores:
         if wanted.states:
             bits = found.view(np.uint16) if self._dtype == "bfloat16" else found
             return HiddenStates(bits, self._dtype)

@@ -85,7 +85,7 @@ class LegacyRunnerHook:
             if wanted is None:
                 continue
             start = request.num_computed_tokens
-            if start < wanted.start + wanted.rows:
+            if start < wanted.end:
                 self._rows.add(request_id, wanted)
                 offset = self._runner.query_start_loc.np[
                     self._runner.input_batch.req_id_to_index[request_id]

@@ -10,6 +10,7 @@ place that says so: packing, scoring and endpoints take their rows from it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -82,9 +83,9 @@ def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
     return tuple((start - 1, end - 1) for start, end in sampled_of(spans))
 
 
-def count(ranges: Iterable[Range]) -> int:
-    """How many indices are in the ranges."""
-    return sum(end - start for start, end in ranges)
+def count(ranges: Iterable[Range], below: int = sys.maxsize) -> int:
+    """How many indices are in the ranges, or how many of them are below a bound."""
+    return sum(max(0, min(end, below) - start) for start, end in ranges)
 
 
 def indices(ranges: Sequence[Range]) -> NDArray[np.int64]:

@@ -12,8 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.core.samples import Rollout
 from teachers import rows as rows_module
 from teachers.rows import Chunk, RowRequest, RowScores, logprobs_of
+from tests.sequences import Parts, parts, sampled_positions, sequence
 
 VOCABULARY, HIDDEN, K = 11, 4, 3
 HEAD = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
@@ -32,7 +34,9 @@ def table(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def wanted(start: int, ids: np.ndarray, top_k: int = 0) -> RowRequest:
-    return RowRequest(start, len(ids), ids.astype(np.int32).tobytes(), ids.shape[1], top_k)
+    return RowRequest(
+        ((start, start + len(ids)),), ids.astype(np.int32).tobytes(), ids.shape[1], top_k
+    )
 
 
 def tempered(ids: np.ndarray, temperature: float) -> RowRequest:
@@ -88,6 +92,78 @@ def test_however_a_prompt_is_cut_its_response_rows_have_the_log_probabilities_of
     np.testing.assert_allclose(rest_of(found, K), rest, atol=1e-5)
 
 
+def asked_of(rollout: Rollout, kind: str) -> RowRequest:
+    """The sampled tokens and a given support, the best beside the sampled, or the states."""
+    if kind == "states":
+        return RowRequest(rollout.rows)
+    sampled = rollout.response_ids[:, None]
+    assert rollout.topk_ids is not None
+    ids = np.hstack([sampled, rollout.topk_ids]) if kind == "given" else sampled
+    return RowRequest(rollout.rows, ids.tobytes(), ids.shape[1], 0 if kind == "given" else K)
+
+
+def in_steps(scores: RowScores, hidden: torch.Tensor, end: int, cuts: set[int]) -> torch.Tensor:
+    """The answer to request ``r``, whose tokens come in steps that end at the cuts."""
+    edges = sorted({0, end, *(cut for cut in cuts if cut < end)})
+    found = [
+        scores.step(hidden[low:high], [Chunk("r", low, high, 0)])
+        for low, high in itertools.pairwise(edges)
+    ]
+    assert [list(step) for step in found] == [[]] * (len(found) - 1) + [["r"]]
+    return found[-1]["r"]
+
+
+SAMPLED = parts(longest=3).filter(lambda after: any(n for who, n in after if who == "student"))
+
+
+@settings(deadline=None)
+@given(
+    after=SAMPLED,
+    kind=st.sampled_from(["best", "given", "states"]),
+    cuts=st.sets(st.integers(1, 20)),
+)
+def test_rows_of_several_spans_are_those_of_each_sampled_token_asked_for_alone(
+    after: Parts, kind: str, cuts: set[int]
+) -> None:
+    rollout = sequence("p/0", after, vocabulary=VOCABULARY, top_k=2)
+    hidden, asked, scores = states(rollout.tokens), asked_of(rollout, kind), scorer()
+    scores.add("r", asked)
+    together = in_steps(scores, hidden, asked.end, cuts)
+    ids = np.frombuffer(asked.ids, np.int32).reshape(asked.rows, asked.columns)
+    assert len(together) == len(sampled_positions(rollout))
+    for row, at in enumerate(sampled_positions(rollout)):
+        scores.add("r", replace(asked, ranges=((at - 1, at),), ids=ids[row].tobytes()))
+        alone = scores.step(hidden[:at], [Chunk("r", 0, at, 0)])["r"]
+        same(together[row : row + 1], alone, asked)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor, asked: RowRequest) -> None:
+    """The same ids, and the same numbers but for the rounding of products of other shapes."""
+    if asked.states:
+        assert torch.equal(found, expected)
+        return
+    numbers = [logprobs_of(one.numpy(), asked.top_k) for one in (found, expected)]
+    np.testing.assert_allclose(*numbers, atol=1e-5)
+    ids = asked.width - asked.top_k
+    assert torch.equal(found[:, ids:], expected[:, ids:])
+
+
+def test_a_row_of_the_first_of_two_spans_that_the_cache_held_makes_the_answer_empty() -> None:
+    scores, asked = scorer(), replace(wanted(0, ids_of(4)), ranges=((2, 4), (6, 8)))
+    scores.add("r", asked)
+    assert scores.step(states(4), [Chunk("r", 3, 7, 0)]) == {}
+    assert len(scores.step(states(1), [Chunk("r", 7, 8, 0)])["r"]) == 0
+
+
+def test_a_request_of_two_spans_that_was_preempted_between_them_starts_again() -> None:
+    scores, hidden, ids = scorer(), states(8), ids_of(4)
+    scores.add("r", replace(wanted(0, ids), ranges=((2, 4), (6, 8))))
+    scores.step(hidden[:5], [Chunk("r", 0, 5, 0)])
+    found = scores.step(hidden[3:], [Chunk("r", 3, 8, 0)])["r"]
+    expected = table(hidden[[2, 3, 6, 7]]).gather(1, torch.from_numpy(ids))
+    np.testing.assert_allclose(numbers(found, 2), expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
 def test_log_probabilities_are_those_of_the_tempered_teacher(temperature: float) -> None:
     """log p^(1/T) / Z, in float64, of all tokens: given ones and the best."""
@@ -121,7 +197,7 @@ def test_a_temperature_keeps_the_order_of_the_best() -> None:
 
 
 def test_hidden_states_know_no_temperature() -> None:
-    assert torch.equal(answer(RowRequest(0, 3, temperature=2.0)), states(3))
+    assert torch.equal(answer(RowRequest(((0, 3),), temperature=2.0)), states(3))
 
 
 def test_requests_of_two_temperatures_may_share_a_step() -> None:
@@ -149,7 +225,7 @@ def test_requests_of_one_step_are_told_apart() -> None:
 def test_requests_of_different_kinds_may_share_a_step() -> None:
     scores, hidden = scorer(), states(4)
     scores.add("a", wanted(0, ids_of(2), K))
-    scores.add("b", RowRequest(0, 2))
+    scores.add("b", RowRequest(((0, 2),)))
     found = scores.step(hidden, [Chunk("a", 0, 2, 0), Chunk("b", 0, 2, 2)])
     assert found["a"].shape == (2, 2 + 2 * K + 1)
     torch.testing.assert_close(found["b"], hidden[2:])
@@ -157,7 +233,7 @@ def test_requests_of_different_kinds_may_share_a_step() -> None:
 
 def test_states_of_bfloat16_are_its_bits() -> None:
     scores, hidden = scorer(), states(2).bfloat16()
-    scores.add("r", RowRequest(0, 2))
+    scores.add("r", RowRequest(((0, 2),)))
     found = scores.step(hidden, [Chunk("r", 0, 2, 0)])["r"]
     torch.testing.assert_close(found.view(torch.bfloat16), hidden)
 

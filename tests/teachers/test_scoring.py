@@ -14,6 +14,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout
 from tests.conftest import make_rollout
 from tests.engines import EOS, QUICKSTART, kwargs
+from tests.sequences import sequence
 
 pytestmark = pytest.mark.engine
 
@@ -74,13 +75,28 @@ async def test_only_the_responses_rows_are_asked_for() -> None:
     engine = Engine(bits([[-1.0], [-2.0]]))
     await score(engine, "sampled")
     wanted = asked_rows(engine)
-    assert (wanted.start, wanted.rows, wanted.columns, wanted.top_k) == (2, 2, 1, 0)
+    assert (wanted.ranges, wanted.columns, wanted.top_k) == (((2, 4),), 1, 0)
 
 
 async def test_the_last_token_predicts_nothing_and_is_not_sent() -> None:
     engine = Engine(bits([[-1.0], [-2.0]]))
     await score(engine, "sampled")
     assert engine.asked[0][0]["prompt_token_ids"] == [0, 1, 2, 0]
+
+
+@pytest.mark.parametrize("last", [[], [("tool", 2)]])
+async def test_the_rows_before_each_span_of_the_student_are_asked_for(last: Any) -> None:
+    from teachers.scoring import RequestScoring
+    from teachers.spec import TeacherEngineSpec
+
+    turns = [("student", 2), ("tool", 3), ("student", 1), *last]
+    engine, asked = Engine(bits([[-1.0], [-2.0], [-3.0]])), sequence("p/0", turns)
+    spec = TeacherEngineSpec("t", kwargs(MODEL), "sampled", 0, EOS)
+    scores = await RequestScoring(spec, engine).score(asked, "r")  # type: ignore[arg-type]
+    assert engine.asked[0][0]["prompt_token_ids"] == asked.token_ids[:8].tolist()
+    assert asked_rows(engine).ranges == ((2, 4), (7, 8))
+    assert np.frombuffer(asked_rows(engine).ids, np.int32).tolist() == asked.response_ids.tolist()
+    assert scores.logprobs.tolist() == [-1, -2, -3]  # type: ignore[union-attr]
 
 
 async def test_the_sampled_token_comes_first_and_then_the_teachers_best() -> None:

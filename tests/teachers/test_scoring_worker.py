@@ -26,7 +26,9 @@ def request(start: int, rows: int) -> Any:
     from teachers.rows import RowRequest
 
     ids = np.arange(rows, dtype=np.int32)[:, None]
-    return SimpleNamespace(extra_args=RowRequest(start, rows, ids.tobytes(), 1).arguments())
+    return SimpleNamespace(
+        extra_args=RowRequest(((start, start + rows),), ids.tobytes(), 1).arguments()
+    )
 
 
 def runner(**parts: Any) -> Any:
