@@ -8,16 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-import numpy as np
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.inputs import TokensPrompt
-from vllm.outputs import CompletionOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
@@ -102,7 +100,9 @@ class TeacherReplica:
         with self._activity.busy():
             async for output in self._engine.generate(request, params, self._next_id(uid)):
                 if output.finished:
-                    return _answer(uid, prompt, output.outputs[0])
+                    found = output.outputs[0]
+                    finish: FinishReason = "stop" if found.finish_reason == "stop" else "length"
+                    return Rollout.answer(uid, prompt, found.token_ids, finish)
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     async def load(self, directory: str) -> None:
@@ -147,16 +147,3 @@ class TeacherReplica:
     async def shutdown(self) -> None:
         """Ends the engine's processes."""
         self._engine.shutdown()
-
-
-def _answer(uid: str, prompt: Prompt, output: CompletionOutput) -> Rollout:
-    """An answer of the teacher; its log-probabilities are not asked for, hence NaN."""
-    ids = np.asarray(output.token_ids, dtype=np.int32)
-    return Rollout.plain(
-        uid=uid,
-        prompt=prompt,
-        response_ids=ids,
-        rollout_logprobs=np.full(len(ids), np.nan, dtype=np.float32),
-        version_spans=(VersionSpan(0, 0, len(ids)),) if len(ids) else (),
-        finish_reason="stop" if output.finish_reason == "stop" else "length",
-    )

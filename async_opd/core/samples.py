@@ -10,6 +10,7 @@ temperature) over the full vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -137,9 +138,16 @@ class Rollout:
             topk_ids,
         )
 
+    @classmethod
+    def answer(cls, uid: str, prompt: Prompt, ids: Sequence[int], finish: FinishReason) -> Self:
+        """A plain one that is not trained: of version 0, and its log-probabilities are NaN."""
+        logprobs = np.full(len(ids), np.nan, np.float32)
+        versions = (VersionSpan(0, 0, len(ids)),) if len(ids) else ()
+        return cls.plain(uid, prompt, np.asarray(ids, np.int32), logprobs, versions, finish)
+
     def __post_init__(self) -> None:
         check_spans(self.uid, self.spans, len(self.prompt.token_ids), self.tokens)
-        length = count(sampled_of(self.spans))
+        length = count(self.positions)
         if self.rollout_logprobs.shape != (length,):
             raise LengthError(
                 f"rollout {self.uid}: {length} response tokens but log-probabilities of shape "
@@ -164,6 +172,11 @@ class Rollout:
         return np.concatenate([self.prompt.token_ids, self.continuation])
 
     @property
+    def positions(self) -> tuple[Range, ...]:
+        """The positions of the response in the sequence, R in all."""
+        return sampled_of(self.spans)
+
+    @property
     def rows(self) -> tuple[Range, ...]:
         """The rows of a model's output that predict the response, R in all."""
         return rows_of(self.spans)
@@ -172,8 +185,7 @@ class Rollout:
     def turns(self) -> list[Int32]:
         """The tokens of each span that the student sampled, views of the continuation."""
         first = len(self.prompt.token_ids)
-        own = sampled_of(self.spans)
-        return [self.continuation[start - first : end - first] for start, end in own]
+        return [self.continuation[start - first : end - first] for start, end in self.positions]
 
     @property
     def response_ids(self) -> Int32:

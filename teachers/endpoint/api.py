@@ -1,8 +1,8 @@
 """What servers are asked, and how their JSON becomes arrays of the response positions.
 
     api      scores from            sampled token and top-k of a position
-    vllm     /v1/completions        prompt_logprobs, one object a token of prompt and response
-    sglang   /generate              input_token_logprobs, input_top_logprobs, from P-1 on
+    vllm     /v1/completions        prompt_logprobs, one object a token of the sequence
+    sglang   /generate              input_token_logprobs, input_top_logprobs, from the first row on
 
 Nothing a server says is believed: what does not fit what it was asked raises ValueError, of which
 msgspec's errors are a kind. Every request says how long its answer can be, and of how many values
@@ -29,6 +29,7 @@ from async_opd.core.samples import (
     Scores,
     TopK,
 )
+from async_opd.core.sequence import indices
 from async_opd.core.stages import SamplingSpec
 from teachers.answers import SLACK, repeated
 
@@ -127,20 +128,21 @@ class VllmApi:
         self._model = served_model
 
     def score(self, rollout: Rollout, top_k: int) -> Request:
-        """Log-probabilities of all tokens of prompt and response; one token is generated."""
-        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
+        """Log-probabilities of all tokens up to the last sampled; one token is generated."""
+        tokens = _needed(rollout)
         body = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
         return self._request(AnswerLimits.of(len(tokens), top_k), prompt=tokens, **body)
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """The sampled token comes first, and once only if it is one of the best."""
-        rows, expected = self._choice(answer).prompt_logprobs or [], rollout.tokens
+        rows, expected = self._choice(answer).prompt_logprobs or [], rollout.positions[-1][1]
         if len(rows) != expected:
             raise ValueError(f"log-probabilities of {len(rows)} tokens instead of {expected}")
         sampled: list[float] = []
         best: list[tuple[int, float]] = []
-        response = rollout.response_ids.tolist()
-        for token, row in zip(response, rows[len(rows) - len(response) :], strict=True):
+        sampled_at = indices(rollout.positions).tolist()
+        for token, at in zip(rollout.response_ids.tolist(), sampled_at, strict=True):
+            row = rows[at]
             if row is None or token not in row or not max(1, top_k) <= len(row) <= top_k + 1:
                 raise ValueError(f"{len(row or ())} tokens at a position, or not the sampled one")
             sampled.append(row[token].logprob)
@@ -203,34 +205,33 @@ class SglangApi:
     _decoder = msgspec.json.Decoder(_Generated)
 
     def score(self, rollout: Rollout, top_k: int) -> Request:
-        """Log-probabilities from the prompt's last token on: the first of them is always empty."""
-        tokens = [*rollout.prompt.token_ids.tolist(), *rollout.response_ids.tolist()]
+        """Log-probabilities of the tokens from the first row on; the first one is always empty."""
+        tokens = _needed(rollout)
         body = {
             "input_ids": tokens,
             "sampling_params": {"max_new_tokens": 1, "temperature": 0.0},
             "return_logprob": True,
-            "logprob_start_len": len(rollout.prompt.token_ids) - 1,
+            "logprob_start_len": rollout.rows[0][0],
             "top_logprobs_num": top_k,
         }
         return Request("/generate", body, AnswerLimits.of(len(tokens), top_k))
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
-        """Entries are [log-probability, token, text]; there is one more than response tokens."""
+        """Entries are [log-probability, token, text], one for each token from the first row on."""
         meta = self._decoder.decode(answer).meta_info
-        response = len(rollout.response_ids)
-        tops = meta.input_top_logprobs if top_k else [[]] * (response + 1)
-        if (len(meta.input_token_logprobs), len(tops)) != (response + 1, response + 1):
+        first = rollout.rows[0][0]
+        asked = _needed(rollout)[first:]
+        tops = meta.input_top_logprobs if top_k else [[]] * len(asked)
+        if (len(meta.input_token_logprobs), len(tops)) != (len(asked), len(asked)):
             found = f"{len(meta.input_token_logprobs)} and {len(tops)}"
-            raise ValueError(f"log-probabilities of {found} tokens instead of {response + 1}")
-        if [
-            token for _, token, _ in meta.input_token_logprobs[1:]
-        ] != rollout.response_ids.tolist():
+            raise ValueError(f"log-probabilities of {found} tokens instead of {len(asked)}")
+        if [token for _, token, _ in meta.input_token_logprobs[1:]] != asked[1:]:
             raise ValueError("log-probabilities of other tokens than those it was asked for")
-        sampled = [_number(entry) for entry in meta.input_token_logprobs[1:]]
-        rows = [(row or [])[:top_k] for row in tops[1:]]
-        best = [entry for row in rows for entry in row]
-        if len(best) != response * top_k:
-            raise ValueError(f"{len(best)} best tokens instead of {response} times {top_k}")
+        places = (indices(rollout.positions) - first).tolist()
+        sampled = [_number(meta.input_token_logprobs[place]) for place in places]
+        best = [entry for place in places for entry in (tops[place] or [])[:top_k]]
+        if len(best) != len(places) * top_k:
+            raise ValueError(f"{len(best)} best tokens instead of {len(places)} times {top_k}")
         return scores_of(sampled, [e[1] for e in best], [_number(e) for e in best], top_k)
 
     def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
@@ -252,6 +253,11 @@ class SglangApi:
             raise ValueError("no output_ids")
         finish = generated.meta_info.finish_reason
         return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
+
+
+def _needed(rollout: Rollout) -> list[int]:
+    """The tokens of the sequence up to the last that the student sampled."""
+    return list(rollout.token_ids[: rollout.positions[-1][1]].tolist())
 
 
 def _number(entry: _Entry) -> float:

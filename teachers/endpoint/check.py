@@ -13,7 +13,7 @@ import numpy as np
 from async_opd.config.run_config import EndpointTeacher, RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import Problem, StageError
-from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.samples import Prompt, Rollout
 from async_opd.models.tokenizer import Text
 from teachers.endpoint.api import TokenId
 from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
@@ -115,12 +115,5 @@ async def _tokens(replica: EndpointReplica, model: str) -> list[int] | None:
 def _rollout(ids: list[int]) -> Rollout:
     """Half of it prompt, half response; the student's last token among them."""
     half = len(ids) // 2
-    response = np.asarray(ids[half:], np.int32)
-    return Rollout.plain(
-        uid="check/0",
-        prompt=Prompt("check", "check", "check", np.asarray(ids[:half], np.int32)),
-        response_ids=response,
-        rollout_logprobs=np.zeros(len(response), np.float32),
-        version_spans=(VersionSpan(0, 0, len(response)),),
-        finish_reason="stop",
-    )
+    prompt = Prompt("check", "check", "check", np.asarray(ids[:half], np.int32))
+    return Rollout.answer("check/0", prompt, ids[half:], "stop")

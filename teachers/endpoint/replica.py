@@ -22,7 +22,7 @@ import numpy as np
 from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.offload import LARGE
-from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.observability.activity import Activity
 from teachers.agreement import Agreement
@@ -122,14 +122,7 @@ class EndpointReplica:
             )
             ids, finish = self.read(lambda: self._api.sampled(answer))
             self._check_sampled(ids, sampling.max_tokens)
-            return Rollout.plain(
-                uid=f"{prompt.uid}/{index}",
-                prompt=prompt,
-                response_ids=np.asarray(ids, np.int32),
-                rollout_logprobs=np.full(len(ids), np.nan, np.float32),
-                version_spans=(VersionSpan(0, 0, len(ids)),) if ids else (),
-                finish_reason=finish,
-            )
+            return Rollout.answer(f"{prompt.uid}/{index}", prompt, ids, finish)
 
         with self._activity.busy():
             asked = [(prompt, index) for prompt in prompts for index in range(sampling.n)]

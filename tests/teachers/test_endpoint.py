@@ -14,17 +14,20 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from hypothesis import given
+from hypothesis import strategies as st
 
 from async_opd.config.run_config import EndpointHealth
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
-from teachers.endpoint.api import SglangApi, VllmApi
+from teachers.endpoint.api import Api, SglangApi, VllmApi
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import EndpointSpec
 from teachers.pool import TeacherPool
 from tests.conftest import make_prompt, make_rollout
+from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.teachers.test_pool import Clock, settle
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -100,6 +103,65 @@ def test_an_sglang_answer_starts_one_token_before_the_response() -> None:
 def test_an_sglang_server_is_asked_for_the_response_only() -> None:
     body = SglangApi().score(ROLLOUT, 2).body
     assert (len(body["input_ids"]), body["logprob_start_len"]) == (7, 2)
+
+
+def value(at: int) -> float:
+    """The log-probability of the token at a position."""
+    return -0.5 - at / 8
+
+
+def vllm_server(body: dict[str, Any]) -> bytes:
+    """Says something else of each token of a prompt; the two best are 61 and 62."""
+    rows: list[Any] = [None]
+    for at, token in enumerate(body["prompt"][1:], start=1):
+        best = {str(61 + rank): entry(value(at) - rank) for rank in range(body["prompt_logprobs"])}
+        rows.append({str(token): entry(value(at))} | best)
+    return vllm_answer(rows)
+
+
+def sglang_server(body: dict[str, Any]) -> bytes:
+    """The same of an SGLang server, whose first entry is always empty."""
+    ids, start, k = body["input_ids"], body["logprob_start_len"], body["top_logprobs_num"]
+    later = range(start + 1, len(ids))
+    tops = [None, *[[[value(at) - rank, 61 + rank, None] for rank in range(k)] for at in later]]
+    meta = {
+        "input_token_logprobs": [[None, ids[start], None]]
+        + [[value(at), ids[at], None] for at in later],
+        "input_top_logprobs": tops if k else [],
+    }
+    return json.dumps({"meta_info": meta}).encode()
+
+
+SERVERS: dict[str, tuple[Api, Callable[[dict[str, Any]], bytes]]] = {
+    "vllm": (VllmApi("m"), vllm_server),
+    "sglang": (SglangApi(), sglang_server),
+}
+SAMPLED = parts().filter(lambda after: any(n for who, n in after if who == "student"))
+
+
+@pytest.mark.parametrize("name", SERVERS)
+@given(after=SAMPLED, top_k=st.sampled_from([0, 2]))
+def test_scores_of_several_spans_are_what_the_server_says_of_each_sampled_token(
+    name: str, after: Parts, top_k: int
+) -> None:
+    (api, server), rollout = SERVERS[name], sequence("p/0", after)
+    scores = api.scores(server(api.score(rollout, top_k).body), rollout, top_k)
+    expected = np.array([value(at) for at in sampled_positions(rollout)], np.float32)
+    if top_k:
+        assert isinstance(scores, TopK)
+        np.testing.assert_array_equal(scores.sampled_logprobs, expected)
+        np.testing.assert_array_equal(scores.ids, [[61, 62]] * len(expected))
+        np.testing.assert_array_equal(scores.logprobs, np.stack([expected, expected - 1], 1))
+    else:
+        assert isinstance(scores, SampledLogprobs)
+        np.testing.assert_array_equal(scores.logprobs, expected)
+
+
+@pytest.mark.parametrize("name", SERVERS)
+def test_tokens_after_the_last_sampled_one_are_not_sent(name: str) -> None:
+    rollout = sequence("p/0", [("student", 2), ("tool", 3)])
+    body = SERVERS[name][0].score(rollout, 0).body
+    assert body.get("prompt", body.get("input_ids")) == rollout.token_ids[:5].tolist()
 
 
 ROWS = vllm_rows(ROLLOUT, 2)

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
+from tests.engines import EOS, QUICKSTART, kwargs, prompts
+from tests.sequences import Parts, sampled_positions, sequence
 
 pytestmark = pytest.mark.engine
 
@@ -21,6 +22,16 @@ WARM = 2.0
 TEACHER = QUICKSTART / "models" / "teacher-sort"
 LIMIT = 128 - 12  # longest response after prompts of 12 tokens, at the model's limit
 LENGTHS = (0, 1, 2, 3, 7, LIMIT, LIMIT)
+TURNS: Parts = [
+    ("student", 2),
+    ("tool", 3),
+    ("student", 1),
+    ("user", 4),
+    ("student", 5),
+    ("tool", 2),
+]
+LONG: Parts = [("student", 3), ("tool", 70), ("student", 20), ("student", 4)]
+"""Several blocks of the prefix cache lie between its spans."""
 
 
 @dataclass
@@ -36,7 +47,8 @@ class Seen:
 def rollouts() -> list[Any]:
     """Responses of 0, 1, 2, … tokens and two at the model's limit, with a top-k of the student.
 
-    Those two differ in their last tokens only: the second can be read from the prefix cache.
+    Those two differ in their last tokens only: the second can be read from the prefix cache. Then
+    sequences of several spans; the last two also differ in their last tokens only.
     """
     from async_opd.core.samples import Rollout, VersionSpan
 
@@ -51,7 +63,11 @@ def rollouts() -> list[Any]:
     ids = made[-2].response_ids.copy()
     ids[-3:] = 61, 62, 63
     made[-1] = replace(made[-2], uid=f"{made[-2].prompt.uid}/1", continuation=ids)
-    return made
+    made.append(sequence("turns/0", TURNS, prompt=1, vocabulary=60, top_k=K))
+    long = sequence("long/0", LONG, prompt=12, vocabulary=60, top_k=K, seed=1)
+    ids = long.continuation.copy()
+    ids[-3:] = 61, 62, 63
+    return [*made, long, replace(long, uid="long/1", continuation=ids)]
 
 
 async def scenario() -> Seen:
@@ -112,7 +128,17 @@ def tables() -> list[Any]:
 def tables_of(name: str) -> list[Any]:
     """Log-probabilities [R, V] of the teacher in transformers, float64."""
     teacher = model(name)
-    return [reference_logprobs(teacher, r.prompt.token_ids, r.response_ids) for r in rollouts()]
+    return [table_of(teacher, rollout) for rollout in rollouts()]
+
+
+def table_of(model: Any, rollout: Any) -> Any:
+    """Log-probabilities [R, V] of a transformers model at the sampled positions, float64."""
+    import torch
+
+    with torch.no_grad():
+        logits = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].double()
+    rows = [at - 1 for at in sampled_positions(rollout)]
+    return logits[rows].log_softmax(-1).numpy()
 
 
 def test_samples_come_back_in_order(seen: Seen) -> None:
@@ -175,7 +201,7 @@ def test_the_students_ids_travel_no_further_than_the_scores(seen: Seen) -> None:
 
 def test_states_cover_the_response_positions_only(seen: Seen) -> None:
     found = [sample.scores.states.shape for sample in seen.samples["hidden"]]
-    assert found == [(length, 128) for length in LENGTHS]
+    assert found == [(len(sampled_positions(rollout)), 128) for rollout in rollouts()]
 
 
 def teacher_logprobs(states: Any) -> Any:
@@ -203,7 +229,7 @@ def test_the_full_vocabulary_divergence_is_that_of_the_transformers_teacher(
     student = model("student")
     for sample, p in zip(seen.samples["hidden"], tables, strict=True):
         rollout, mine = sample.rollout, teacher_logprobs(sample.scores)
-        q = reference_logprobs(student, rollout.prompt.token_ids, rollout.response_ids)
+        q = table_of(student, rollout)
         forward = direction == "forward"
         found, wanted = (kl(mine, q), kl(p, q)) if forward else (kl(q, mine), kl(q, p))
         np.testing.assert_allclose(found, wanted, atol=1e-4)
