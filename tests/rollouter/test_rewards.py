@@ -11,6 +11,7 @@ import pytest
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.core.samples import Rollout
+from async_opd.core.sequence import spans_of
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.grading.graders import GradeError
 from async_opd.models.tokenizer import Text
@@ -47,6 +48,16 @@ def grading(student: str, grader: str = "exact") -> RewardGrader:
 async def test_a_rollout_gets_its_graders_number(student: str, text: str, reward: float) -> None:
     graded = await grading(student).grade(rollout(student, text))
     assert graded.reward == reward
+
+
+async def test_the_text_of_all_spans_of_the_student_is_graded(student: str) -> None:
+    whole, tool = rollout(student, "012"), np.array(Text(student).encode("99"), np.int32)
+    own = whole.response_ids
+    spans = [("prompt", 3), ("student", 1), ("tool", len(tool)), ("student", len(own) - 1)]
+    turns = replace(
+        whole, continuation=np.concatenate([own[:1], tool, own[1:]]), spans=spans_of(spans)
+    )
+    assert (await grading(student).grade(turns)).reward == 1
 
 
 async def test_the_row_travels_no_further(student: str) -> None:
