@@ -25,7 +25,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.models.engine_args import Device
 
 ITEM_BYTES = 1024
-"""Of an item beside its tokens: uids, version spans, what pickle adds. Rounded up."""
+"""Of an item beside its tokens: uids, spans, versions, what pickle adds. Rounded up."""
 NUMBER = 4
 """Bytes of a token id (int32), and of a log-probability (float32)."""
 
