@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -60,3 +62,18 @@ def sampled_positions(rollout: Rollout) -> list[int]:
                 found.append(at)
             at += 1
     return found
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether all fields are the same, arrays in type and content."""
+    for name, value in vars(one).items():
+        found = getattr(other, name)
+        if isinstance(value, np.ndarray):
+            if value.dtype != found.dtype or not np.array_equal(value, found):
+                return False
+        elif hasattr(value, "__dataclass_fields__"):
+            if not same(value, found):
+                return False
+        elif value != found or type(value) is not type(found):
+            return False
+    return True

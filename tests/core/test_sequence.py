@@ -17,7 +17,7 @@ from async_opd.core.errors import LengthError
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.sequence import Span, indices
 from tests.conftest import make_prompt, make_rollout
-from tests.sequences import Parts, parts, sampled_positions, sequence
+from tests.sequences import Parts, parts, same, sampled_positions, sequence
 from trainer.saving.sample_file import read_samples, write_samples
 
 TURNS: Parts = [("student", 2), ("tool", 3), ("student", 1)]
@@ -113,21 +113,6 @@ def test_scores_must_have_one_row_for_each_sampled_token() -> None:
 
 
 # ── on its way ─────────────────────────────────────────────────────────────────────────────────
-
-
-def same(one: Any, other: Any) -> bool:
-    """Whether all fields are the same, arrays in type and content."""
-    for name, value in vars(one).items():
-        found = getattr(other, name)
-        if isinstance(value, np.ndarray):
-            if value.dtype != found.dtype or not np.array_equal(value, found):
-                return False
-        elif hasattr(value, "__dataclass_fields__"):
-            if not same(value, found):
-                return False
-        elif value != found or type(value) is not type(found):
-            return False
-    return True
 
 
 def scored(rollout: Rollout) -> Sample:
