@@ -1,0 +1,91 @@
+"""The packages are the rooms that docs/architecture.md draws, and their names have one meaning."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import grimp
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
+MAX_MODULES = 16
+
+
+def room(module: str) -> str:
+    """``queue`` of ``async_opd.queue.topic``, ``trainer`` of ``trainer.losses.k1``."""
+    parts = module.split(".")
+    return ".".join(parts[1:2]) if parts[0] == "async_opd" else parts[0]
+
+
+@cache
+def imports() -> frozenset[tuple[str, str]]:
+    """Which room imports which."""
+    graph = grimp.build_graph(*PACKAGES)
+    edges = {
+        (room(module), room(imported))
+        for module in graph.modules
+        for imported in graph.find_modules_directly_imported_by(module)
+    }
+    return frozenset((a, b) for a, b in edges if a and b and a != b)
+
+
+@cache
+def reached(start: str) -> frozenset[str]:
+    """All rooms that a room imports, itself or through others."""
+    direct = {b for a, b in imports() if a == start}
+    return frozenset(direct.union(*(reached(b) for b in direct)))
+
+
+def shortest_picture() -> set[tuple[str, str]]:
+    """The imports without those that a chain of others implies (transitive reduction)."""
+    return {
+        (a, b)
+        for a, b in imports()
+        if not any(b in reached(via) for x, via in imports() if x == a and via != b)
+    }
+
+
+def drawn() -> set[tuple[str, str]]:
+    """The arrows of the diagram in docs/architecture.md; ``a --> b & c`` are two."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    (diagram,) = re.findall(r"```mermaid\n(.*?)```", text, flags=re.DOTALL)
+    arrows = re.findall(r"^ *(\w+) --> ([\w& ]+)$", diagram, flags=re.MULTILINE)
+    return {(a, b) for a, targets in arrows for b in targets.split(" & ")}
+
+
+def folders() -> Iterator[Path]:
+    """All package folders of the library."""
+    for package in PACKAGES:
+        yield ROOT / package
+        yield from (init.parent for init in (ROOT / package).glob("**/*/__init__.py"))
+
+
+def test_the_picture_of_the_rooms_has_every_arrow_that_the_imports_have_and_no_other() -> None:
+    assert drawn() == shortest_picture()
+
+
+def test_every_room_says_what_lives_there_and_what_it_may_import() -> None:
+    docs = {
+        str(f): ast.get_docstring(ast.parse((f / "__init__.py").read_text())) for f in folders()
+    }
+    assert [name for name, doc in docs.items() if not doc] == []
+
+
+def test_no_room_has_more_modules_than_one_can_look_over() -> None:
+    modules = {str(f.relative_to(ROOT)): len(list(f.glob("*.py"))) - 1 for f in folders()}
+    assert {name: count for name, count in modules.items() if count > MAX_MODULES} == {}
+
+
+def test_no_public_class_name_is_given_three_times() -> None:
+    places = defaultdict(list)
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                    places[node.name].append(str(path.relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 2} == {}
