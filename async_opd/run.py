@@ -38,6 +38,7 @@ from async_opd.core.errors import (
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
 from async_opd.files.atomic import write_atomically
+from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, read_text
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
@@ -58,6 +59,8 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
     name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
+    if resume and (_left(run_dir) or (run_dir / FORMAT_FILE).exists()):
+        refuse_other_formats(run_dir)
     if resume and _is_completed(run_dir):
         _refuse_another(config, inputs, run_dir)
         print(on_one_line(f"{run_dir} is completed already"))
@@ -70,6 +73,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     """In a directory that no other run works in."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
+    write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # of how the process before this one ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
     cut = start.cut if start else None
@@ -94,8 +98,7 @@ def _start(
     """
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     if not resume:
-        found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
-        found += ["checkpoints"] if store.steps() else []
+        found = _left(run_dir)
         if found:
             message = f"{run_dir} holds an earlier run: {', '.join(found)}"
             remedy = "--resume goes on with it; another run takes another --run-dir"
@@ -109,6 +112,12 @@ def _start(
     refuse_impossible(start.cut, config)
     notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
+
+
+def _left(run_dir: Path) -> list[str]:
+    """What the directory holds of a run that has begun in it."""
+    found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
+    return found + (["checkpoints"] if Checkpoints(run_dir / "checkpoints", 1).steps() else [])
 
 
 def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:

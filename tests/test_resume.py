@@ -30,6 +30,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.run_log import METRICS, RunLog
 from async_opd.pipeline import Pipeline
@@ -125,6 +126,7 @@ class Life:
         faults.into(made, seed)
         self.faults = faults
         self.messages: list[str] = []
+        write_run_format(folder)
         store = Checkpoints(folder / "checkpoints", keep=2)
         self.start = store.newest(self.messages.append)
         if self.start is not None:

@@ -19,6 +19,7 @@ from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.core.errors import ProcessDied
+from async_opd.files.run_format import write_run_format
 from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
@@ -102,6 +103,7 @@ async def train(
     tries: int | None = None,
     faults: Faults = NO_FAULTS,
 ) -> Mortal:
+    write_run_format(folder)
     stages = Mortal(shape, tries, faults)
     config = stages.world.pipeline.config
     config = config.model_copy(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -18,10 +19,16 @@ from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.stages import Interval, StageReport
+from async_opd.files.run_format import (
+    FORMAT_FILE,
+    RUN_FORMAT,
+    refuse_other_formats,
+    write_run_format,
+)
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
 from async_opd.processes.run_lock import run_lock
-from async_opd.run import BAD_INPUT, _is_completed, _shielded, _start, run
+from async_opd.run import BAD_INPUT, RUN_OUTPUTS, _is_completed, _shielded, _start, run
 from tests.checkpoint.test_store import ROWS, config, cut
 from tests.observability.test_run_log import Recorder
 
@@ -42,6 +49,7 @@ async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
 
 
 def kept(run_dir: Path, config_text: str) -> None:
+    write_run_format(run_dir)
     store = Checkpoints(run_dir / "checkpoints", 2)
     store.commit(store.begin(4), cut(4), config_text)
 
@@ -72,6 +80,7 @@ def test_a_run_directory_with_an_empty_folder_for_checkpoints_is_taken(tmp_path:
 def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write_run_format(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed"}')  # and no model
 
     async def killed(job: Job) -> int:
@@ -124,7 +133,42 @@ def test_a_completed_run_of_another_config_is_refused_with_its_keys(tmp_path: Pa
     assert [problem.key for problem in caught.value.problems] == ["train.steps"]
 
 
+@pytest.mark.parametrize("left", [*RUN_OUTPUTS, "checkpoints/step_4"])
+def test_an_older_run_is_not_resumed(tmp_path: Path, left: str) -> None:
+    (tmp_path / left).mkdir(parents=True)
+    with pytest.raises(ConfigError, match=f"found no format version.* expected {RUN_FORMAT}"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+
+
+def test_a_newer_run_is_not_resumed(tmp_path: Path) -> None:
+    (tmp_path / FORMAT_FILE).write_text(json.dumps({"run_format": RUN_FORMAT + 1}))
+    with pytest.raises(ConfigError, match=f"found {RUN_FORMAT + 1}, expected {RUN_FORMAT}"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+
+
+def test_a_completed_run_of_another_format_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"status": "completed"}')
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ConfigError, match="found no format version"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_run_that_begins_writes_its_format_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    def full(path: Path, text: str) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(module, "write_atomically", full)  # the config, which comes next
+    with pytest.raises(OSError, match="the disk is full"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
+    assert [path.name for path in tmp_path.iterdir()] == [FORMAT_FILE]
+    refuse_other_formats(tmp_path)
+
+
 def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run_format(tmp_path)
     (tmp_path / "summary.json").write_text('{"status": "completed"}')
     (tmp_path / "model").mkdir()
     assert run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True) == 0

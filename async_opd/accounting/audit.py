@@ -14,6 +14,7 @@ from typing import Any
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.core.errors import AsyncOPDError
+from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_bytes, read_text
 
 
@@ -39,11 +40,12 @@ class Audit:
 
 
 def audit(run_dir: str | Path) -> Audit:
-    """Reads what the run recorded. Raises AuditError.
+    """Reads what the run recorded. AuditError; ConfigError for a run directory of another format.
 
     A last line that is torn (the driver was killed while it wrote) is left out.
     """
     folder = Path(run_dir)
+    refuse_other_formats(folder)
     admitted: Counter[str] = Counter()
     trained: list[str] = []
     dead: list[str] = []

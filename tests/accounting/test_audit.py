@@ -11,9 +11,15 @@ import pytest
 from async_opd.accounting.audit import Audit, AuditError, audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.ledger import Ledger
-from async_opd.core.errors import StageError
+from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.samples import Header
+from async_opd.files.run_format import FORMAT_FILE, write_run_format
 from tests.conftest import make_prompt
+
+
+@pytest.fixture(autouse=True)
+def run_format(tmp_path: Path) -> None:
+    write_run_format(tmp_path)
 
 
 def header(uid: str) -> Header:
@@ -184,3 +190,11 @@ def test_a_journal_that_goes_back_forgets_what_came_later(tmp_path: Path) -> Non
         journal.rewind(size)
         journal.trained(1, ["p/1"])
     assert audit(tmp_path).trained == ("p/1",)
+
+
+def test_a_run_directory_of_another_format_is_not_audited(tmp_path: Path) -> None:
+    with Journal(tmp_path / LEDGER) as journal:
+        Ledger(2, journal).admitted([make_prompt("p")])
+    (tmp_path / FORMAT_FILE).write_text('{"run_format": 99}')
+    with pytest.raises(ConfigError, match="found 99, expected"):
+        audit(tmp_path)

@@ -23,6 +23,7 @@ from async_opd.checkpoint.store import CONFIG, CUT, MANIFEST, Checkpoints, _entr
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.core.errors import CheckpointError
+from async_opd.files.run_format import write_run_format
 from tests.conftest import make_sample
 from tests.fuzz.command import Said, bounded, command, good, written
 from tests.fuzz.conftest import examples
@@ -59,6 +60,7 @@ def pristine(folder: Path) -> Path:
     ledger = LedgerState(in_flight=("0:0#0/0",), trained=4)
     rows = preflight(config, "c.yaml", 0).train
     store.commit(part, Cut(2, 2, 3, 5, ledger), identity(config, rows))
+    write_run_format(folder / "pristine")
     (folder / "pristine" / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "loss/total": 1}\n'
     )

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.yaml_text import dump_yaml
+from async_opd.files.run_format import write_run_format
 
 BATCH, LENGTH, PROMPT = 32, 100, 20
 CONFIG: dict[str, Any] = {
@@ -56,6 +57,7 @@ def write_run(
 ) -> Path:
     """The directory, without one of the metrics if asked for."""
     directory.mkdir(exist_ok=True)
+    write_run_format(directory)
     (directory / "config.yaml").write_text(dump_yaml(config), encoding="utf-8")
     lines = [line(step) for step in range(1, steps + 1)]
     evaluation: dict[str, Any] = {"step": 30, "time": 1036.0, "eval/seconds": 2.5}

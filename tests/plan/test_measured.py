@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.plan import PlanConfig
 from async_opd.core.errors import ConfigError
+from async_opd.files.run_format import FORMAT_FILE
 from async_opd.plan.inputs import setting_of
 from async_opd.plan.measure.fit import batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.measure.measured import MeasuredRun, read_run
@@ -125,3 +126,10 @@ def test_lengths_are_found_through_the_cut(mean: float, sigma: float, most: int)
     drawn = draw(Lengths(mean, sigma, most), 400_000, np.random.default_rng(0))
     found = lengths_of(float(drawn.mean()), float(drawn.std()), most)
     assert (found.mean, found.sigma) == pytest.approx((mean, sigma), rel=0.05)
+
+
+def test_a_run_directory_of_another_format_is_refused(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run")
+    (directory / FORMAT_FILE).unlink()
+    with pytest.raises(ConfigError, match="found no format version"):
+        read_run(directory)

@@ -20,6 +20,7 @@ from async_opd.config.run_config import LogConfig, RunConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import DeadLetter, Header
 from async_opd.files.atomic import write_atomically
+from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import private_files, read_bytes, regular_file
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_run import NAME, WandbRun
@@ -131,6 +132,7 @@ def test_a_pipe_is_no_summary_and_no_record_of_wandb(run_dir: Path) -> None:
 
 
 def test_a_pipe_is_no_ledger_to_audit(run_dir: Path) -> None:
+    write_run_format(run_dir)
     os.mkfifo(run_dir / LEDGER)
     with pytest.raises(AuditError, match="no regular file"):
         audit(run_dir)

@@ -17,6 +17,7 @@ from async_opd.config.load import load_config
 from async_opd.config.plan import PlanConfig, TrainPlan
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
 from async_opd.plan.inputs import setting_of
 from async_opd.plan.measure.calibration import calibrate
@@ -47,7 +48,8 @@ class MeasuredRun:
 
 
 def read_run(run_dir: Path) -> MeasuredRun:
-    """Raises ConfigError with everything that is missing in the directory."""
+    """ConfigError with all that is missing in the directory, or if it has another format."""
+    refuse_other_formats(run_dir)
     config_file = run_dir / "config.yaml"
     config = load_config(config_file)
     record = RecordedSteps(config, run_dir)

@@ -1,0 +1,50 @@
+"""The format version of a run directory: what readers of this version may assume of its files.
+
+a run begins ──write_run_format──► run.json ──refuse_other_formats──► --resume, plan RUN_DIR, audit
+
+``RUN_FORMAT`` grows with every change after which a reader would misread an older directory.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.atomic import write_atomically
+from async_opd.files.safe_open import read_text
+
+RUN_FORMAT = 1
+FORMAT_FILE = "run.json"
+KEY = "run_format"
+
+OLDER = "use the version of async_opd that made the run, or start another in a new --run-dir"
+NEWER = "update async_opd to the version that made the run, or start another in a new --run-dir"
+STRANGE = "check the path: this is no run directory, or its run.json was changed"
+
+
+def write_run_format(run_dir: Path) -> None:
+    """Marks a run directory as one of this version's format. OSError."""
+    write_atomically(run_dir / FORMAT_FILE, json.dumps({KEY: RUN_FORMAT}) + "\n")
+
+
+def refuse_other_formats(run_dir: Path) -> None:
+    """ConfigError for a run directory whose files have an older, a newer or no format version."""
+    path = run_dir / FORMAT_FILE
+    try:
+        found = json.loads(read_text(path))[KEY]
+        if type(found) is not int:
+            raise ValueError(f"{KEY} is {found!r}")
+    except FileNotFoundError:
+        problem = _problem(path, "no format version, as in runs of earlier versions", OLDER)
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        problem = _problem(path, f"no format version: {type(error).__name__}: {error}", STRANGE)
+    else:
+        if found == RUN_FORMAT:
+            return
+        problem = _problem(path, str(found), OLDER if found < RUN_FORMAT else NEWER)
+    raise ConfigError([problem])
+
+
+def _problem(path: Path, found: str, remedy: str) -> Problem:
+    return Problem(str(path), KEY, f"found {found}, expected {RUN_FORMAT}", remedy)
