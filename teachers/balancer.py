@@ -17,6 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import NoReplica
 
 Replica = TypeVar("Replica")
@@ -84,7 +85,7 @@ class Balancer(Generic[Replica]):
         self._heap: list[tuple[int, int, _MemberLoad[Replica]]] = []
         self._sequence = 0
         self._waiters: deque[_Waiter[Replica]] = deque()
-        self._preferred: dict[Hashable, Replica] = {}
+        self._preferred: BoundedDict[Hashable, Replica] = BoundedDict(REMEMBERED_KEYS)
         if not replicas:
             raise self._none_left()
         for replica in replicas:
@@ -210,12 +211,10 @@ class Balancer(Generic[Replica]):
     def _by_affinity(
         self, best: _MemberLoad[Replica], tokens: int, key: Hashable
     ) -> _MemberLoad[Replica]:
-        liked = self._members.get(self._preferred.pop(key, best.replica), best)
+        liked = self._members.get(self._preferred.get(key, best.replica), best)
         if not liked.has_room or liked.tokens - best.tokens > tokens:
             liked = best
         self._preferred[key] = liked.replica
-        if len(self._preferred) > REMEMBERED_KEYS:
-            del self._preferred[next(iter(self._preferred))]
         return liked
 
     def _best(self) -> _MemberLoad[Replica] | None:

@@ -26,6 +26,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import StageError
 from async_opd.core.samples import (
     CandidateLogprobs,
@@ -70,7 +71,7 @@ class RequestScoring:
         self._hidden = int(model.get_hidden_size())
         self._dtype = DTYPE_NAMES[model.dtype]
         self._block = int(engine.vllm_config.cache_config.block_size)
-        self._seen_prefixes: dict[int, None] = {}
+        self._seen_prefixes: BoundedDict[int, None] = BoundedDict(MAX_SEEN_PREFIXES)
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
         """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
@@ -130,8 +131,6 @@ class RequestScoring:
         head = hash(tokens[:end].tobytes())
         known = head in self._seen_prefixes
         self._seen_prefixes[head] = None
-        if len(self._seen_prefixes) > MAX_SEEN_PREFIXES:
-            del self._seen_prefixes[next(iter(self._seen_prefixes))]
         return not known
 
     async def _ask(

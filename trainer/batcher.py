@@ -12,12 +12,13 @@ next batch are fetched and decoded while the step before is computed. A sample t
 from __future__ import annotations
 
 import asyncio
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, cut, unpack_samples
+from async_opd.core.bounded import BoundedDict
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease
@@ -88,7 +89,7 @@ class Batcher:
         self._held: dict[str, _HeldSample] = {}
         self._taken: list[_HeldSample] = []
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
-        self._settled = OrderedDict[str, None]()  # uids that are trained, the oldest first
+        self._settled: BoundedDict[str, None] = BoundedDict(remembered)  # uids that are trained
         self._dropped: set[str] = set()  # uids that will never be
         self._next: asyncio.Task[list[_FetchedLease]] | None = None
 
@@ -112,8 +113,6 @@ class Batcher:
     async def done(self) -> None:
         """The batch taken last is trained."""
         self._settled.update((held.header.uid, None) for held in self._taken)
-        while len(self._settled) > self.remembered:
-            self._settled.popitem(last=False)
         trained, self._taken = self._taken, []
         await self._settle(trained)
 
