@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.uid import Uid
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 
-def rollout_of(uid: str, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
+def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
     """The rollout of a finished request that asked for ``top_k`` flat log-probabilities.
 
     At each position the engine lists the sampled token first, then its ``top_k`` best tokens, with

@@ -32,6 +32,7 @@ from async_opd.core.gate import Gate
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
+from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
@@ -116,7 +117,7 @@ class StudentReplica:
         """See RolloutWorker.stop."""
         await self._worker.stop()
 
-    async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
+    async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
         """RolloutFault for a prompt that the engine refuses."""
         begun = self._activity.clock() - self._total_paused_s
         self._refuse_foreign_tokens(prompt, uid)
@@ -127,7 +128,7 @@ class StudentReplica:
         self._request_s += self._activity.clock() - self._total_paused_s - begun
         return rollout
 
-    def _refuse_foreign_tokens(self, prompt: Prompt, uid: str) -> None:
+    def _refuse_foreign_tokens(self, prompt: Prompt, uid: Uid) -> None:
         """An engine without a tokenizer does not check them, and dies of one it has no row for."""
         rows = self._engine.vllm_config.model_config.get_vocab_size()
         ids = prompt.token_ids
@@ -140,7 +141,7 @@ class StudentReplica:
         return list(
             await asyncio.gather(
                 *(
-                    self._sample(prompt, f"{prompt.uid}/{index}", sampling)
+                    self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
                     for prompt in prompts
                     for index in range(sampling.n)
                 )
@@ -148,7 +149,7 @@ class StudentReplica:
         )
 
     async def _sample(
-        self, prompt: Prompt, uid: str, sampling: SamplingSpec, top_k: int = 0
+        self, prompt: Prompt, uid: Uid, sampling: SamplingSpec, top_k: int = 0
     ) -> Rollout:
         self._requests += 1
         params = SamplingParams(
@@ -174,7 +175,7 @@ class StudentReplica:
         return rollout or await self._sample(prompt, uid, sampling, top_k)
 
     async def _answer(
-        self, prompt: Prompt, uid: str, params: SamplingParams, top_k: int
+        self, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int
     ) -> Rollout | None:
         """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
         await self._unpaused.wait()

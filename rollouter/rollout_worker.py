@@ -21,10 +21,11 @@ from async_opd.core.batch import Batch, unpack_groups
 from async_opd.core.errors import RolloutFault, first_cause
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.core.stages import DEAD, PROMPTS, Queue, rollouts_topic
+from async_opd.core.uid import Uid, rollout_uid
 from rollouter.outbox import Outbox
 from rollouter.slots import SlotReservation, Slots
 
-MakeRollout = Callable[[Prompt, str], Awaitable[Rollout]]
+MakeRollout = Callable[[Prompt, Uid], Awaitable[Rollout]]
 GradeRollout = Callable[[Rollout], Awaitable[Rollout]]
 
 
@@ -99,7 +100,7 @@ class RolloutWorker:
     async def _roll(
         self, group: Group, member: int, lease: int, reservation: SlotReservation
     ) -> None:
-        prompt, uid = group.prompt, f"{group.prompt.uid}/{member}"
+        prompt, uid = group.prompt, rollout_uid(group.prompt.uid, member)
         try:
             rollout = await self._rollout(prompt, uid, reservation)
         except RolloutFault as fault:
@@ -116,7 +117,7 @@ class RolloutWorker:
             else:
                 self._finished.append(lease)
 
-    async def _rollout(self, prompt: Prompt, uid: str, reservation: SlotReservation) -> Rollout:
+    async def _rollout(self, prompt: Prompt, uid: Uid, reservation: SlotReservation) -> Rollout:
         """RolloutFault if this one cannot be had."""
         async with reservation:
             rollout = await self._sample(prompt, uid)

@@ -7,6 +7,7 @@ from hashlib import blake2b
 from typing import Any, Literal
 
 from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
 
 
@@ -35,7 +36,7 @@ class StudentEngineSpec:
         """What the queue knows it by: another one after each restart, for it has left for good."""
         return f"{self.name}#{self.incarnation}"
 
-    def seed_of(self, uid: str) -> int | None:
+    def seed_of(self, uid: Uid) -> int | None:
         """The seed of a rollout: 63 bits of BLAKE2b over the run's seed and the uid."""
         if self.seed is None:
             return None

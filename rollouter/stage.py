@@ -24,6 +24,7 @@ from async_opd.core.errors import RolloutFault, StageError, StageTimeout
 from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
+from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.restarts import Restarts
 from async_opd.queue.sizes import calls
@@ -150,7 +151,7 @@ class RollouterStage:
         What a replica did not answer before it died is answered by the others, or by the next one.
         """
         left = list(prompts)
-        by_uid: dict[str, Rollout] = {}
+        by_uid: dict[Uid, Rollout] = {}
         while left:
             slots = await self._wait_for_serving()
             parts = [part for at in range(len(slots)) if (part := left[at :: len(slots)])]
@@ -162,8 +163,8 @@ class RollouterStage:
                 )
             )
             by_uid |= {rollout.uid: rollout for answer in answers for rollout in answer}
-            left = [prompt for prompt in left if f"{prompt.uid}/0" not in by_uid]
-        return [by_uid[f"{p.uid}/{index}"] for p in prompts for index in range(sampling.n)]
+            left = [prompt for prompt in left if rollout_uid(prompt.uid, 0) not in by_uid]
+        return [by_uid[rollout_uid(p.uid, index)] for p in prompts for index in range(sampling.n)]
 
     async def progress(self) -> Progress:
         """The tokens of all replicas; see ``CombinedProgress``."""

@@ -22,6 +22,7 @@ from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.queue.sizes import calls
 from teachers.balancer import Reservation
@@ -225,7 +226,7 @@ class TeacherPool:
 
 def _group(batch: Batch) -> str | None:
     """The prompt of rollouts that are all of one group: a replica may have it in its cache."""
-    prompts = {header.uid.rpartition("/")[0] for header in batch.headers}
+    prompts = {prompt_uid(header.uid) for header in batch.headers}
     return prompts.pop() if len(prompts) == 1 else None
 
 

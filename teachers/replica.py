@@ -17,6 +17,7 @@ from async_opd.core.batch import Batch, unpack_rollouts
 from async_opd.core.errors import StageError
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
 from teachers.agreement import Agreement
@@ -67,7 +68,7 @@ class TeacherReplica:
         scores = await self._scoring.score(seen, self._next_id(uid))
         return Sample(rollout.without_teacher_inputs, scores)
 
-    def _next_id(self, uid: str) -> str:
+    def _next_id(self, uid: Uid) -> str:
         self._requests += 1
         return f"{uid}#{self._requests}"
 
@@ -76,14 +77,14 @@ class TeacherReplica:
         return list(
             await asyncio.gather(
                 *(
-                    self._sample(prompt, f"{prompt.uid}/{index}", sampling)
+                    self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
                     for prompt in prompts
                     for index in range(sampling.n)
                 )
             )
         )
 
-    async def _sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
+    async def _sample(self, prompt: Prompt, uid: Uid, sampling: SamplingSpec) -> Rollout:
         params = SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,

@@ -24,6 +24,7 @@ from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
+from async_opd.core.uid import Uid, prompt_uid
 from async_opd.queue.lease_holder import LeaseHolder
 
 
@@ -86,11 +87,11 @@ class Batcher:
         self._batch_size = batch_size
         self._max_lag = max_version_lag
         self._group_size = group_size
-        self._held: dict[str, _HeldSample] = {}
+        self._held: dict[Uid, _HeldSample] = {}
         self._taken: list[_HeldSample] = []
         self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
-        self._settled: BoundedDict[str, None] = BoundedDict(remembered)  # uids that are trained
-        self._dropped: set[str] = set()  # uids that will never be
+        self._settled: BoundedDict[Uid, None] = BoundedDict(remembered)  # uids that are trained
+        self._dropped: set[Uid] = set()  # uids that will never be
         self._next: asyncio.Task[list[_FetchedLease]] | None = None
 
     async def take(self, version: int) -> TrainBatch:
@@ -121,7 +122,7 @@ class Batcher:
         """Samples that are here and not trained, those taken for a step included."""
         return tuple(held.sample for held in (*self._taken, *self._held.values()))
 
-    async def queued(self, uids: Collection[str]) -> AsyncIterator[list[Sample]]:
+    async def queued(self, uids: Collection[Uid]) -> AsyncIterator[list[Sample]]:
         """What topic ``scored`` has of these, leased or not, message by message; it stays there."""
         found = [header for header in await self._queue.headers(SCORED) if header.uid in uids]
         for part in cut(found, lambda header: header.nbytes):
@@ -133,7 +134,7 @@ class Batcher:
         for sample in samples:
             self._held[sample.rollout.uid] = _HeldSample(sample.header, sample, None)
 
-    async def drop(self, lost: str, others: Iterable[str] = ()) -> bool:
+    async def drop(self, lost: Uid, others: Iterable[Uid] = ()) -> bool:
         """Whether a lost sample, and others of its group, will never be trained.
 
         False if a copy of the lost one is held, or any of them taken for a step or trained. Nothing
@@ -167,10 +168,10 @@ class Batcher:
 
     def _choose(self) -> list[_HeldSample]:
         """One batch of whole groups, those that were complete first; empty if there is none."""
-        groups: defaultdict[str, list[_HeldSample]] = defaultdict(list)
+        groups: defaultdict[Uid, list[_HeldSample]] = defaultdict(list)
         chosen: list[_HeldSample] = []
         for uid, held in self._held.items():
-            group = groups[uid.rpartition("/")[0] if self._group_size > 1 else uid]
+            group = groups[prompt_uid(uid) if self._group_size > 1 else uid]
             group.append(held)
             if len(group) == self._group_size:
                 chosen += group

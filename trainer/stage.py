@@ -22,6 +22,7 @@ from async_opd.core.gate import Gate
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import Captured, StageReport, StepReport
+from async_opd.core.uid import Uid
 from async_opd.observability.activity import Activity
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
@@ -97,7 +98,7 @@ class TrainerStage:
             self._step, taken.headers, staleness, metrics, taken.requeued, report.skipped
         )
 
-    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
+    async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:
         """See Batcher.drop."""
         return await self._batcher.drop(lost, others)
 
@@ -132,7 +133,7 @@ class TrainerStage:
             self._captured = TrainerState(self._step, self._version, tensors, held)
         return Captured(self._step, self._trained, self._skipped)
 
-    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+    async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
         """Writes what was captured, in a thread; see Trainer.checkpoint."""
         from trainer.saving.state import write_state
 
@@ -142,7 +143,7 @@ class TrainerStage:
         samples = await self._scored(state, in_flight)
         await asyncio.to_thread(write_state, Path(directory), state, samples)
 
-    async def restore(self, directory: str) -> frozenset[str]:
+    async def restore(self, directory: str) -> frozenset[Uid]:
         """Goes on from a checkpoint; see Trainer.restore."""
         from trainer.saving.state import read_state
 
@@ -153,7 +154,7 @@ class TrainerStage:
         self._batcher.hold(state.samples)
         return frozenset(sample.rollout.uid for sample in state.samples)
 
-    async def _scored(self, state: TrainerState, in_flight: frozenset[str]) -> list[Sample]:
+    async def _scored(self, state: TrainerState, in_flight: frozenset[Uid]) -> list[Sample]:
         """What was held, and what lies in the queue. Tokens of later versions are left out.
 
         What a queue that dies meanwhile had is sampled again.

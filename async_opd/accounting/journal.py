@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from async_opd.core.errors import StageError
+from async_opd.core.uid import Uid
 from async_opd.files.lines import append_line, whole_lines
 from async_opd.files.safe_open import regular_file
 
@@ -48,15 +49,15 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def admitted(self, uids: Iterable[str]) -> None:
+    def admitted(self, uids: Iterable[Uid]) -> None:
         """Samples entered the pipeline."""
         self._line({"admitted": list(uids)})
 
-    def trained(self, step: int, uids: Iterable[str]) -> None:
+    def trained(self, step: int, uids: Iterable[Uid]) -> None:
         """The batch of an optimizer step."""
         self._line({"step": step, "trained": list(uids)})
 
-    def dead(self, uid: str) -> None:
+    def dead(self, uid: Uid) -> None:
         """A sample that will never be trained."""
         self._line({"dead": [uid]})
 

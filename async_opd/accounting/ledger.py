@@ -9,32 +9,33 @@ from typing import Protocol
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import NO_VERSION, Group, Header, Prompt
+from async_opd.core.uid import Uid, member_of, prompt_uid, rollout_uid
 
 
 class JournalWriter(Protocol):
     """Where the ledger writes down what happens. See ``async_opd.accounting.journal``."""
 
-    def admitted(self, uids: Iterable[str]) -> None: ...
-    def trained(self, step: int, uids: Iterable[str]) -> None: ...
-    def dead(self, uid: str) -> None: ...
+    def admitted(self, uids: Iterable[Uid]) -> None: ...
+    def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
+    def dead(self, uid: Uid) -> None: ...
 
 
 class NullJournal:
     """Writes nothing down."""
 
-    def admitted(self, uids: Iterable[str]) -> None: ...
-    def trained(self, step: int, uids: Iterable[str]) -> None: ...
-    def dead(self, uid: str) -> None: ...
+    def admitted(self, uids: Iterable[Uid]) -> None: ...
+    def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
+    def dead(self, uid: Uid) -> None: ...
 
 
 @dataclass(frozen=True)
 class LedgerState:
     """The ledger at one moment, for a checkpoint: uids only, prompts are found again by theirs."""
 
-    in_flight: tuple[str, ...] = ()
+    in_flight: tuple[Uid, ...] = ()
     trained: int = 0
     requeued: int = 0
-    buried: tuple[str, ...] = ()
+    buried: tuple[Uid, ...] = ()
 
 
 class Ledger:
@@ -43,16 +44,16 @@ class Ledger:
     def __init__(self, group_size: int, journal: JournalWriter | None = None) -> None:
         self.group_size = group_size
         self._journal = journal or NullJournal()
-        self._in_flight: dict[str, Prompt] = {}
+        self._in_flight: dict[Uid, Prompt] = {}
         self._trained = 0
         self._requeued = 0
-        self._dead: set[str] = set()
+        self._dead: set[Uid] = set()
 
     def admitted(self, prompts: Iterable[Prompt], members: int | None = None) -> list[Group]:
         """The prompts' groups are in flight: whole ones, or their first ``members``."""
         size = self.group_size if members is None else members
         groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
-        new = {f"{g.prompt.uid}/{member}": g.prompt for g in groups for member in g.members}
+        new = {rollout_uid(g.prompt.uid, member): g.prompt for g in groups for member in g.members}
         self._in_flight |= new
         if new:
             self._journal.admitted(new)
@@ -61,7 +62,7 @@ class Ledger:
     def refused(self, prompt: Header, members: int | None = None) -> list[Header]:
         """The rollouts of a prompt that cannot be sampled: admitted, and dead letters at once."""
         size = self.group_size if members is None else members
-        headers = [replace(prompt, uid=f"{prompt.uid}/{member}") for member in range(size)]
+        headers = [replace(prompt, uid=rollout_uid(prompt.uid, member)) for member in range(size)]
         self._journal.admitted([header.uid for header in headers])
         for header in headers:
             self._record_dead(header)
@@ -74,7 +75,7 @@ class Ledger:
             if not self.expects(header):
                 continue  # another copy of it was trained or buried meanwhile
             prompt = self._known(header)
-            groups.append(Group(prompt, (_member(header.uid),)))
+            groups.append(Group(prompt, (member_of(header.uid),)))
         self._requeued += len(groups)
         return groups
 
@@ -86,7 +87,7 @@ class Ledger:
         """All samples in flight of the same prompt, the given one among them."""
         prompt = self._known(header)
         tokens = len(prompt.token_ids)
-        mine = (f"{prompt.uid}/{member}" for member in range(self.group_size))
+        mine = (rollout_uid(prompt.uid, member) for member in range(self.group_size))
         return [
             Header(uid, tokens, 0, NO_VERSION, prompt.teacher)
             for uid in mine
@@ -127,25 +128,26 @@ class Ledger:
             tuple(sorted(self._dead)),
         )
 
-    def restore(self, state: LedgerState, find: Callable[[str], Prompt]) -> None:
+    def restore(self, state: LedgerState, find: Callable[[Uid], Prompt]) -> None:
         """The accounts of a checkpoint; ``find(uid)`` gives a prompt again."""
-        prompts: dict[str, Prompt] = {}
+        prompts: dict[Uid, Prompt] = {}
         for uid in state.in_flight:
-            name = uid.rpartition("/")[0]
+            name = prompt_uid(uid)
             if name not in prompts:
                 prompts[name] = find(name)
             self._in_flight[uid] = prompts[name]
         self._trained, self._requeued = state.trained, state.requeued
         self._dead = set(state.buried)
 
-    def unfinished_groups(self, finished: Collection[str]) -> list[Group]:
+    def unfinished_groups(self, finished: Collection[Uid]) -> list[Group]:
         """What is in flight and not ``finished`` as groups, to be sampled again after a restart."""
-        members: defaultdict[str, list[str]] = defaultdict(list)
+        members: defaultdict[Uid, list[Uid]] = defaultdict(list)
         for uid in self._in_flight:
             if uid not in finished:
-                members[uid.rpartition("/")[0]].append(uid)
+                members[prompt_uid(uid)].append(uid)
         return [
-            Group(self._in_flight[uids[0]], tuple(map(_member, uids))) for uids in members.values()
+            Group(self._in_flight[uids[0]], tuple(map(member_of, uids)))
+            for uids in members.values()
         ]
 
     def _known(self, header: Header) -> Prompt:
@@ -171,7 +173,3 @@ class Ledger:
 
 
 BUG = "this is a bug of async_opd; please report it with the run's log"
-
-
-def _member(uid: str) -> int:
-    return int(uid.rpartition("/")[2])

@@ -27,6 +27,7 @@ from async_opd.accounting.ledger import Ledger
 from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter, Group, Prompt
 from async_opd.core.stages import StepReport
+from async_opd.core.uid import Uid
 
 MAX_RESAMPLED = 2
 """How often a rollout that is lost is sampled again before its group is given up."""
@@ -40,7 +41,7 @@ class ReplayablePrompts(Protocol):
     @property
     def cursor(self) -> int: ...
     def next(self, count: int) -> list[Prompt | DeadLetter]: ...
-    def find(self, uid: str) -> Prompt: ...
+    def find(self, uid: Uid) -> Prompt: ...
 
 
 class DeadLetterLog(Protocol):
@@ -68,9 +69,9 @@ class PromptSupply:
         self._ledger, self._admission = ledger, admission
         self._dead_letters, self._log = dead_letters, log
         self._group_size = whole_groups
-        self._resampled: Counter[str] = Counter()
+        self._resampled: Counter[Uid] = Counter()
         self._told = False  # of the first that is sampled again
-        self._ungraded: set[str] = set()
+        self._ungraded: set[Uid] = set()
         self._fatal: StageError | None = None  # why the run has to end
 
     def groups(self, count: int, members: int | None = None) -> list[Group]:
@@ -108,7 +109,7 @@ class PromptSupply:
         self._admission.readmit(places)
         return self.groups(places, members=1)
 
-    def ended_by(self, lost: DeadLetter) -> tuple[str, ...]:
+    def ended_by(self, lost: DeadLetter) -> tuple[Uid, ...]:
         """Uids that ``replace`` will make dead letters, the lost one first.
 
         Empty if a copy of it is trained or a dead letter, or if it is to be sampled again.

@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.samples import NO_VERSION, DeadLetter, Group, Header, Rollout, Sample
+from async_opd.core.uid import Uid
 
 Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Anything = TypeVar("Anything")
-Row = tuple[str, int, int, int, str]  # the fields of Header, in order
+Row = tuple[Uid, int, int, int, str]  # the fields of Header, in order
 
 MESSAGE_BYTES = 64 << 20
 """Of one lease, one put or one answer; a larger item travels alone. An event loop that copies so
@@ -84,7 +85,7 @@ class Batch:
             fits = min(fits, sum(size <= tokens for size in accumulate(row[1] for row in rows)))
         return fits
 
-    def only(self, uids: Collection[str]) -> Iterator[Batch]:
+    def only(self, uids: Collection[Uid]) -> Iterator[Batch]:
         """The items of these uids, as views of the same buffer."""
         start = end = 0
         for wanted, found in groupby(self.rows, lambda row: row[0] in uids):

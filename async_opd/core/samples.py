@@ -29,6 +29,7 @@ from async_opd.core.sequence import (
     sampled_of,
     spans_of,
 )
+from async_opd.core.uid import Uid
 
 if TYPE_CHECKING:
     from async_opd.core.row import Row
@@ -54,7 +55,7 @@ class Prompt:
     ``teacher_ids`` int32 is the prompt that the teacher sees, where it is another one.
     """
 
-    uid: str
+    uid: Uid
     data_source: str
     teacher: str
     token_ids: Int32
@@ -100,7 +101,7 @@ class Rollout:
     LengthError for spans, versions and arrays that do not agree with each other.
     """
 
-    uid: str
+    uid: Uid
     prompt: Prompt
     continuation: Int32
     spans: tuple[Span, ...]
@@ -114,7 +115,7 @@ class Rollout:
     @classmethod
     def plain(
         cls,
-        uid: str,
+        uid: Uid,
         prompt: Prompt,
         response_ids: Int32,
         rollout_logprobs: Float32,
@@ -139,7 +140,7 @@ class Rollout:
         )
 
     @classmethod
-    def answer(cls, uid: str, prompt: Prompt, ids: Sequence[int], finish: FinishReason) -> Self:
+    def answer(cls, uid: Uid, prompt: Prompt, ids: Sequence[int], finish: FinishReason) -> Self:
         """A plain one that is not trained: of version 0, and its log-probabilities are NaN."""
         logprobs = np.full(len(ids), np.nan, np.float32)
         versions = (VersionSpan(0, 0, len(ids)),) if len(ids) else ()
@@ -331,7 +332,7 @@ def _sound(name: str, array: NDArray[Any]) -> bool:
 class Header:
     """What the control plane knows of a queued item without touching its payload."""
 
-    uid: str
+    uid: Uid
     tokens: int
     nbytes: int
     oldest_version: int
@@ -354,7 +355,7 @@ class DeadLetter:
     stage: str = "teacher"
 
     @classmethod
-    def of_prompt(cls, prompt: Prompt, uid: str, stage: str, reason: str) -> DeadLetter:
+    def of_prompt(cls, prompt: Prompt, uid: Uid, stage: str, reason: str) -> DeadLetter:
         """A rollout that was never had, of this prompt."""
         header = Header(uid, len(prompt.token_ids), 0, NO_VERSION, prompt.teacher)
         return cls(header, reason, stage)

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.errors import LengthError
+from async_opd.core.uid import Uid
 
 PROMPT = "prompt"
 STUDENT = "student"
@@ -51,7 +52,7 @@ def spans_of(lengths: Iterable[tuple[str, int]]) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def check_spans(uid: str, spans: Sequence[Span], prompt: int, tokens: int) -> None:
+def check_spans(uid: Uid, spans: Sequence[Span], prompt: int, tokens: int) -> None:
     """LengthError unless the spans partition ``0..tokens`` in order, the prompt's span first.
 
     ``prompt`` is its number of tokens. The first token of a sequence cannot be sampled: no row

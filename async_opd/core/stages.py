@@ -18,6 +18,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
+from async_opd.core.uid import Uid
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
@@ -80,7 +81,7 @@ class Queue(Protocol):
         """Of what the topic holds, leased or ready."""
         ...
 
-    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
+    async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """What the topic holds of these samples, leased or ready; it stays there."""
         ...
 
@@ -230,7 +231,7 @@ class Trainer(Protocol):
         """Waits for one batch, trains on it, acknowledges it."""
         ...
 
-    async def drop(self, lost: str, others: Sequence[str] = ()) -> bool:
+    async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:
         """Whether a sample that was lost, and others of its group, will never be trained.
 
         False if there was a copy of it, which the trainer has: held, taken for a step, or trained.
@@ -245,13 +246,13 @@ class Trainer(Protocol):
         """Copies its state, after the step that is being computed; then training may go on."""
         ...
 
-    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+    async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
         """Writes what was captured last, and of the samples ``in_flight`` those that are scored.
 
         Training goes on meanwhile. Raises CheckpointError.
         """
 
-    async def restore(self, directory: str) -> frozenset[str]:
+    async def restore(self, directory: str) -> frozenset[Uid]:
         """Goes on from a checkpoint; the uids of the samples that need no rollout any more.
 
         Raises CheckpointError.

@@ -18,6 +18,7 @@ import numpy as np
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import PromptText, Row
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Int32, Prompt
+from async_opd.core.uid import Uid
 
 Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]
@@ -60,8 +61,8 @@ def _encoded(row: Row, text: Callable[[], PromptText], encode: Encode, limit: in
     return ids
 
 
-def _uid(row: Row, epoch: int) -> str:
-    return f"{row.uid}#{epoch}"
+def _uid(row: Row, epoch: int) -> Uid:
+    return Uid(f"{row.uid}#{epoch}")
 
 
 def _teacher(row: Row, route: Route) -> str:
@@ -128,7 +129,7 @@ class PromptStream:
         """The next prompts, and those that cannot be sampled."""
         return [self._prompt(*self._advance()) for _ in range(count)]
 
-    def find(self, uid: str) -> Prompt:
+    def find(self, uid: Uid) -> Prompt:
         """A prompt that this stream gave before. KeyError if the data has no such row."""
         name, _, epoch = uid.rpartition("#")
         if not self._rows:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from async_opd.core.errors import RolloutFault, StageError, first_cause
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import Uid
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
 Grade = Callable[[Rollout], Awaitable[float]]
@@ -110,5 +111,5 @@ class Evaluation:
         try:
             return await self.grade(rollout)
         except RolloutFault as fault:
-            uid = f"eval {rollout.uid}"
+            uid = Uid(f"eval {rollout.uid}")
             return DeadLetter.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)

@@ -14,6 +14,7 @@ from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.samples import Header
 from async_opd.core.stages import Events
+from async_opd.core.uid import Uid
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.topic import Topic
 
@@ -90,7 +91,7 @@ class MessageQueue:
         """See Topic.headers."""
         return self._topics[topic].headers
 
-    async def contents(self, topic: str, uids: Collection[str]) -> tuple[Batch, ...]:
+    async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """See Topic.contents."""
         return self._topics[topic].contents(uids)
 

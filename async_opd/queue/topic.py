@@ -23,6 +23,7 @@ from async_opd.core.deadline import Timer
 from async_opd.core.errors import QueueClosed
 from async_opd.core.lease import Lease, TopicStats
 from async_opd.core.samples import Header
+from async_opd.core.uid import Uid
 from async_opd.queue.leases import LeaseEntry, LeaseTable
 
 
@@ -161,7 +162,7 @@ class Topic:
         """Of what is leased out and what is ready."""
         return tuple(header for batch in self._all for header in batch.headers)
 
-    def contents(self, uids: Collection[str]) -> tuple[Batch, ...]:
+    def contents(self, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """What is leased out or ready of these samples; it stays where it is."""
         return tuple(part for batch in self._all for part in batch.only(uids))
 

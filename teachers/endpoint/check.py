@@ -14,11 +14,13 @@ from async_opd.config.run_config import EndpointTeacher, RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.tokenizer import Text
 from teachers.endpoint.api import TokenId
 from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 
+CHECK = Uid("check")
 REMEDY = "is it busy? its first answer may take long: raise teachers.*.health.timeout_s"
 TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
@@ -115,5 +117,5 @@ async def _tokens(replica: EndpointReplica, model: str) -> list[int] | None:
 def _rollout(ids: list[int]) -> Rollout:
     """Half of it prompt, half response; the student's last token among them."""
     half = len(ids) // 2
-    prompt = Prompt("check", "check", "check", np.asarray(ids[:half], np.int32))
-    return Rollout.answer("check/0", prompt, ids[half:], "stop")
+    prompt = Prompt(CHECK, "check", "check", np.asarray(ids[:half], np.int32))
+    return Rollout.answer(rollout_uid(CHECK, 0), prompt, ids[half:], "stop")

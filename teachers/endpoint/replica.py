@@ -24,6 +24,7 @@ from async_opd.core.errors import StageError, first_cause
 from async_opd.core.offload import LARGE
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.uid import rollout_uid
 from async_opd.observability.activity import Activity
 from teachers.agreement import Agreement
 from teachers.endpoint.api import (
@@ -122,7 +123,7 @@ class EndpointReplica:
             )
             ids, finish = self.read(lambda: self._api.sampled(answer))
             self._check_sampled(ids, sampling.max_tokens)
-            return Rollout.answer(f"{prompt.uid}/{index}", prompt, ids, finish)
+            return Rollout.answer(rollout_uid(prompt.uid, index), prompt, ids, finish)
 
         with self._activity.busy():
             asked = [(prompt, index) for prompt in prompts for index in range(sampling.n)]

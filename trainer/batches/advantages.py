@@ -19,6 +19,7 @@ import numpy as np
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
+from async_opd.core.uid import Uid, prompt_uid
 
 Normalize = Literal["std", "none"]
 
@@ -44,9 +45,9 @@ def rewards_of(samples: Sequence[Sample]) -> list[float]:
 
 def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
     """Indices of the rollouts of each prompt, by the uid without its last part."""
-    groups: dict[str, list[int]] = defaultdict(list)
+    groups: dict[Uid, list[int]] = defaultdict(list)
     for index, sample in enumerate(samples):
-        groups[sample.rollout.uid.rsplit("/", 1)[0]].append(index)
+        groups[prompt_uid(sample.rollout.uid)].append(index)
     return list(groups.values())
 
 
