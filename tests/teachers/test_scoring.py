@@ -38,9 +38,7 @@ class Engine:
 
     async def generate(self, *request: Any) -> AsyncIterator[Any]:
         self.asked.append(request)
-        yield SimpleNamespace(
-            finished=True, prompt_token_id_logprobs=self.answers.pop(0), num_cached_tokens=0
-        )
+        yield SimpleNamespace(finished=True, prompt_token_id_logprobs=self.answers.pop(0))
 
 
 def rollout(tokens: int = 2) -> Rollout:
