@@ -1,4 +1,4 @@
-"""Files of a run directory: how they are opened, written whole, and told from other versions'.
+"""Files of a run: opened without following links, written as a whole or line by line; their format.
 
-Imports the errors, and nothing that knows of stages.
+Imports the errors, and nothing else of the project.
 """
