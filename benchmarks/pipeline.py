@@ -190,7 +190,7 @@ class Log:
 async def control_plane(stages: LaunchedStages) -> list[psutil.Process]:
     """Driver, queue and scorer."""
     proxies: list[Any] = [stages.queue, stages.scorer]
-    pids = [await proxy._remote._handle.pid.remote() for proxy in proxies]
+    pids = [await proxy.remote._handle.pid.remote() for proxy in proxies]
     return [psutil.Process(), *(psutil.Process(pid) for pid in pids)]
 
 

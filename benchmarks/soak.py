@@ -206,7 +206,7 @@ class Lags:
 
     def __init__(self, stages: LaunchedStages) -> None:
         proxies: dict[str, Any] = {"queue": stages.queue, "scorer": stages.scorer}
-        self._remotes = {name: proxy._remote for name, proxy in proxies.items()}
+        self._remotes = {name: proxy.remote for name, proxy in proxies.items()}
         self._driver = LoopLag()
 
     async def drain(self) -> dict[str, float]:

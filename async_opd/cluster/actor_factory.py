@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from async_opd.cluster import actor_names
+from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
@@ -26,7 +28,7 @@ from async_opd.config.run_config import (
     VllmTeacher,
 )
 from async_opd.core.errors import EngineStartError, StageError
-from async_opd.core.stages import TRAINER, SamplingSpec
+from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
 from rollouter.spec import StudentEngineSpec
@@ -77,7 +79,7 @@ class ActorFactory:
 
     async def queue(self) -> QueueActor:
         """The message queue."""
-        queue = QueueActor(self._create("queue", restarts=True), self.config)
+        queue = QueueActor(await self._create(actor_names.QUEUE, restarts=True), self.config)
         await queue.build()
         return queue
 
@@ -85,9 +87,9 @@ class ActorFactory:
         """One replica of the student; ``incarnation`` counts its restarts."""
         config = self.config
         rollout = config.rollout
-        name = f"student/{index}"
+        actor = actor_names.student(index)
         spec = StudentEngineSpec(
-            name=name,
+            name=actor.name,
             kwargs=engine_kwargs(
                 rollout.engine,
                 model=config.student.model,
@@ -114,7 +116,7 @@ class ActorFactory:
             incarnation=incarnation,
         )
         remote = await self._start(
-            name,
+            actor,
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             engine_gpus=rollout.tensor_parallel,
@@ -125,12 +127,12 @@ class ActorFactory:
     async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
         """One replica of a teacher; a server of somebody else needs no actor."""
         teacher = self.config.teachers[teacher_name]
-        name = f"teacher {teacher_name}/{index}"
+        actor = actor_names.teacher(teacher_name, index)
         if isinstance(teacher, EndpointTeacher):
-            spec = endpoint_spec(self.config, teacher, name, teacher.urls[index])
+            spec = endpoint_spec(self.config, teacher, actor.name, teacher.urls[index])
             return EndpointReplica(spec)
         place = self.placements.get((teacher.host or "", index))
-        return TeacherProxy(await self._engine(teacher, teacher_name, name, place))
+        return TeacherProxy(await self._engine(teacher, teacher_name, actor, place))
 
     async def _build_ranks_after_teachers(
         self, host: str, remotes: Sequence[Remote], build: Callable[[], Awaitable[None]]
@@ -191,11 +193,15 @@ class ActorFactory:
         self.colocated.setdefault(name, {})[index] = teacher
 
     async def _engine(
-        self, teacher: EngineTeacher, teacher_name: str, name: str, place: ActorPlacement | None
+        self,
+        teacher: EngineTeacher,
+        teacher_name: str,
+        actor: ActorName,
+        place: ActorPlacement | None,
     ) -> Remote:
         config = self.config
         spec = TeacherEngineSpec(
-            name=name,
+            name=actor.name,
             kwargs=engine_kwargs(
                 teacher.engine,
                 model=config.teacher_model(teacher_name),
@@ -213,7 +219,7 @@ class ActorFactory:
             temperature=teacher.temperature,
         )
         return await self._start(
-            name,
+            actor,
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             engine_gpus=teacher.tensor_parallel,
@@ -222,15 +228,14 @@ class ActorFactory:
 
     async def trainer(self, queue: QueueProxy) -> TrainerActor:
         """The trainer: all of its ranks, each after the teachers on its GPU."""
-        names = [TRAINER, *(f"{TRAINER}/{rank}" for rank in range(1, self.config.train.ranks))]
         first, *others = ranks = [
-            self._create(
-                name,
+            await self._create(
+                actor_names.trainer(rank),
                 env={"OMP_NUM_THREADS": str(self.config.train.threads)},
                 gpus=int(self.device == "cuda"),
                 restarts=True,
             )
-            for name in names
+            for rank in range(self.config.train.ranks)
         ]
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
@@ -245,7 +250,7 @@ class ActorFactory:
         )
         rebuild = _RebuildTeacher(actor_factory)
         scorer = ScorerActor(
-            self._create("scorer", restarts=True),
+            await self._create(actor_names.SCORER, restarts=True),
             self.config,
             teachers,
             queue,
@@ -269,7 +274,7 @@ class ActorFactory:
 
     async def _start(
         self,
-        name: str,
+        actor: ActorName,
         factory: str,
         args: tuple[Any, ...],
         *,
@@ -283,7 +288,7 @@ class ActorFactory:
         if engine_gpus:
             env = engine_env(self.device)
             gpus = engine_gpus if self.device == "cuda" and place is None else 0
-        remote = self._create(name, env=env, gpus=gpus, place=place)
+        remote = await self._create(actor, env=env, gpus=gpus, place=place)
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
             await (build() if host is None else self._build_after_teachers(*host, remote, build))
@@ -294,23 +299,27 @@ class ActorFactory:
             self.engines.append(remote)  # what is not built cannot be shut down, only killed
         return remote
 
-    def _create(
+    async def _create(
         self,
-        name: str,
+        actor: ActorName,
         *,
         env: dict[str, str] | None = None,
         gpus: int = 0,
         restarts: bool = False,
         place: ActorPlacement | None = None,
     ) -> Remote:
-        remote = Remote.create(
-            name,
+        create = partial(
+            Remote.create,
+            actor.name,
             timeout_s=self.config.timeouts.request_s,
             env=(env or {}) if self.config.cluster.address else {**(env or {}), **LOOPBACK},
             gpus=gpus,
             restarts=restarts,
             place=place,
+            actor=f"{run_name(self.config)}/{actor.path}",
+            kind=actor.kind,
         )
+        remote = await when_free(create, actor.name, self.config.timeouts.engine_start_s)
         self.started.append(remote)
         return remote
 

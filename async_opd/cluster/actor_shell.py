@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any, cast
 
@@ -126,6 +126,12 @@ class ActorShell:
             raise first_cause(group) from group
 
 
+@cache
+def _shell(kind: str) -> Any:
+    """The Ray actor class of an ActorShell that Ray shows as a ``kind``."""
+    return ray.remote(type(kind, (ActorShell,), {}))
+
+
 class Remote:
     """A named ActorShell. Picklable: other actors may hold it too.
 
@@ -148,8 +154,13 @@ class Remote:
         gpus: int = 0,
         restarts: bool = False,
         place: ActorPlacement | None = None,
+        actor: str | None = None,
+        kind: str = ActorShell.__name__,
     ) -> Remote:
         """Starts the process, and, with ``restarts``, another one without an object when it dies.
+
+        Ray shows it as ``actor``, a ``kind``. Raises ActorAlreadyExistsError while it knows another
+        one of this name.
 
         It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
         no GPU either, and sees those of the process that is there.
@@ -157,7 +168,7 @@ class Remote:
         It knows its name, and so do its children: ``ASYNC_OPD_ACTOR``. None of them imports from
         the working directory by itself.
         """
-        options: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 10_000}
+        options: dict[str, Any] = {"name": actor, "num_cpus": 0, "max_concurrency": 10_000}
         options["enable_task_events"] = False  # Ray's server keeps one of every call, for ever
         env = {**(env or {}), "ASYNC_OPD_ACTOR": name, SAFE_PATH: "1"}
         if place is not None:
@@ -168,7 +179,7 @@ class Remote:
             options["num_gpus"] = gpus
         if restarts:
             options["max_restarts"] = -1
-        return cls(name, ray.remote(ActorShell).options(**options).remote(), timeout_s, restarts)
+        return cls(name, _shell(kind).options(**options).remote(), timeout_s, restarts)
 
     async def place(self, timeout_s: float) -> ActorPlacement:
         """The node and the GPUs of the process."""

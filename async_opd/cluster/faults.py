@@ -116,7 +116,7 @@ FAULTS = (
 NEVER_RAISED = (
     found.RayError,  # the root: nothing raises it itself
     found.RayTaskError,  # an error inside the object: what it was speaks for itself
-    found.ActorAlreadyExistsError,  # ours have no names
+    found.ActorAlreadyExistsError,  # of a creation, which waits for the name
     found.ActorHandleNotFoundError,  # of a kill
     found.ObjectRefStreamEndOfStreamError,  # of generators
     found.OufOfBandObjectRefSerializationException,  # no reference is ever sent

@@ -15,6 +15,7 @@ from threading import Event, Thread
 import ray
 from ray.job_config import JobConfig
 
+from async_opd.cluster.actor_names import namespace
 from async_opd.cluster.ray_folder import RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
@@ -95,6 +96,7 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
                 partial(
                     ray.init,
                     address=address,
+                    namespace=namespace(config),
                     job_config=job_config(),
                     include_dashboard=False if address == "local" else None,
                     log_to_driver=False,

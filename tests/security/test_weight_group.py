@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import async_opd.weight_sync.rendezvous as meetings
+from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.actor_shell import Remote
 from async_opd.config.run_config import RunConfig
@@ -335,7 +336,7 @@ def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
 
 
 @pytest.mark.parametrize(("address", "expected"), [(None, LOOPBACK), ("auto", {})])
-def test_collectives_of_a_local_run_listen_on_the_loopback(
+async def test_collectives_of_a_local_run_listen_on_the_loopback(
     monkeypatch: pytest.MonkeyPatch, address: str | None, expected: dict[str, str]
 ) -> None:
     seen: list[dict[str, str]] = []
@@ -350,5 +351,5 @@ def test_collectives_of_a_local_run_listen_on_the_loopback(
         }
     )
     actor_factory = ActorFactory(config, "cpu", (), Factories(), lambda text: None)
-    actor_factory._create("trainer", env={"OMP_NUM_THREADS": "1"})
+    await actor_factory._create(actor_names.trainer(0), env={"OMP_NUM_THREADS": "1"})
     assert seen == [{"OMP_NUM_THREADS": "1", **expected}]

@@ -1,0 +1,82 @@
+"""The names by which Ray shows a run: ``ray list actors``, and the dashboard of its cluster.
+
+    <run>/queue                                 MessageQueue
+    <run>/rollouter/replica/0 …                 StudentReplica
+    <run>/teacher_scorer                        TeacherScorer
+    <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
+    <run>/trainer/0 …                           Trainer, one for each rank
+
+All are in one namespace, which is the run's alone: two runs of one name on a cluster do not clash.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ray.exceptions import ActorAlreadyExistsError
+
+from async_opd.cluster.actor_shell import RETRY_S, START_KEY, Remote
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageTimeout
+from async_opd.core.stages import TRAINER
+
+
+@dataclass(frozen=True)
+class ActorName:
+    """``name`` stands in messages; Ray shows ``<run>/<path>``, and ``kind`` as its class."""
+
+    name: str
+    path: str
+    kind: str
+
+
+QUEUE = ActorName("queue", "queue", "MessageQueue")
+SCORER = ActorName("scorer", "teacher_scorer", "TeacherScorer")
+
+
+def student(index: int) -> ActorName:
+    """A replica of the student."""
+    return ActorName(f"student/{index}", f"rollouter/replica/{index}", "StudentReplica")
+
+
+def teacher(teacher: str, index: int) -> ActorName:
+    """A replica of a teacher."""
+    path = f"{SCORER.path}/{teacher}/replica/{index}"
+    return ActorName(f"teacher {teacher}/{index}", path, "TeacherReplica")
+
+
+def trainer(rank: int) -> ActorName:
+    """A rank of the trainer."""
+    return ActorName(f"{TRAINER}/{rank}" if rank else TRAINER, f"trainer/{rank}", "Trainer")
+
+
+def run_name(config: RunConfig) -> str:
+    """The name of the run's directory, or the configured one where it has none."""
+    return Path(config.run_dir or "").name or config.name
+
+
+def namespace(config: RunConfig) -> str:
+    """Another one at every call, for the names of one run in one cluster."""
+    return f"{run_name(config)}-{secrets.token_hex(4)}"
+
+
+async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -> Remote:
+    """What ``create()`` starts, as soon as Ray has freed the name of the actor before it.
+
+    Ray frees the name of an actor that is killed, or whose owner has died; not of one that only
+    crashed, so whoever rebuilds one kills it first. Raises StageTimeout after ``timeout_s``.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                try:
+                    return create()
+                except ActorAlreadyExistsError:
+                    await asyncio.sleep(RETRY_S)
+    except TimeoutError as error:
+        cause = f"another actor still has its name in Ray after {timeout_s:g} s"
+        raise StageTimeout(name, cause, f"raise {START_KEY} if Ray only is slow") from error
