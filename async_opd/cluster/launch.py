@@ -8,10 +8,9 @@ queue ─┬─ student/0 … student/N-1     rollouter
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,6 +35,7 @@ from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
 from async_opd.core.liveness import answer_s
 from async_opd.core.stages import TeacherScorer, WeightSync
 from async_opd.models.engine_args import Device
+from async_opd.processes.members import Member
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from rollouter.stage import RollouterStage
@@ -157,7 +157,7 @@ def _turns(
 ) -> dict[str, GpuTimeSharing]:
     """One for each pool that shares its GPUs with teachers; ``gpus`` are the rollout pool's."""
     hosts: dict[str, Callable[[], Mapping[str, GpuHost]]] = {
-        "rollout": lambda: cast(Mapping[str, GpuHost], rollouter.replicas),
+        "rollout": lambda: {m.name: cast(GpuHost, m.value) for m in rollouter.members.serving},
         "train": lambda: {"trainer": trainer},
     }
     shared = {teacher.host for teacher in config.teachers.values() if teacher.host is not None}
@@ -185,27 +185,25 @@ async def _rollouts(
     students: list[StudentProxy],
     gpus: Gpus,
 ) -> tuple[RollouterStage, BroadcastSync]:
-    """The pool of student replicas, and the weight sync to them: each tells the other of a loss."""
+    """The pool of student replicas, and the weight sync to those of its members that serve."""
     config = actor_factory.config
-    names = [student.name for student in students]
-    sync = BroadcastSync(
+    rebuild = _RebuildStudent(actor_factory, queue, gpus)
+    rollouter = RollouterStage(
+        {student.name: student for student in students},
+        queue,
+        rebuild,
+        config.supervision,
+        answer_s=answer_s(config.timeouts.stall_s, depth=2),
+    )
+    rollouter.members.listen(lambda event: actor_factory.notify(str(event)))
+    rebuild.sync = sync = BroadcastSync(
         trainer,
-        students,
+        rollouter.members,
         await asyncio.gather(*(student.ready() for student in students)),
         on_sync=config.async_.on_sync,
         timeout_s=config.sync.timeout_s,
         rolling=config.sync.rolling,
         tries=config.sync.tries,
-        lost=lambda index, error: rollouter.eject(names[index], error),
-    )
-    rollouter = RollouterStage(
-        dict(zip(names, students, strict=True)),
-        queue,
-        _RebuildStudent(actor_factory, queue, sync, names, gpus),
-        config.supervision,
-        lost=lambda name, error: sync.lose(names.index(name)),
-        notify=actor_factory.notify,
-        answer_s=answer_s(config.timeouts.stall_s, depth=2),
     )
     await sync.connect()
     return rollouter, sync
@@ -256,20 +254,18 @@ class _RebuildStudent:
 
     actor_factory: ActorFactory
     queue: QueueProxy
-    sync: BroadcastSync
-    names: list[str]
     gpus: Gpus
-    incarnations: Counter[str] = field(default_factory=Counter)
+    sync: BroadcastSync | None = None
 
-    async def __call__(self, name: str, old: StudentProxy) -> StudentProxy:
+    async def __call__(self, member: Member[StudentProxy]) -> StudentProxy:
         """See rollouter.stage.RebuildStudent."""
-        old.kill()
-        self.incarnations[name] += 1
+        member.value.kill()
         async with self.gpus:
-            return await self._built(name, self.names.index(name))
+            return await self._built(member.index, member.incarnation + 1)
 
-    async def _built(self, name: str, index: int) -> StudentProxy:
-        student = await self.actor_factory.student(index, self.queue, self.incarnations[name])
+    async def _built(self, index: int, life: int) -> StudentProxy:
+        assert self.sync is not None
+        student = await self.actor_factory.student(index, self.queue, life)
         try:
             await self.sync.rejoin(index, student, await student.ready())
         except BaseException:

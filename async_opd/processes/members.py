@@ -85,16 +85,21 @@ class Event:
 
 @dataclass(eq=False)
 class Member(Generic[T]):
-    """One place in a set. ``value`` is who has it now, its ``incarnation``-th successor.
+    """Place ``index`` of a set. ``value`` is who has it now, its ``incarnation``-th successor.
 
     ``failure`` is the newest one, of a call, a probe or a rebuild; None in a member that serves.
     """
 
+    index: int
     name: str
     value: T
     incarnation: int = 0
     state: State = State.SERVING
     failure: Exception | None = None
+
+    def serves(self, incarnation: int) -> bool:
+        """Whether it serves, and is still this incarnation."""
+        return self.state is State.SERVING and self.incarnation == incarnation
 
 
 Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
@@ -145,7 +150,7 @@ class MemberSet(Generic[T]):
 
     def __post_init__(self) -> None:
         """All of them serve."""
-        self.all = tuple(Member(name, value) for name, value in self.values.items())
+        self.all = tuple(Member(i, *item) for i, item in enumerate(self.values.items()))
         config = self.policy.supervision
         self._restarts = {member: Restarts(config, self.clock) for member in self.all}
         self._listeners: list[Callable[[Event], None]] = []
@@ -183,7 +188,7 @@ class MemberSet(Generic[T]):
 
         False, and nothing happens, if it does not serve, or another incarnation of it does.
         """
-        if member.state is not State.SERVING or member.incarnation != incarnation:
+        if not member.serves(incarnation):
             return False
         self._move(member, State.EJECTED, error)
         return True

@@ -10,8 +10,8 @@
     MET         the group is a collective group; it stays one until a member of it fails
     PAUSED      every replica of the group holds its requests in flight (on_sync says how)
     SORTED OUT  whose weights were not touched generates on with the old ones; who failed, did not
-                answer in time, or may hold half of the new weights, is lost: it is never resumed,
-                but rebuilt by its pool, and ``rejoin``s with the newest snapshot
+                answer in time, or may hold half of the new weights, fails as a member of its pool:
+                it is never resumed, but rebuilt, and ``rejoin``s with the newest snapshot
 
 All replicas are one group, or, rolling, each is a group of its own: then the others go on
 generating with their old weights meanwhile. A push without any replica left is done: whoever
@@ -26,6 +26,7 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from async_opd.core.errors import (
     ProcessDied,
@@ -34,6 +35,7 @@ from async_opd.core.errors import (
     WeightSyncError,
 )
 from async_opd.core.stages import TRAINER, SyncReport
+from async_opd.processes.members import MemberSet
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import (
     SENDER,
@@ -50,48 +52,48 @@ class BroadcastSync:
     def __init__(
         self,
         sender: WeightSender,
-        receivers: Sequence[WeightReceiver],
+        members: MemberSet[Any],
         workers: Sequence[int],
         *,
         on_sync: str,
         timeout_s: float,
         rolling: bool = False,
         tries: int = 1,
-        lost: Callable[[int, Exception], None] = lambda index, error: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """``workers[i]`` is the number of ranks that receiver i contributes to its group.
+        """Every member that serves takes part; its value is a WeightReceiver.
+
+        ``workers[i]`` is the number of ranks that member i contributes to its group.
 
         ``timeout_s`` bounds each part; of the pause, which with ``finish`` lasts as long as the
-        longest response, it bounds the time without a token. ``lost(index, error)`` is told of a
-        receiver that has to be rebuilt.
+        longest response, it bounds the time without a token.
         """
         self._groups = SyncGroups(
             sender,
-            receivers,
+            [member.value for member in members.all],
             workers,
             on_sync=on_sync,
             timeout_s=timeout_s,
             clock=clock,
         )
         self._rolling = rolling
-        self._alive = set(range(len(receivers)))
+        self._members = members
         self._tries = tries
-        self._lost = lost
         self._clock = clock
         self._snapshot: tuple[int, WeightMeta] | None = None
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
 
     # ── who takes part ─────────────────────────────────────────────────────────────────────────
 
-    def lose(self, index: int) -> None:
-        """Receiver ``index`` has died: the next push meets without it."""
-        self._alive.discard(index)
+    @property
+    def _alive(self) -> set[int]:
+        return {member.index for member in self._members.serving}
 
     async def rejoin(self, index: int, receiver: WeightReceiver, workers: int) -> None:
-        """Another receiver in place of one that was lost; it has the newest weights afterwards.
+        """The next incarnation of a member, which has the newest weights afterwards.
 
-        Raises WeightSyncError. Its group meets anew before the next push.
+        Raises WeightSyncError. Its group meets anew before the next push. The member has to serve
+        before anything else is awaited: a push that begins then would pass it over.
         """
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
@@ -101,7 +103,6 @@ class BroadcastSync:
                 if failures:
                     self._groups.disband(number)
                     raise _worst(failures)
-            self._alive.add(index)
 
     async def connect(self) -> None:
         """The rendezvous. Raises WeightSyncError if a member does not come in time."""
@@ -181,8 +182,8 @@ class BroadcastSync:
         self._groups.disband(number)
         dead = {i for i, e in failures.items() if not isinstance(e, TransferAborted)} - {SENDER}
         for index in sorted(dead):
-            self.lose(index)
-            self._lost(index, failures[index])
+            member = self._members.all[index]
+            self._members.fail(member, member.incarnation, failures[index])
         sender = failures.get(SENDER)
         if isinstance(sender, ProcessDied):
             raise sender

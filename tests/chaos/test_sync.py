@@ -41,26 +41,26 @@ def survived(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running.until_there(folder / "halfway")
     engine.kill()
     (folder / "go").touch()
-    running.until("student/2 left the pool")
+    running.until("student/2 is ejected")
     running.processes("student/1")["engine"].suspend()
-    running.until("student/1 left the pool")
+    running.until("student/1 is ejected")
     running.look()
     return running.end()
 
 
 def test_the_kill_in_the_middle_of_a_broadcast_is_no_matter_of_time(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
-    (line,) = (line for line in log.splitlines() if "student/2 left the pool" in line)
+    (line,) = (line for line in log.splitlines() if "student/2 is ejected" in line)
     assert "took longer" not in line
 
 
 def test_who_was_not_killed_generates_on(survived: Run) -> None:
-    assert "student/0 left the pool" not in survived.output
+    assert "student/0 is ejected" not in survived.output
 
 
 def test_the_sync_names_who_did_not_answer(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
-    (line,) = (line for line in log.splitlines() if "student/1 left the pool" in line)
+    (line,) = (line for line in log.splitlines() if "student/1 is ejected" in line)
     assert re.search(r"student/0…[12] took longer than 8 s", line)  # the first sync, or the next
 
 

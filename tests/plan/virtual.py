@@ -152,9 +152,10 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     batcher = Batcher(queue, batch_size=setting.batch_size, max_version_lag=setting.max_version_lag)
     trainer = Trainer(batcher, setting.train.speed)
     students = _students(setting, queue, run)
+    rollouter = RollouterStage(students, queue)
     sync: Any = BroadcastSync(
         trainer,  # type: ignore[arg-type]
-        list(students.values()),
+        rollouter.members,
         [1] * len(students),
         on_sync="keep",
         timeout_s=1e9,
@@ -165,7 +166,6 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
         queue,
         {t.name: t.speed.batch for t in setting.teachers},
     )
-    rollouter = RollouterStage(students, queue)
     parts: Any = SimpleNamespace(
         queue=queue,
         rollouter=rollouter,

@@ -16,6 +16,7 @@ from async_opd.core.errors import StageError, first_cause
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.processes.members import State
 from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt, make_rollout
 
@@ -102,7 +103,6 @@ class World:
         self.broken: set[str] = set()  # cannot be rebuilt
         self.attempts: list[str] = []
         self.released: list[str] = []
-        self.lost: list[str] = []
         self.told: list[str] = []
         queue: Any = self
         self.stage = RollouterStage(
@@ -110,17 +110,16 @@ class World:
             queue,
             self.rebuild,
             SupervisionConfig(tries=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
-            lost=lambda name, error: self.lost.append(name),
-            notify=self.told.append,
             timer=self.clock,
         )
+        self.stage.members.listen(lambda event: self.told.append(str(event)))
         self.running = asyncio.create_task(self.stage.run())
 
     def passes_hours(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Between any two deaths."""
         hours = itertools.count(0, 3600)
-        for slot in self.stage._slots.values():
-            monkeypatch.setattr(slot.restarts, "_clock", lambda: float(next(hours)))
+        for restarts in self.stage.members._restarts.values():
+            monkeypatch.setattr(restarts, "_clock", lambda: float(next(hours)))
 
     async def dies(self, name: str) -> None:
         await settle()
@@ -132,11 +131,12 @@ class World:
         self.released.append(consumer)
         return 0
 
-    async def rebuild(self, name: str, old: Replica) -> Replica:
+    async def rebuild(self, member: Any) -> Any:
+        name = member.name
         self.attempts.append(name)
         if name in self.broken:
             raise StageError(name, "out of memory")
-        self.replicas[name] = Replica(name, old.life + 1)
+        self.replicas[name] = Replica(name, member.value.life + 1)
         return self.replicas[name]
 
 
@@ -145,7 +145,8 @@ async def test_a_replica_that_dies_gives_back_what_it_had_and_is_rebuilt_at_once
     await settle()
     world.replicas["student/0"].die()
     await settle()
-    assert (world.released, world.lost) == (["student/0#0"], ["student/0"])
+    assert world.released == ["student/0#0"]
+    assert world.told[0] == "student/0 is ejected: student/0: its process died"
     assert world.replicas["student/0"].consumer == "student/0#1"
     assert world.replicas["student/0"].runs
 
@@ -162,7 +163,8 @@ async def test_the_last_one_is_rebuilt_too() -> None:
 async def test_what_fails_in_a_weight_sync_is_rebuilt() -> None:
     world = World(2)
     await settle()
-    world.stage.eject("student/1", StageError("weight sync", "half of the weights"))
+    failure = StageError("weight sync", "half of the weights")
+    world.stage.members.fail(world.stage.members["student/1"], 0, failure)
     await settle()
     assert world.attempts == ["student/1"]
 
@@ -189,7 +191,7 @@ async def test_tries_come_later_and_later_and_then_end() -> None:
     assert [delay for delay in world.clock.delays if delay in (2, 6, 14)] == [2, 6]
     with pytest.raises(ExceptionGroup) as caught:
         await world.running
-    assert "its process died" in str(first_cause(caught.value))
+    assert str(first_cause(caught.value)) == "student/0: out of memory"
 
 
 async def test_a_replica_that_dies_before_it_has_done_anything_is_given_up_in_the_end(
@@ -199,7 +201,7 @@ async def test_a_replica_that_dies_before_it_has_done_anything_is_given_up_in_th
     world.passes_hours(monkeypatch)
     for _ in range(3):
         await world.dies("student/0")
-    assert world.told[-1] == "student/0 is gone for good"
+    assert world.told[-1].startswith("student/0 is gone for good: student/0: ")
 
 
 async def test_a_replica_that_served_during_a_step_since_has_its_old_deaths_forgotten(
@@ -221,7 +223,7 @@ async def test_one_that_is_gone_for_good_does_not_end_the_others() -> None:
     world.replicas["student/0"].die()
     await settle()
     assert not world.running.done()
-    assert world.told[-1] == "student/0 is gone for good"
+    assert world.told[-1].startswith("student/0 is gone for good: student/0: ")
 
 
 async def test_an_evaluation_asks_another_one_for_what_a_dead_one_did_not_answer() -> None:
@@ -282,7 +284,7 @@ def test_whoever_dies_or_hangs_everybody_serves_in_the_end_and_gave_everything_b
             await settle()
         for _ in range(40):
             await world.clock.ring()
-        assert [slot.failure for slot in world.stage._serving()] == [None] * 3
+        assert [member.state for member in world.stage.members.all] == [State.SERVING] * 3
         lives = {f"{r.name}#{life}" for r in world.replicas.values() for life in range(r.life)}
         assert set(world.released) == lives
         world.running.cancel()

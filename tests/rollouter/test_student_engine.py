@@ -103,6 +103,7 @@ class World:
         from async_opd.weight_sync.coordinator import BroadcastSync
         from rollouter.replica import StudentReplica
         from rollouter.spec import StudentEngineSpec
+        from rollouter.stage import RollouterStage
         from trainer.publisher import GlooTransport, Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -117,9 +118,8 @@ class World:
             lambda: iter([(n, p.detach().clone()) for n, p in self.model.named_parameters()]),
             lambda: GlooTransport("127.0.0.1", 30.0, 100_000),
         )
-        self.sync = BroadcastSync(
-            Sender(publisher), [self.replica], [1], on_sync="keep", timeout_s=30.0
-        )
+        members = RollouterStage({"student/0": self.replica}, self.queue).members
+        self.sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=30.0)
         self.version = 0
         self.on_sync = "keep"
         pause = self.replica.pause

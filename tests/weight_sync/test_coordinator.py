@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.errors import ProcessDied, TransferAborted, WeightSyncError
+from async_opd.config.run_config import SupervisionConfig
+from async_opd.core.errors import ProcessDied, StageError, TransferAborted, WeightSyncError
 from async_opd.core.liveness import Progress
+from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 
@@ -103,33 +105,54 @@ class Receiver:
         self.paused = False
 
 
+def pool(*receivers: Receiver) -> MemberSet[Any]:
+    """The receivers as members that nobody rebuilds."""
+    named = {f"student/{index}": receiver for index, receiver in enumerate(receivers)}
+    return MemberSet("rollout", named, Policy(supervision=SupervisionConfig()))
+
+
 def sync(
     events: list[str],
     receivers: list[Receiver],
     timeout_s: float = 5.0,
     rolling: bool = False,
     tries: int = 1,
-    lost: Callable[[int, Exception], None] = lambda index, error: None,
 ) -> BroadcastSync:
     sender = Sender(events)
     sender.receivers = receivers
     return BroadcastSync(
         sender,
-        receivers,
+        pool(*receivers),
         [1] * len(receivers),
         on_sync="keep",
         timeout_s=timeout_s,
         rolling=rolling,
         tries=tries,
-        lost=lost,
     )
 
 
-class Losses(dict[int, Exception]):
+def lost(weights: BroadcastSync) -> dict[int, str]:
     """Who was lost, and why."""
+    return {m.index: str(m.failure) for m in weights._members.all if m.failure is not None}
 
-    def __call__(self, index: int, error: Exception) -> None:
-        self[index] = error
+
+def lose(weights: BroadcastSync, index: int) -> Member[Any]:
+    """Member ``index`` fails, if it has not yet."""
+    member = weights._members.all[index]
+    weights._members.fail(member, member.incarnation, StageError(member.name, "its process died"))
+    return member
+
+
+async def rejoin(weights: BroadcastSync, index: int, newcomer: Receiver) -> None:
+    """Member ``index`` is rebuilt. Raises why it is not."""
+
+    async def rebuild(member: Member[Any]) -> Receiver:
+        await weights.rejoin(member.index, newcomer, 1)
+        return newcomer
+
+    policy = Policy[Any](supervision=SupervisionConfig(tries=1), rebuild=rebuild, needed=99)
+    weights._members.policy = policy
+    await weights._members.mend(lose(weights, index))
 
 
 async def test_a_push_pauses_sends_names_and_resumes_in_this_order() -> None:
@@ -142,7 +165,7 @@ async def test_a_push_pauses_sends_names_and_resumes_in_this_order() -> None:
 
 async def test_ranks_of_the_replicas_do_not_collide() -> None:
     receivers = [Receiver([]) for _ in range(3)]
-    weights = BroadcastSync(Sender([]), receivers, [2, 4, 1], on_sync="keep", timeout_s=5)
+    weights = BroadcastSync(Sender([]), pool(*receivers), [2, 4, 1], on_sync="keep", timeout_s=5)
     await weights.connect()
     assert [receiver.offset for receiver in receivers] == [1, 3, 7]
 
@@ -158,33 +181,33 @@ async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None
         await weights.snapshot(1)
 
 
-def finishing(receivers: list[Receiver], lost: Losses) -> BroadcastSync:
+def finishing(receivers: list[Receiver]) -> BroadcastSync:
     for receiver in receivers:
         receiver.finished.clear()
     return BroadcastSync(
-        Sender([]), receivers, [1] * len(receivers), on_sync="finish", timeout_s=0.04, lost=lost
+        Sender([]), pool(*receivers), [1] * len(receivers), on_sync="finish", timeout_s=0.04
     )
 
 
 async def test_finish_waits_for_responses_as_long_as_tokens_come() -> None:
-    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    receivers = [Receiver([]), Receiver([])]
     for receiver in receivers:
         receiver.generates = 100  # ten looks, of four within the bound
-    weights = finishing(receivers, lost)
+    weights = finishing(receivers)
     await weights.snapshot(1)
     await weights.push()
-    assert ([receiver.version for receiver in receivers], lost) == ([1, 1], {})
+    assert ([receiver.version for receiver in receivers], lost(weights)) == ([1, 1], {})
 
 
 async def test_finish_loses_a_replica_that_generates_nothing_and_names_the_key() -> None:
-    receivers, lost = [Receiver([]), Receiver([])], Losses()
+    receivers = [Receiver([]), Receiver([])]
     receivers[0].generates = 500
-    weights = finishing(receivers, lost)
+    weights = finishing(receivers)
     await weights.snapshot(1)
     await weights.push()
-    assert list(lost) == [1]
-    assert "student/1: finishing: no sign of life for 0.04 s" in str(lost[1])
-    assert "raise sync.timeout_s if tokens can be so far apart" in str(lost[1])
+    assert list(lost(weights)) == [1]
+    assert "student/1: finishing: no sign of life for 0.04 s" in lost(weights)[1]
+    assert "raise sync.timeout_s if tokens can be so far apart" in lost(weights)[1]
 
 
 async def test_rolling_updates_one_replica_after_the_other() -> None:
@@ -200,7 +223,9 @@ async def test_rolling_updates_one_replica_after_the_other() -> None:
 async def test_rolling_gives_every_replica_a_group_of_its_own() -> None:
     receivers = [Receiver([]) for _ in range(2)]
     sender = Sender([])
-    weights = BroadcastSync(sender, receivers, [2, 4], on_sync="keep", timeout_s=5, rolling=True)
+    weights = BroadcastSync(
+        sender, pool(*receivers), [2, 4], on_sync="keep", timeout_s=5, rolling=True
+    )
     await weights.connect()
     assert (sender.worlds, [receiver.offset for receiver in receivers]) == ([3, 5], [1, 1])
 
@@ -208,9 +233,9 @@ async def test_rolling_gives_every_replica_a_group_of_its_own() -> None:
 async def test_a_replica_that_died_is_left_out_of_a_new_group() -> None:
     receivers = [Receiver([]), Receiver([], fail="pause keep"), Receiver([])]
     sender = Sender([])
-    weights = BroadcastSync(sender, receivers, [1, 2, 1], on_sync="keep", timeout_s=5)
+    weights = BroadcastSync(sender, pool(*receivers), [1, 2, 1], on_sync="keep", timeout_s=5)
     await weights.connect()
-    weights.lose(1)
+    lose(weights, 1)
     await weights.snapshot(1)
     await weights.push()
     assert (sender.worlds, receivers[2].offset) == ([5, 3], 2)
@@ -225,7 +250,7 @@ async def test_a_rolling_sync_passes_over_a_replica_that_died_meanwhile() -> Non
     first, resume = weights._groups.receivers[0], weights._groups.receivers[0].resume
 
     async def resume_while_the_other_dies() -> None:
-        weights.lose(1)
+        lose(weights, 1)
         await resume()
 
     first.resume = resume_while_the_other_dies  # type: ignore[method-assign]
@@ -237,7 +262,7 @@ async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
     receivers = [Receiver([]), Receiver([])]
     weights = BroadcastSync(
         Sender([]),
-        receivers,
+        pool(*receivers),
         [1, 1],
         on_sync="keep",
         timeout_s=5,
@@ -262,23 +287,21 @@ PARTS = ["pause keep", "receive", "finish 1", "resume"]
 @pytest.mark.parametrize("rolling", [False, True])
 @pytest.mark.parametrize("part", PARTS)
 async def test_who_fails_is_lost_with_the_part_and_the_cause(part: str, rolling: bool) -> None:
-    losses = Losses()
-    weights = sync([], [Receiver([]), Receiver([], fail=part)], rolling=rolling, lost=losses)
+    weights = sync([], [Receiver([]), Receiver([], fail=part)], rolling=rolling)
     await weights.snapshot(1)
     await weights.push()
-    assert list(losses) == [1]
-    assert "student/" in str(losses[1])
-    assert "broken pipe" in str(losses[1])
+    assert list(lost(weights)) == [1]
+    assert "student/" in lost(weights)[1]
+    assert "broken pipe" in lost(weights)[1]
 
 
 @pytest.mark.parametrize("part", PARTS)
 async def test_who_hangs_is_lost_after_the_bound(part: str) -> None:
-    losses = Losses()
-    weights = sync([], [Receiver([]), Receiver([], hang=part)], timeout_s=0.2, lost=losses)
+    weights = sync([], [Receiver([]), Receiver([], hang=part)], timeout_s=0.2)
     await weights.snapshot(1)
     await weights.push()
-    assert list(losses) == [1]
-    assert "took longer than 0.2 s" in str(losses[1])
+    assert list(lost(weights)) == [1]
+    assert "took longer than 0.2 s" in lost(weights)[1]
 
 
 @pytest.mark.parametrize("part", ["pause keep", "finish 1", "resume", "join"])
@@ -340,7 +363,7 @@ async def test_a_trainer_that_hangs_beyond_its_own_bound_is_taken_for_dead() -> 
 
 async def test_a_push_with_nobody_left_is_done() -> None:
     weights = sync([], [Receiver([])])
-    weights.lose(0)
+    lose(weights, 0)
     await weights.snapshot(1)
     assert (await weights.push()).version == 1
 
@@ -352,7 +375,7 @@ async def test_who_rejoins_has_the_newest_weights_before_anything_else(rolling: 
     await weights.snapshot(4)
     await weights.push()
     newcomer = Receiver([])
-    await weights.rejoin(1, newcomer, 1)
+    await rejoin(weights, 1, newcomer)
     assert (newcomer.version, newcomer.paused) == (4, False)
     await weights.snapshot(5)
     await weights.push()
@@ -361,9 +384,9 @@ async def test_who_rejoins_has_the_newest_weights_before_anything_else(rolling: 
 
 async def test_before_the_first_snapshot_who_rejoins_needs_no_weights() -> None:
     weights = sync([], [Receiver([]), Receiver([])])
-    weights.lose(0)
+    lose(weights, 0)
     newcomer = Receiver([])
-    await weights.rejoin(0, newcomer, 1)
+    await rejoin(weights, 0, newcomer)
     assert newcomer.events == []
 
 
@@ -373,9 +396,9 @@ async def test_who_rejoins_before_the_first_snapshot_meets_before_the_first_push
 ) -> None:
     weights = sync([], [Receiver([])], rolling=rolling)
     await weights.connect()
-    weights.lose(0)
+    lose(weights, 0)
     newcomer = Receiver([])
-    await weights.rejoin(0, newcomer, 1)
+    await rejoin(weights, 0, newcomer)
     await weights.snapshot(1)
     await weights.push()
     assert newcomer.offset == 1
@@ -384,10 +407,26 @@ async def test_who_rejoins_before_the_first_snapshot_meets_before_the_first_push
 async def test_who_cannot_rejoin_is_not_part_of_the_next_push() -> None:
     weights = sync([], [Receiver([]), Receiver([])])
     await weights.snapshot(1)
-    weights.lose(1)
+    lose(weights, 1)
     with pytest.raises(WeightSyncError, match="broken pipe"):
-        await weights.rejoin(1, Receiver([], fail="receive"), 1)
+        await rejoin(weights, 1, Receiver([], fail="receive"))
     assert (await weights.push()).metrics["sync/rounds"] == 1
+
+
+async def test_a_push_that_waits_for_a_newcomer_updates_it_too() -> None:
+    receivers = [Receiver([]), Receiver([])]
+    weights = sync([], receivers)
+    await weights.snapshot(1)
+    newcomer = Receiver([])
+    newcomer.finished.clear()
+    joining = asyncio.create_task(rejoin(weights, 1, newcomer))
+    await asyncio.sleep(0.01)
+    following = asyncio.create_task(weights.snapshot(2))
+    pushing = asyncio.create_task(weights.push())
+    await asyncio.sleep(0.01)
+    newcomer.finished.set()
+    await asyncio.gather(joining, following, pushing)
+    assert (receivers[0].version, newcomer.version) == (2, 2)
 
 
 async def test_a_replica_that_received_half_of_the_weights_is_not_resumed() -> None:
@@ -415,17 +454,16 @@ def test_whatever_fails_everybody_left_generates_with_the_new_version(
             receivers.append(Receiver([], **({} if once else {"hang" if hang else "fail": part})))
             receivers[-1].aborts = part == "abort"
             receivers[-1].fail = receivers[-1].fail or ("join" if part == "join" else "")
-        losses = Losses()
-        weights = sync([], receivers, 0.01, rolling, tries=3, lost=losses)
+        weights = sync([], receivers, 0.01, rolling, tries=3)
         await weights.snapshot(1)
         try:
             await weights.push()
         except WeightSyncError:
             assert "join" in parts  # it answers, but no group comes together: nobody is to blame
             return
-        left = set(range(len(parts))) - set(losses)
+        left = set(range(len(parts))) - set(lost(weights))
         assert all(receivers[i].version == 1 and not receivers[i].paused for i in left)
-        assert all(parts[i] not in ("", "abort") for i in losses)
+        assert all(parts[i] not in ("", "abort") for i in lost(weights))
 
     asyncio.run(body())
 
