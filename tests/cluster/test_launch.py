@@ -12,6 +12,7 @@ from async_opd.cluster.launch import _rebuilding, _RebuildStudent
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError
+from async_opd.processes.members import Member
 
 
 class Student:
@@ -57,10 +58,9 @@ async def test_students_that_are_built_again_do_not_wait_for_each_other(host: st
 
     made.ready = ready
     gpus = asyncio.Lock()
-    names = ["student/0", "student/1", "student/2"]
-    rebuild = _RebuildStudent(made, made, made, names, _rebuilding(config(host), gpus))
+    rebuild = _RebuildStudent(made, made, _rebuilding(config(host), gpus), made)
     async with asyncio.timeout(5):
-        await asyncio.gather(*(rebuild(name, made) for name in names))
+        await asyncio.gather(*(rebuild(Member(i, f"student/{i}", made)) for i in range(3)))
     assert made.events.count("rejoin") == 3
     assert not gpus.locked()
 
@@ -70,8 +70,8 @@ async def test_no_shift_is_waited_for_where_no_teacher_has_the_students_gpus(hos
     made: Any = Student()
     gpus = asyncio.Lock()
     await gpus.acquire()
-    rebuild = _RebuildStudent(made, made, made, ["student/0"], _rebuilding(config(host), gpus))
-    await asyncio.wait_for(rebuild("student/0", made), 5)
+    rebuild = _RebuildStudent(made, made, _rebuilding(config(host), gpus), made)
+    await asyncio.wait_for(rebuild(Member(0, "student/0", made)), 5)
     assert made.events[-1] == "rejoin"
 
 
@@ -85,10 +85,10 @@ async def test_a_student_that_is_built_again_keeps_a_shift_out_while_another_is_
         return 1
 
     made.ready = ready
-    names = ["student/0", "student/1"]
-    rebuild = _RebuildStudent(made, made, made, names, _rebuilding(config("rollout"), gpus))
-    first, second = (asyncio.ensure_future(rebuild(name, made)) for name in names)
-    for _ in names:
+    rebuild = _RebuildStudent(made, made, _rebuilding(config("rollout"), gpus), made)
+    members = [Member[Any](index, f"student/{index}", made) for index in range(2)]
+    first, second = (asyncio.ensure_future(rebuild(member)) for member in members)
+    for _ in members:
         await asyncio.wait_for(begun.acquire(), 5)
     first.cancel()
     await asyncio.wait({first})
@@ -102,9 +102,9 @@ async def test_a_student_that_is_built_again_waits_until_no_teacher_has_its_gpu(
     made: Any = Student()
     gpus = asyncio.Lock()
     held = _rebuilding(config("rollout"), gpus)
-    rebuild = _RebuildStudent(made, made, made, ["student/0"], held)
+    rebuild = _RebuildStudent(made, made, held, made)
     await gpus.acquire()  # a shift
-    work = asyncio.create_task(rebuild("student/0", made))
+    work = asyncio.create_task(rebuild(Member(0, "student/0", made)))
     for _ in range(5):
         await asyncio.sleep(0)
     assert made.events == ["kill"]
@@ -123,7 +123,7 @@ async def test_no_turn_begins_before_the_student_has_joined() -> None:
 
     made.rejoin = rejoin
     held = _rebuilding(config("rollout"), gpus)
-    await _RebuildStudent(made, made, made, ["student/0"], held)("student/0", made)
+    await _RebuildStudent(made, made, held, made)(Member(0, "student/0", made))
     assert (joined, gpus.locked()) == ([True], False)
 
 
