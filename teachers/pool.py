@@ -1,4 +1,4 @@
-"""A teacher's replicas as one: balanced, watched, mended.
+"""A teacher's replicas as one: balanced, tried one after the other.
 
     batch ──balancer──► replica.score ──► checked samples
                              └── fails: another replica; in the end each rollout alone
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
@@ -18,23 +17,16 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_opd.core.batch import Batch
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
+from async_opd.processes.members import Member, one_line
 from async_opd.queue.sizes import calls
 from teachers.balancer import Reservation
-from teachers.protocols import RebuildTeacher, ScoringReplica, TeacherWeights
-from teachers.replica_slots import (
-    Health,
-    ReplicaSlot,
-    ReplicaSlots,
-    one_line,
-    score_checked,
-    tokens_of,
-)
+from teachers.protocols import ScoringReplica
+from teachers.replica_slots import ReplicaSlots, tokens_of
 
 Result = TypeVar("Result")
 
@@ -48,63 +40,16 @@ class ScoreResult:
 
 
 class TeacherPool:
-    """Scores batches on whichever replica can. ``run`` mends replicas and never ends by itself."""
+    """Scores batches on whichever of a teacher's replicas can."""
 
-    def __init__(
-        self,
-        name: str,
-        replicas: Sequence[ScoringReplica],
-        health: Health,
-        rebuild: RebuildTeacher | None = None,
-        *,
-        notify: Callable[[str], None] = lambda text: None,
-        asleep: bool = False,
-        timer: Timer | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``.
-
-        ``notify`` hears what becomes of replicas.
-        """
-        self._name = f"teacher {name}"
-        self._health = health
-        self._clock = clock
-        self._slots = ReplicaSlots(
-            name, replicas, health, rebuild, notify=notify, asleep=asleep, timer=timer, clock=clock
-        )
-        self.balancer = self._slots.balancer
+    def __init__(self, seats: ReplicaSlots) -> None:
+        self.seats = seats
+        self.balancer = seats.balancer
+        self._name = seats.name
+        self._health = seats.health
+        self._clock = seats.clock
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
-
-    @property
-    def replicas(self) -> list[ScoringReplica]:
-        """All of them, also those that do not serve."""
-        return self._slots.replicas
-
-    @property
-    def tokens(self) -> int:
-        """Of all calls to replicas that succeeded."""
-        return self._slots.tokens
-
-    async def run(self) -> None:
-        """Mends replicas as they fail."""
-        await self._slots.run()
-
-    async def load(self, weights: TeacherWeights) -> None:
-        """New weights for all replicas. One that does not take them is rebuilt, and takes them."""
-        await self._slots.load(weights)
-
-    async def wake(self) -> None:
-        """The replicas have their GPUs; one that does not wake is mended, as any that fails."""
-        await self._slots.wake()
-
-    async def sleep(self) -> None:
-        """Waits for what is being mended, then all replicas leave their GPUs."""
-        await self._slots.sleep()
-
-    async def sleep_serving(self) -> None:
-        """Those that serve leave their GPUs, and nothing is mended any more."""
-        await self._slots.sleep_serving()
 
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
@@ -141,7 +86,7 @@ class TeacherPool:
         work = partial(score_checked, self._name, batch)
         outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
-            self._slots.probe_batch = batch.split(1)[0]
+            self.seats.probe_batch = batch.split(1)[0]
             return ScoreResult((outcome,))
         if len(batch) == 1:
             self._totals["dead_letters"] += 1
@@ -176,23 +121,22 @@ class TeacherPool:
         assert failure is not None
         return failure
 
-    async def _place(self, tokens: int, group: str | None) -> Reservation[ReplicaSlot]:
+    async def _place(self, tokens: int, group: str | None) -> Reservation[Member[ScoringReplica]]:
         try:
             return await self.balancer.reserve(tokens, group)
         except NoReplica as error:
-            raise self._slots.all_gone() from error
+            raise self.seats.all_gone() from error
 
     async def _on_a_replica(
         self,
-        place: Reservation[ReplicaSlot],
+        place: Reservation[Member[ScoringReplica]],
         what: str,
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
     ) -> Result:
         started = self._clock()
-        result = await self._slots.call(place, what, work, least_s)
+        result = await self.seats.call(place, what, work, least_s)
         self._seconds.append(self._clock() - started)
-        place.replica.rebuilds = 0
         return result
 
     # ── what is going on ───────────────────────────────────────────────────────────────────────
@@ -203,15 +147,15 @@ class TeacherPool:
         ``agreement`` is the mean over response tokens of log p(teacher) - log q(rollout), in nats,
         where the scores hold the sampled token's log-probability.
         """
-        merged = merge_reports(await self._slots.reports())
+        merged = merge_reports(await self.seats.reports())
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
         gauges = {**merged.gauges, **self._totals}
-        gauges |= {"failures": self._slots.failures, "rebuilds": self._slots.rebuilds}
+        gauges |= {"failures": self.seats.failures, "rebuilds": float(self.seats.members.rebuilds)}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
-        if self._slots.weights is not None:
-            gauges["version"] = float(self._slots.weights.version)
+        if self.seats.weights is not None:
+            gauges["version"] = float(self.seats.weights.version)
         gauges["serving"] = float(self.balancer.serving)
         gauges["waiting"] = float(self.balancer.waiting)
         gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
@@ -220,7 +164,7 @@ class TeacherPool:
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
         waits = merged.waits_for if self.balancer.serving else "a replica that works"
-        waits = "its turn" if self._slots.asleep else waits
+        waits = "its turn" if self.seats.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 

@@ -429,7 +429,7 @@ async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
     with pytest.raises(NoReplica):
         await asyncio.wait_for(run.pipeline.run(), 5)
     told = [line.partition(":")[0] for line in run.log.told if line.startswith("teacher")]
-    assert told == ["teacher a/0 ejected", "teacher a/0 is gone for good"]
+    assert told == ["teacher a/0 is ejected", "teacher a/0 is gone for good"]
 
 
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(

@@ -18,6 +18,12 @@ REMOVED = {
     "where response lengths vary (docs/adr/0008-no-scoring-while-decoding.md)",
 }
 """Patterns of keys that earlier versions had, and why this one does not."""
+RENAMED = {
+    "supervision.tries": "supervision.max_restarts",
+    "teachers.*.health.rebuilds": "supervision.max_restarts",
+    "teachers.*.health.probe_s": "supervision.delay_s",
+}
+"""Patterns of keys that earlier versions had, and the key that now means the same."""
 
 
 def key_of(loc: Iterable[int | str]) -> str:
@@ -70,6 +76,11 @@ def default_of(key: str) -> Any:
 def why_removed(key: str) -> str | None:
     """Why a key of earlier versions is gone; None if there never was one."""
     return next((why for pattern, why in REMOVED.items() if fnmatchcase(key, pattern)), None)
+
+
+def new_name(key: str) -> str | None:
+    """What a key of earlier versions is called now; None if there never was one."""
+    return next((new for pattern, new in RENAMED.items() if fnmatchcase(key, pattern)), None)
 
 
 def keys_called(name: str) -> list[str]:

@@ -20,6 +20,7 @@ from async_opd.config.keys import (
     keys_below,
     keys_called,
     kinds_with,
+    new_name,
     why_removed,
 )
 from async_opd.config.run_config import RunConfig, SizesError
@@ -273,6 +274,9 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
     removed = why_removed(key)
     if removed is not None:
         return f"found {_shown(found)}: {removed}", "delete the key"
+    renamed = new_name(key)
+    if renamed is not None:
+        return f"found {_shown(found)}: the key is called {renamed} now", f"write {renamed}"
     section, _, name = key.rpartition(".")
     others = kinds_with(section, name)
     if not others:

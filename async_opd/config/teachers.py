@@ -27,9 +27,6 @@ class CallHealth(Section):
     tries: int = Field(default=4, ge=2)
     """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
     others alone."""
-    probe_s: float = Field(default=1, gt=0)
-    """A replica that failed has to score a rollout that was scored before. The first such probe
-    comes at once, the others after 1, 3, 7 … times this long."""
 
     def response_s(self, tokens: int) -> float:
         """Seconds that one response of so many tokens may take: they come one after the other."""
@@ -40,9 +37,8 @@ class HealthConfig(CallHealth):
     """When a teacher's replica counts as broken, and what is done about it."""
 
     probes: PositiveInt = 5
-    """A replica that still answers but fails so many probes is rebuilt; a dead one is at once."""
-    rebuilds: int = Field(default=3, ge=0)
-    """Rebuilds in a row without a scored batch in between; then the replica is given up."""
+    """A replica that failed has to score a rollout that was scored before, in at most so many tries
+    (``supervision.delay_s`` says when); otherwise it is rebuilt, and a dead one is at once."""
 
 
 class EndpointHealth(CallHealth):

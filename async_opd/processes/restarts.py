@@ -10,7 +10,7 @@ from async_opd.config.supervision import SupervisionConfig
 
 
 class Restarts:
-    """The restarts of one replica or stage: at most ``tries`` that are not forgotten.
+    """The restarts of one replica or stage: at most ``max_restarts`` that are not forgotten.
 
     A restart is forgotten when it is longer ago than ``window_s``, and something newer has been
     reached than before it. So what dies again and again at the same place comes to an end, however
@@ -39,7 +39,7 @@ class Restarts:
             if now - when <= self._config.window_s or then >= self._newest
         ]
         before = len(self._remembered)
-        if before >= self._config.tries:
+        if before >= self._config.max_restarts:
             return None
         self._remembered.append((now, self._newest))
         self.total += 1

@@ -96,8 +96,8 @@ def test_every_rebuild_is_counted(survived: Run) -> None:
 
 def test_the_log_says_what_became_of_the_teachers_replicas(survived: Run) -> None:
     log = (survived.directory / "run.log").read_text()
-    assert "teacher sort/0 ejected" in log
-    assert re.search(r"teacher sort/1 ejected: .* took longer than", log)
+    assert "teacher sort/0 is ejected" in log
+    assert re.search(r"teacher sort/1 is ejected: .* took longer than", log)
     assert "teacher sort/1 is rebuilt" in log
 
 

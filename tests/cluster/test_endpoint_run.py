@@ -48,7 +48,7 @@ def served(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> Run:
         )
     running.until("step 0, version 0: eval_teacher")
     server.kill()
-    running.until("teacher sort/0 ejected")
+    running.until("teacher sort/0 is ejected")
     server.start()
     return running.end()
 
@@ -68,7 +68,7 @@ def test_all_samples_were_trained_although_the_server_was_killed(served: Run) ->
 
 def test_the_log_says_that_the_server_was_away_and_serves_again(served: Run) -> None:
     log = (served.directory / "run.log").read_text()
-    assert "teacher sort/0 ejected" in log
+    assert "teacher sort/0 is ejected" in log
     assert "teacher sort/0 serves again" in log
 
 

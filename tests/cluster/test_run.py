@@ -245,7 +245,7 @@ def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "killed",
         "train.steps=500",
-        "supervision.tries=0",
+        "supervision.max_restarts=0",
         ONE_TEACHER,
     )
     running.until("step 0, version 0: eval_teacher")

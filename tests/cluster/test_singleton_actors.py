@@ -91,7 +91,7 @@ def singletons(
             "student": {"model": "student"},
             "teachers": {"t": {"model": "t"}},
             "data": {"train": "prompts.jsonl"},
-            "supervision": {"tries": tries, "delay_s": 1e-3},
+            "supervision": {"max_restarts": tries, "delay_s": 1e-3},
         }
     )
     actors: list[Any] = [

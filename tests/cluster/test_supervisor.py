@@ -71,7 +71,7 @@ class World:
         self.process: Any = Process()
         self.told: list[str] = []
         self.reissued = asyncio.Semaphore(0)
-        bounds = SupervisionConfig(tries=tries, delay_s=1e-3, heartbeat_s=1e-3, timeout_s=1)
+        bounds = SupervisionConfig(max_restarts=tries, delay_s=1e-3, heartbeat_s=1e-3, timeout_s=1)
         self.step = 0
         self.supervisor = Supervisor(
             self.process, self.process.build, bounds, self.told.append, lambda: self.step

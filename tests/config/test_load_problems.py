@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.keys import REMOVED, keys_below
+from async_opd.config.keys import REMOVED, RENAMED, default_of, keys_below
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
@@ -109,7 +109,18 @@ def test_a_removed_key_is_answered_on_the_command_line_too(tmp_path: Path) -> No
     assert "was removed" in problem.message
 
 
-@pytest.mark.parametrize("pattern", REMOVED)
+@pytest.mark.parametrize(("pattern", "new"), RENAMED.items())
+def test_a_renamed_key_is_answered_with_its_new_name(
+    tmp_path: Path, pattern: str, new: str
+) -> None:
+    key = pattern.replace("*", "a")
+    (problem,) = problems(tmp_path, "", f"{key}=7")
+    assert (problem.key, problem.remedy) == (key, f"write {new}")
+    assert problem.message == f"found 7: the key is called {new} now"
+    assert default_of(new) is not None
+
+
+@pytest.mark.parametrize("pattern", [*REMOVED, *RENAMED])
 def test_no_removed_key_is_a_key(pattern: str) -> None:
     parent, _, name = pattern.rpartition(".")
     known = keys_below(parent)

@@ -60,7 +60,7 @@ class World:
         care |= {"rebuild": self._rebuild, "reached": lambda member: self.reached}
         care |= {"probe": self._probe, "probes": probes} if probes else {}
         supervision = SupervisionConfig(
-            tries=tries, delay_s=2, window_s=100, heartbeat_s=10, timeout_s=60
+            max_restarts=tries, delay_s=2, window_s=100, heartbeat_s=10, timeout_s=60
         )
         self.members = MemberSet(
             "world",

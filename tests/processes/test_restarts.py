@@ -18,7 +18,9 @@ class Clock:
 
 def restarts(tries: int = 3, window_s: float = 10) -> tuple[Restarts, Clock]:
     clock = Clock()
-    return Restarts(SupervisionConfig(tries=tries, window_s=window_s, delay_s=2), clock), clock
+    return Restarts(
+        SupervisionConfig(max_restarts=tries, window_s=window_s, delay_s=2), clock
+    ), clock
 
 
 def test_each_comes_later_than_the_one_before() -> None:

@@ -109,7 +109,7 @@ class World:
             dict(self.replicas),
             queue,
             self.rebuild,
-            SupervisionConfig(tries=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
+            SupervisionConfig(max_restarts=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
             timer=self.clock,
         )
         self.stage.members.listen(lambda event: self.told.append(str(event)))

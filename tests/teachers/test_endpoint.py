@@ -26,6 +26,7 @@ from teachers.endpoint.api import Api, SglangApi, VllmApi
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import EndpointSpec
 from teachers.pool import TeacherPool
+from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
 from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.teachers.test_pool import Clock, settle
@@ -402,8 +403,8 @@ async def pool_of(
     replica: EndpointReplica, clock: Clock, now: Callable[[], float]
 ) -> AsyncIterator[TeacherPool]:
     health = EndpointHealth(patience_s=100, tries=2)
-    pool = TeacherPool("a", [replica], health, timer=clock, clock=now)
-    work = asyncio.create_task(pool.run())
+    pool = TeacherPool(ReplicaSlots("a", [replica], health, timer=clock, clock=now))
+    work = asyncio.create_task(pool.seats.members.run())
     try:
         yield pool
     finally:

@@ -13,13 +13,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.run_config import HealthConfig
+from async_opd.config.run_config import HealthConfig, SupervisionConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import TeacherWeights
+from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
@@ -150,8 +151,12 @@ async def pool(
     **health: Any,
 ) -> AsyncIterator[tuple[TeacherPool, Clock]]:
     clock = Clock()
-    made = TeacherPool("t", replicas, HealthConfig(**health), rebuild, notify=notify, timer=clock)
-    running = asyncio.create_task(made.run())
+    names = set(health) & set(SupervisionConfig.model_fields) - {"timeout_s"}
+    supervision = SupervisionConfig(**{name: health.pop(name) for name in names})
+    seats = ReplicaSlots("t", replicas, HealthConfig(**health), rebuild, supervision, timer=clock)
+    seats.members.listen(lambda event: notify(str(event)))
+    made = TeacherPool(seats)
+    running = asyncio.create_task(seats.members.run())
     try:
         yield made, clock
     finally:
@@ -194,7 +199,7 @@ async def test_a_replica_that_fails_fast_does_not_attract_all_work() -> None:
 
 async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored_before() -> None:
     bad, good = Fake(), Fake()
-    async with pool(bad, good, probe_s=1) as (teacher, clock):
+    async with pool(bad, good, delay_s=1) as (teacher, clock):
         for index in range(2):
             await teacher.score(rollouts(f"p{index}/0"))
         bad.broken = True
@@ -208,7 +213,7 @@ async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored
 
 async def test_probes_come_later_and_later() -> None:
     bad, good = Fake(), Fake()
-    async with pool(bad, good, probe_s=2, probes=4, timeout_s=100) as (teacher, clock):
+    async with pool(bad, good, delay_s=2, probes=4, timeout_s=100) as (teacher, clock):
         await teacher.score(rollouts("p/0"))
         bad.broken = True
         for index in range(2):
@@ -249,7 +254,7 @@ async def test_the_only_replica_is_rebuilt_and_the_work_that_waited_is_done() ->
 
 async def test_a_rebuild_that_fails_is_tried_again_later() -> None:
     rebuild = FakeRebuild(failures=1)
-    async with pool(Fake(dead=True), rebuild=rebuild, probe_s=3) as (teacher, clock):
+    async with pool(Fake(dead=True), rebuild=rebuild, delay_s=3) as (teacher, clock):
         work = asyncio.create_task(teacher.score(rollouts("p/0")))
         await settle()
         first = list(rebuild.asked)
@@ -260,7 +265,10 @@ async def test_a_rebuild_that_fails_is_tried_again_later() -> None:
 
 async def test_when_no_replica_can_be_rebuilt_work_fails_with_the_name_and_the_reason() -> None:
     rebuild = FakeRebuild(failures=99)
-    async with pool(Fake(dead=True), Fake(dead=True), rebuild=rebuild, rebuilds=1) as (teacher, _):
+    async with pool(Fake(dead=True), Fake(dead=True), rebuild=rebuild, max_restarts=1) as (
+        teacher,
+        _,
+    ):
         with pytest.raises(NoReplica, match=r"teacher t: all 2 replicas are gone.*no memory left"):
             await asyncio.wait_for(teacher.score(rollouts("p/0")), 5)
 
@@ -272,7 +280,7 @@ async def test_a_replica_that_dies_again_and_again_without_work_done_is_given_up
             return Fake(dead=True)
 
     rebuild = Crashing()
-    health = {"rebuilds": 3, "probe_s": 1, "tries": 8}
+    health = {"max_restarts": 3, "delay_s": 1, "tries": 8}
     async with pool(Fake(dead=True), rebuild=rebuild, **health) as (teacher, clock):
         work = asyncio.create_task(teacher.score(rollouts("p/0")))
         for _ in range(10):
@@ -312,7 +320,7 @@ async def test_new_weights_wait_for_the_tokens_that_a_replica_has() -> None:
         busy.hangs = True
         work = asyncio.create_task(teacher.score(rollouts("p/0", tokens=97)))
         await settle()
-        loading = asyncio.create_task(teacher.load(NEW))
+        loading = asyncio.create_task(teacher.seats.load(NEW))
         await settle()
         assert clock.set_for[-1] == NEW.timeout_s + 100 / 10
         work.cancel()
@@ -423,7 +431,7 @@ async def test_what_becomes_of_replicas_is_told() -> None:
     async with pool(Fake(dead=True), rebuild=FakeRebuild(), notify=told.append) as (teacher, _):
         await teacher.score(rollouts("p/0"))
         assert told == [
-            "teacher t/0 ejected: r: its process died",
+            "teacher t/0 is ejected: r: its process died",
             "teacher t/0 is being rebuilt",
             "teacher t/0 is rebuilt",
         ]
@@ -461,7 +469,7 @@ def test_whatever_fails_every_rollout_is_scored_once_or_lost_once(
         fakes = [
             Fake(broken=s == "broken", dead=s == "dead", poison=poison) for s in (*states, "fine")
         ]
-        async with pool(*fakes, rebuild=FakeRebuild(), probe_s=0.001) as (teacher, clock):
+        async with pool(*fakes, rebuild=FakeRebuild(), delay_s=0.001) as (teacher, clock):
             batches = [
                 rollouts(*(f"b{i}/{j}" for j in range(size))) for i, size in enumerate(sizes)
             ]
@@ -503,7 +511,7 @@ NEW = TeacherWeights(4, "/copies/version_4", 50.0)
 async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None:
     both = Fake(), Fake()
     async with pool(*both) as (teacher, _):
-        await teacher.load(NEW)
+        await teacher.seats.load(NEW)
         assert [fake.loaded for fake in both] == [[NEW.directory]] * 2
         assert (await teacher.report()).gauges["version"] == 4
 
@@ -513,7 +521,7 @@ async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str
     bad, good, rebuild = Fake(), Fake(), FakeRebuild()
     async with pool(bad, good, rebuild=rebuild) as (teacher, clock):
         setattr(bad, fault, True)
-        loading = asyncio.create_task(teacher.load(NEW))
+        loading = asyncio.create_task(teacher.seats.load(NEW))
         await settle()
         await clock.pass_(50)
         await loading
@@ -525,14 +533,14 @@ async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str
 
 async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> None:
     bad, good, rebuild = Fake(), Fake(), FakeRebuild()
-    async with pool(bad, good, rebuild=rebuild, probe_s=1) as (teacher, clock):
+    async with pool(bad, good, rebuild=rebuild, delay_s=1) as (teacher, clock):
         for index in range(2):
             await teacher.score(rollouts(f"p{index}/0"))
         bad.broken = True
         await teacher.score(rollouts("q/0"))
         await settle()
         bad.broken = False
-        await teacher.load(NEW)
+        await teacher.seats.load(NEW)
         await clock.pass_(1)
         assert bad.loaded == []
         assert [fake.loaded for fake in rebuild.made] == [[NEW.directory]]
@@ -541,7 +549,7 @@ async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> No
 async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> None:
     only, rebuild = Fake(), FakeRebuild()
     async with pool(only, rebuild=rebuild) as (teacher, _):
-        await teacher.load(NEW)
+        await teacher.seats.load(NEW)
         only.dead = True
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         assert rebuild.made[0].loaded == [NEW.directory]

@@ -156,7 +156,7 @@ async def test_what_becomes_of_a_replica_is_news_before_anything_is_scored() -> 
     running = asyncio.create_task(scorer.run())
     await queue.put(TOPIC, rollouts("p/0"))
     news = await asyncio.wait_for(scorer.events(0), 5)
-    assert news.lines[0] == "teacher t/0 ejected: r: its process died"
+    assert news.lines[0] == "teacher t/0 is ejected: r: its process died"
     await scorer.shutdown()
     await asyncio.wait({running})
 

@@ -150,7 +150,7 @@ async def rejoin(weights: BroadcastSync, index: int, newcomer: Receiver) -> None
         await weights.rejoin(member.index, newcomer, 1)
         return newcomer
 
-    policy = Policy[Any](supervision=SupervisionConfig(tries=1), rebuild=rebuild, needed=99)
+    policy = Policy[Any](supervision=SupervisionConfig(max_restarts=1), rebuild=rebuild, needed=99)
     weights._members.policy = policy
     await weights._members.mend(lose(weights, index))
 
