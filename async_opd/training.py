@@ -57,7 +57,6 @@ class Training:
         except ProcessDied as error:
             if error.stage != TRAINER:
                 raise
-            self.job.message(f"the trainer failed: {error}")
             await self._rewind(error)
             return False
         return True

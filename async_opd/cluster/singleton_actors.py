@@ -9,20 +9,20 @@ trainer  dies, or any of its ranks: all ranks are built again, and the run goes 
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
-from async_opd.cluster.supervisor import Supervisor
 from async_opd.config.run_config import RunConfig
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
-from async_opd.processes.restarts import Restarts
+from async_opd.processes.members import Event, Member, MemberSet, Policy, State
+from async_opd.processes.members import RebuildTeacher as Rebuilding
 from async_opd.queue.sizes import payloads
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
@@ -30,21 +30,33 @@ from teachers.protocols import RebuildTeacher, TeacherWeights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
+ANSWER_SHARE = 0.9
+"""Of ``supervision.timeout_s``: a rank that does not answer is named before all ranks are late."""
 FOLLOWER = "async_opd.cluster.trainer_actor:build_follower"
 
 
-class SingletonActor(Protocol):
-    """A stage in a process of its own."""
+class SingletonActor(ABC):
+    """A stage in a process of its own, or in several."""
+
+    remote: Remote
 
     @property
-    def remote(self) -> Remote: ...
+    def ranks(self) -> tuple[Remote, ...]:
+        """All of its processes, the first one first."""
+        return (self.remote,)
 
+    @abstractmethod
     async def build(self) -> None:
         """Builds its object, in a process that has none or in place of the one there."""
 
+    def restart(self) -> None:
+        """Every process gets another one: some may have an object, or still build one."""
+        for rank in self.ranks:
+            rank.restart()
+
 
 @dataclass
-class QueueActor:
+class QueueActor(SingletonActor):
     """The message queue."""
 
     remote: Remote
@@ -61,7 +73,7 @@ class QueueActor:
 
 
 @dataclass
-class TrainerActor:
+class TrainerActor(SingletonActor):
     """The trainer. Built, it is at step 0, with the student's first weights.
 
     ``remote`` is its first rank; the others know only each other and what it orders.
@@ -104,18 +116,13 @@ class TrainerActor:
         others = (replace(spec, rank=i, listener=None) for i in range(1, len(self.ranks)))
         return [spec, *others]
 
-    def restart(self) -> None:
-        """Every process gets another one: some may have an object, or still build one."""
-        for rank in self.ranks:
-            rank.restart()
-
     async def end(self, bound: float) -> None:
         """Every process that still has something gets another one: it may hang in a collective."""
         await asyncio.gather(*(_end(rank, bound) for rank in self.ranks))
 
 
 @dataclass
-class ScorerActor:
+class ScorerActor(SingletonActor):
     """The scoring stage. Built again it has another name, and what those before had goes back."""
 
     remote: Remote
@@ -171,14 +178,43 @@ class SingletonActors:
     queue: QueueActor
     scorer: ScorerActor
     trainer: TrainerActor
-    restarts: Restarts = field(init=False)
 
     def __post_init__(self) -> None:
         """Nothing has died yet. What dies is counted over all restarts of the trainer."""
-        self.restarts = Restarts(self.config.supervision)
         self._step: Callable[[], int] = int
-        self._queue = self._supervisor_of(self.queue, self.queue.remote)
-        self._scorer = self._supervisor_of(self.scorer, self.scorer.remote)
+        self._reissue: Callable[[], object] = int  # nothing
+        self._bound = self.config.supervision.timeout_s
+        self.members = self._members("stages", [self.queue, self.scorer], self._rebuilt)
+        self.trainers = self._members(TRAINER, [self.trainer], self._as_new)
+
+    def _members(
+        self, name: str, singles: Sequence[SingletonActor], rebuild: Rebuilding[SingletonActor]
+    ) -> MemberSet[SingletonActor]:
+        """Members of which each is needed."""
+        bound = self._bound
+        policy = Policy[SingletonActor](
+            supervision=self.config.supervision,
+            serve=lambda member: _gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
+            alive=lambda member: _gather_or_cancel(
+                *(_lives(r, ANSWER_SHARE * bound) for r in member.value.ranks)
+            ),
+            leave=_ended,
+            rebuild=rebuild,
+            reached=lambda member: self._step(),
+            needed=len(singles),
+        )
+        members = MemberSet(name, {actor.remote.name: actor for actor in singles}, policy)
+
+        def follow(event: Event) -> None:
+            self.notify(str(event))
+            if event.member == self.queue.remote.name and event.after is State.SERVING:
+                self._reissue()
+            if event.after is State.GONE:  # calls that wait for its restart end
+                for rank in members[event.member].value.ranks:
+                    rank.kill()
+
+        members.listen(follow)
+        return members
 
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
@@ -186,10 +222,9 @@ class SingletonActors:
         """See async_opd.pipeline.Stages. Raises ProcessDied of the trainer: it has lost a state."""
         self._step = step
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._queue.run(reissue))
-            group.create_task(self._scorer.run())
-            for rank in self.trainer.ranks:
-                group.create_task(self._watch(rank))
+            self._reissue = lambda: group.create_task(reissue())
+            group.create_task(self.members.run())
+            group.create_task(self._until_the_trainer_dies())
 
     async def rebuild_all(self, error: StageError) -> None:
         """After the trainer's death: all three as new.
@@ -197,47 +232,66 @@ class SingletonActors:
         Whatever dies or fails meanwhile is one more death; the last one's error if there were too
         many.
         """
-        while (delay := self.restarts.next_delay(self._step())) is not None:
-            await Deadline(TRAINER).pause(delay)
-            try:
-                await self._as_new()
-            except StageError as failed:
-                self.notify(f"the trainer could not be restarted: {failed}")
-                error = failed
-                self.trainer.restart()
-            else:
-                return
-        raise error
+        (trainer,) = self.trainers.all
+        self._reissue = int
+        self.trainers.fail(trainer, trainer.incarnation, error)
+        await self.trainers.mend(trainer)
 
-    async def _as_new(self) -> None:
-        bound = self.config.supervision.timeout_s
-        await self.trainer.end(bound)
-        await self._end(self.scorer, self.scorer.hand_over)
-        await self._end(self.queue, lambda bound: self.queue.remote.call("close", timeout_s=bound))
-        await self.queue.build()
-        death = asyncio.create_task(self._queue.wait_for_death())
+    async def _until_the_trainer_dies(self) -> None:
+        (trainer,) = self.trainers.all
+        await self.trainers.watch(trainer)
+        error = trainer.failure
+        assert isinstance(error, StageError)
+        who = "" if error.stage == TRAINER else f"{error.stage}: "
+        raise ProcessDied(TRAINER, who + error.cause, error.remedy) from error
+
+    async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
+        """Queue or scorer, in a process that Ray has started already."""
+        try:
+            await member.value.build()
+        except StageError as failed:
+            if not isinstance(failed.__cause__, ProcessDied):
+                member.value.restart()
+            raise
+        return member.value
+
+    async def _as_new(self, member: Member[SingletonActor]) -> SingletonActor:
+        """The trainer; queue and scorer are replaced with it."""
+        queue, scorer = self.members.all
+        try:
+            await self.trainer.end(self._bound)
+            await self._end(self.scorer, self.scorer.hand_over)
+            close = self.queue.remote.call
+            await self._end(self.queue, lambda bound: close("close", timeout_s=bound))
+            await self.queue.build()
+            self.members.replaced(queue, self.queue)
+            await self._built_beside(queue)
+        except StageError:
+            self.trainer.restart()
+            raise
+        self.members.replaced(scorer, self.scorer)
+        return member.value
+
+    async def _built_beside(self, queue: Member[SingletonActor]) -> None:
+        """Scorer and trainer, as long as the queue lives."""
+        death = asyncio.create_task(self.members.watch(queue))
         building = asyncio.create_task(_gather_or_cancel(self.scorer.build(), self.trainer.build()))
         try:
             await asyncio.wait({death, building}, return_when=asyncio.FIRST_COMPLETED)
             if not building.done():
-                raise death.result()
+                assert queue.failure is not None
+                raise queue.failure
             building.result()
         finally:
             death.cancel()
             building.cancel()
             await asyncio.wait({building})
 
-    async def _watch(self, rank: Remote) -> None:
-        error = await self._supervisor_of(self.trainer, rank).wait_for_death()
-        who = "" if rank.name == TRAINER else f"{rank.name}: "
-        raise ProcessDied(TRAINER, who + error.cause, error.remedy)
-
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
         """Its object stops; if it does not, or there is none yet, its process ends."""
-        bound = self.config.supervision.timeout_s
         try:
-            if await actor.remote.is_built(bound):
-                await ending(bound)
+            if await actor.remote.is_built(self._bound):
+                await ending(self._bound)
             else:
                 actor.remote.restart()
         except ProcessDied:
@@ -246,17 +300,31 @@ class SingletonActors:
             self.notify(f"{actor.remote.name} did not end well: {error}")
             actor.remote.restart()
 
-    def _supervisor_of(self, actor: SingletonActor, remote: Remote) -> Supervisor:
-        bounds = self.config.supervision
-        return Supervisor(remote, actor.build, bounds, self.notify, lambda: self._step())
+
+async def _ended(member: Member[SingletonActor]) -> None:
+    """A process that hangs gets another one; Ray has done so for one that died."""
+    if isinstance(member.failure, StageTimeout):
+        member.value.restart()
 
 
-async def _gather_or_cancel(*builds: Coroutine[Any, Any, None]) -> None:
+async def _lives(remote: Remote, bound: float) -> None:
+    """Raises if its process hangs, or is another one: that has no object."""
+    if not await remote.is_built(bound):
+        raise ProcessDied(remote.name, "its process died")
+
+
+async def _dies(remote: Remote, bound: float) -> None:
+    """Raises when its process ends, also if it did before."""
+    await _lives(remote, bound)
+    raise await remote.end()
+
+
+async def _gather_or_cancel(*works: Coroutine[Any, Any, None]) -> None:
     """All of them; the first error cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
-            for build in builds:
-                group.create_task(build)
+            for work in works:
+                group.create_task(work)
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
 

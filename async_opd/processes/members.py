@@ -18,7 +18,8 @@ What a kind of member needs is its ``Policy``:
     student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
     teacher replicas    are pushed and probed: whoever calls reports failures; readmitted or rebuilt
     queue, scorer       are watched, and restarted; each of them is needed
-    trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``)
+    trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``);
+                        queue and scorer are ``replaced`` with it, whatever their states were
 
 Balancer, weight sync and GPU time sharing read the members' states, or listen to the events. A
 failure names the incarnation that it saw: an answer that comes after a rebuild changes nothing.
@@ -79,7 +80,7 @@ class Event:
             (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}, after: {self.cause}",
             (State.REBUILDING, State.SERVING): "is rebuilt",
         }
-        last = f"is gone for good: {self.cause}"
+        last = f"is gone for good: {self.cause}" if self.after is State.GONE else "is replaced"
         return f"{self.member} {words.get((self.before, self.after), last)}"
 
 
@@ -103,7 +104,9 @@ class Member(Generic[T]):
 
 
 Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
-"""Something that is done with a member."""
+Probe = Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
+Rebuild = Callable[[Member[T]], Coroutine[Any, Any, T]]
+"""What is done with a member: see ``Policy``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,10 +132,10 @@ class Policy(Generic[T]):
     serve: Care[T] | None = None
     alive: Care[T] | None = None
     leave: Care[T] | None = None
-    probe: Callable[[Member[T]], Coroutine[Any, Any, Exception | None]] | None = None
+    probe: Probe[T] | None = None
     probes: float = math.inf
     patience_s: float = math.inf
-    rebuild: Callable[[Member[T]], Coroutine[Any, Any, T]] | None = None
+    rebuild: Rebuild[T] | None = None
     reached: Callable[[Member[T]], float] = lambda member: 0.0
     needed: int = 0
 
@@ -193,11 +196,27 @@ class MemberSet(Generic[T]):
         self._move(member, State.EJECTED, error)
         return True
 
+    def replaced(self, member: Member[T], value: T) -> None:
+        """Its next incarnation serves. By others only for a member that nobody watches or mends."""
+        member.value = value
+        member.incarnation += 1
+        self._move(member, State.SERVING)
+
     async def run(self) -> None:
         """Until cancelled, or until fewer members are left than are needed; may be run again."""
         async with asyncio.TaskGroup() as group:
             for member in self.left:
                 group.create_task(self._keep(member), name=member.name)
+
+    async def watch(self, member: Member[T]) -> None:
+        """Until a member that serves has failed, whoever notices."""
+        watching = [self._serve(member, member.incarnation), self._pulse(member)]
+        tasks = [asyncio.create_task(work, name=f"{member.name} is watched") for work in watching]
+        try:
+            await self.until(lambda: member.state is not State.SERVING)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def mend(self, member: Member[T]) -> None:
         """Until an ejected member serves again, itself or another incarnation, or is gone.
@@ -222,20 +241,10 @@ class MemberSet(Generic[T]):
         """One incarnation after the other."""
         while member.state is not State.GONE:
             if member.state is State.SERVING:
-                await self._served(member)
+                await self.watch(member)
             await self.mend(member)
 
-    async def _served(self, member: Member[T]) -> None:
-        """Until the member fails, whoever notices."""
-        watching = [self._watch(member, member.incarnation), self._pulse(member)]
-        tasks = [asyncio.create_task(work, name=f"{member.name} is watched") for work in watching]
-        try:
-            await self.until(lambda: member.state is not State.SERVING)
-        finally:
-            for task in tasks:
-                task.cancel()
-
-    async def _watch(self, member: Member[T], incarnation: int) -> None:
+    async def _serve(self, member: Member[T], incarnation: int) -> None:
         if self.policy.serve is not None:
             failure: Exception = StageError(member.name, "its loop ended during the run")
             try:
@@ -255,9 +264,7 @@ class MemberSet(Generic[T]):
         except Exception as error:
             self.fail(member, incarnation, error)
 
-    async def _readmitted(
-        self, member: Member[T], probe: Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
-    ) -> bool:
+    async def _readmitted(self, member: Member[T], probe: Probe[T]) -> bool:
         """Probes the member, later each time, until it works. False if that does not help."""
         failed, deadline = 0, self.clock() + self.policy.patience_s
         while failed < self.policy.probes and self.clock() < deadline:
@@ -275,7 +282,7 @@ class MemberSet(Generic[T]):
             failed += 1
         return False
 
-    async def _rebuilt(self, member: Member[T], rebuild: Callable[[Member[T]], Any]) -> bool:
+    async def _rebuilt(self, member: Member[T], rebuild: Rebuild[T]) -> bool:
         """Another incarnation, tried later each time; False if none of the tries succeeded."""
         failed: Exception | None = None
         restarts, reached = self._restarts[member], self.policy.reached
@@ -283,12 +290,11 @@ class MemberSet(Generic[T]):
             self._move(member, State.REBUILDING, failed, delay_s)
             await self._pause(member, delay_s)
             try:
-                member.value = await rebuild(member)
+                value = await rebuild(member)
             except Exception as error:
                 failed = error
                 continue
-            member.incarnation += 1
-            self._move(member, State.SERVING)
+            self.replaced(member, value)
             return True
         member.failure = failed or member.failure
         return False

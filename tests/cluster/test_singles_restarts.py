@@ -1,4 +1,4 @@
-"""Who restarts single stages, on a made-up process."""
+"""The queue dies and hangs, on a made-up process: it is restarted, or its error ends the run."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.supervisor import Supervisor
-from async_opd.config.run_config import SupervisionConfig
+from async_opd.cluster.singleton_actors import SingletonActors
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     EngineStartError,
     ProcessDied,
@@ -20,11 +20,12 @@ from async_opd.core.errors import (
 
 
 class Process:
-    """What a Remote with ``restarts`` looks like from outside."""
+    """What a Remote with ``restarts`` looks like from outside; it is its own box, too."""
 
-    name = "queue"
-
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.remote: Any = self
+        self.ranks = (self,)
         self.number = 1
         self.built = True
         self.hangs = False
@@ -33,12 +34,9 @@ class Process:
         self.builds = 0
         self.broken = 0  # builds that fail
 
-    async def pid(self, timeout_s: float) -> int:
+    async def is_built(self, timeout_s: float) -> bool:
         if self.hangs:
             raise StageTimeout(self.name, f"a sign of life took longer than {timeout_s:g} s")
-        return self.number
-
-    async def is_built(self, timeout_s: float) -> bool:
         return self.built
 
     async def end(self) -> ProcessDied:
@@ -66,17 +64,29 @@ class Process:
         self.built = True
 
 
+def config(supervision: dict[str, float]) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "prompts.jsonl"},
+            "supervision": supervision,
+        }
+    )
+
+
 class World:
     def __init__(self, tries: int = 2) -> None:
-        self.process: Any = Process()
+        self.process: Any = Process("queue")
         self.told: list[str] = []
         self.reissued = asyncio.Semaphore(0)
-        bounds = SupervisionConfig(max_restarts=tries, delay_s=1e-3, heartbeat_s=1e-3, timeout_s=1)
-        self.step = 0
-        self.supervisor = Supervisor(
-            self.process, self.process.build, bounds, self.told.append, lambda: self.step
-        )
-        self.running = asyncio.create_task(self.supervisor.run(self._reissue))
+        bounds = {"max_restarts": tries, "delay_s": 1e-3, "heartbeat_s": 1e-3, "timeout_s": 1}
+        others: list[Any] = [Process("scorer"), Process("trainer")]
+        self.singles = SingletonActors(config(bounds), self.told.append, self.process, *others)
+        self.run()
+
+    def run(self) -> None:
+        self.running = asyncio.create_task(self.singles.keep(self._reissue, lambda: 0))
 
     async def _reissue(self) -> None:
         self.reissued.release()
@@ -92,7 +102,11 @@ async def test_a_process_that_dies_is_built_again_and_what_it_held_is_issued_aga
     world.process.die()
     await world.until_reissued()
     assert world.process.builds == 1
-    assert world.told == ["queue failed: queue: its process died", "queue is restarted"]
+    assert world.told == [
+        "queue is ejected: queue: its process died",
+        "queue is being rebuilt",
+        "queue is rebuilt",
+    ]
     world.running.cancel()
 
 
@@ -136,14 +150,14 @@ async def test_a_process_that_died_while_nobody_watched_is_built_again() -> None
     world.running.cancel()
 
 
-async def test_restarts_count_over_the_runs_of_a_keeper() -> None:
+async def test_restarts_count_over_all_pipelines_of_a_run() -> None:
     world = World(tries=1)
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     world.process.die()
     await world.until_reissued()
     world.running.cancel()
-    world.running = asyncio.create_task(world.supervisor.run())
+    world.run()
     await asyncio.sleep(0)
     world.process.die()
     with pytest.raises(ExceptionGroup):
