@@ -18,7 +18,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from async_opd.config.run_config import SupervisionConfig
-from async_opd.core.deadline import Deadline, Timer
+from async_opd.core.deadline import Timer
 from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress
 from async_opd.core.samples import Prompt, Rollout
@@ -81,7 +81,6 @@ class RollouterStage:
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see patience.answer_s.
         """
-        self._timer = timer
         self._supervision = supervision or SupervisionConfig()
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
@@ -102,7 +101,8 @@ class RollouterStage:
 
     async def halt(self) -> None:
         """After ``run`` was cancelled: the replicas stop too. ``run`` can begin again."""
-        await asyncio.gather(*(self._stop(member) for member in self.members.serving))
+        bound = self._supervision.timeout_s
+        await self.members.ask(bound, "stopping", lambda replica: replica.stop())
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Evaluation: the prompts spread evenly over the replicas, results in order.
@@ -133,9 +133,12 @@ class RollouterStage:
 
     async def report(self) -> StageReport:
         """All serving replicas' reports as one; ``rebuilds`` is a total since the start."""
-        serving = self.members.serving
-        found = await asyncio.gather(*(self._part(member) for member in serving))
-        merged = merge_reports(report for report in found if report is not None)
+        found = await self.members.ask(
+            REPORT_S, "a report", lambda replica: replica.report(), spare=StageTimeout
+        )
+        for member, one in found.items():
+            self._served[member.name] += one.counters.get("tokens", 0) > 0
+        merged, serving = merge_reports(found.values()), self.members.serving
         return replace(
             merged,
             gauges={
@@ -169,22 +172,3 @@ class RollouterStage:
         finally:
             work.cancel()
             ejected.cancel()
-
-    async def _stop(self, member: Member[RolloutReplica]) -> None:
-        number, bound = member.incarnation, self._supervision.timeout_s
-        try:
-            await Deadline(member.name, self._timer).within(bound, "stopping", member.value.stop())
-        except Exception as error:
-            self.members.fail(member, number, error)
-
-    async def _part(self, member: Member[RolloutReplica]) -> StageReport | None:
-        number, report = member.incarnation, member.value.report()
-        try:
-            found = await Deadline(member.name, self._timer).within(REPORT_S, "a report", report)
-        except StageTimeout:
-            return None
-        except Exception as error:
-            self.members.fail(member, number, error)
-            return None
-        self._served[member.name] += found.counters.get("tokens", 0) > 0
-        return found

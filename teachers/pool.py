@@ -151,7 +151,8 @@ class TeacherPool:
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
         gauges = {**merged.gauges, **self._totals}
-        gauges |= {"failures": self.seats.failures, "rebuilds": float(self.seats.members.rebuilds)}
+        members = self.seats.members
+        gauges |= {"failures": float(members.failures), "rebuilds": float(members.rebuilds)}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
         if self.seats.weights is not None:

@@ -9,12 +9,11 @@ of waiting.
 
 from __future__ import annotations
 
-import asyncio
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from async_opd.config.run_config import EndpointHealth, HealthConfig, SupervisionConfig
 from async_opd.core.batch import Batch
@@ -54,7 +53,6 @@ class ReplicaSlots:
     ) -> None:
         """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``."""
         self.probe_batch: Batch | None = None
-        self.failures = 0.0
         self.tokens = 0  # of calls that succeeded
         self.weights: TeacherWeights | None = None
         self.asleep = asleep
@@ -66,9 +64,7 @@ class ReplicaSlots:
         self._deadline = Deadline(self.name, timer)
         self._last_cause = ""
         self._successes: Counter[str] = Counter()
-        self._stale: set[Member[ScoringReplica]] = (
-            set()
-        )  # without the newest weights: to be rebuilt
+        self._loaded: dict[ScoringReplica, TeacherWeights] = {}
         self._is_engine = isinstance(health, HealthConfig)
         policy = Policy[ScoringReplica](
             supervision=supervision or SupervisionConfig(),
@@ -109,27 +105,18 @@ class ReplicaSlots:
         least_s: float = 0.0,
     ) -> Result:
         """Within its bound, or ``least_s``; gives the place back. What fails is the replica's."""
-        member, number = place.replica, place.replica.incarnation
+        bound = max(least_s, self._bound(place.outstanding))
         try:
-            bound = max(least_s, self._bound(place.outstanding))
-            called = work(member.value)
-            result = await self._deadline.within(bound, f"{what} on /{member.index}", called)
-        except Exception as error:
-            self._failed(member, number, error)
-            raise
+            result = await self.members.call(place.replica, bound, what, work)
         finally:
             self.balancer.release(place)
         self.tokens += place.tokens
-        self._successes[member.name] += 1
+        self._successes[place.replica.name] += 1
         return result
 
     def _bound(self, tokens: int) -> float:
         """Seconds that a call may take on a replica with so many tokens outstanding."""
         return self.health.timeout_s + tokens / self.health.min_tokens_per_s
-
-    def _failed(self, member: Member[ScoringReplica], incarnation: int, error: Exception) -> None:
-        self.failures += 1
-        self.members.fail(member, incarnation, error)
 
     def all_gone(self) -> NoReplica:
         """The error of work that nobody is left for."""
@@ -143,8 +130,7 @@ class ReplicaSlots:
 
     async def _probe(self, member: Member[ScoringReplica]) -> Exception | None:
         """See Policy: an engine that is dead, or without the newest weights, has to be rebuilt."""
-        if member in self._stale:
-            raise StageError(member.name, "it does not have the newest weights")
+        self._refuse_if_stale(member)
         ready = member.value.ready()
         failure = await self._error(self.health.timeout_s, "a sign of life", ready)
         if failure is not None and self._is_engine:
@@ -152,9 +138,12 @@ class ReplicaSlots:
         if failure is None and self.probe_batch is not None:
             work = score_checked(self.name, self.probe_batch, member.value)
             failure = await self._error(self._bound(tokens_of(self.probe_batch)), "a probe", work)
-        if member in self._stale:  # new weights came meanwhile
-            raise StageError(member.name, "it does not have the newest weights")
+        self._refuse_if_stale(member)  # new weights came meanwhile
         return failure
+
+    def _refuse_if_stale(self, member: Member[ScoringReplica]) -> None:
+        if self._loaded.get(member.value) is not self.weights:
+            raise StageError(member.name, "it does not have the newest weights")
 
     async def _error(
         self, bound: float, what: str, work: Coroutine[Any, Any, Any]
@@ -170,35 +159,26 @@ class ReplicaSlots:
         assert self._rebuild is not None
         # from now on this is what the next try ends
         replica = member.value = await self._rebuild(self._teacher, member.index, member.value)
-        taken = None
-        while taken is not self.weights:
-            taken = self.weights
-            assert taken is not None
-            await self._take(replica, taken)
-        self._stale.discard(member)
+        while (weights := self.weights) is not self._loaded.get(replica):
+            assert weights is not None
+            load = self._load(replica, weights)
+            await self._deadline.within(self._loading_s(weights), "loading weights", load)
         return replica
 
     async def load(self, weights: TeacherWeights) -> None:
         """New weights for all replicas. One that does not take them is rebuilt, and takes them."""
         self.weights = weights
-        self._stale.update(self.members.all)
-        await asyncio.gather(*(self._load(member, weights) for member in self.members.serving))
+        bound = self._loading_s(weights)
+        await self.members.ask(bound, "loading weights", lambda r: self._load(r, weights))
 
-    async def _load(self, member: Member[ScoringReplica], weights: TeacherWeights) -> None:
-        number = member.incarnation
-        try:
-            await self._take(member.value, weights)
-        except Exception as error:
-            self._failed(member, number, error)
-        else:
-            if member.serves(number) and weights is self.weights:
-                self._stale.discard(member)
+    async def _load(self, replica: ScoringReplica, weights: TeacherWeights) -> None:
+        await cast(Reloadable, replica).load(weights.directory)
+        self._loaded[replica] = weights
 
-    async def _take(self, replica: ScoringReplica, weights: TeacherWeights) -> None:
-        assert isinstance(replica, Reloadable)
-        work = replica.load(weights.directory)  # after what is in the engine
-        before = max(self.balancer.outstanding_tokens, default=0) / self.health.min_tokens_per_s
-        await self._deadline.within(weights.timeout_s + before, "loading weights", work)
+    def _loading_s(self, weights: TeacherWeights) -> float:
+        """Seconds that a replica may take, after what is in its engine."""
+        before = max(self.balancer.outstanding_tokens, default=0)
+        return weights.timeout_s + before / self.health.min_tokens_per_s
 
     # ── turns ──────────────────────────────────────────────────────────────────────────────────
 
@@ -224,34 +204,20 @@ class ReplicaSlots:
         self, what: str, work: Callable[[Sleepable], Coroutine[Any, Any, None]]
     ) -> bool:
         """Does it with every replica that serves. Whether one failed."""
-
-        async def one(member: Member[ScoringReplica]) -> bool:
-            number, replica = member.incarnation, member.value
-            assert isinstance(replica, Sleepable)
-            error = await self._error(self.health.timeout_s, what, work(replica))
-            if error is not None:
-                self._failed(member, number, error)
-            return error is not None
-
-        return any(await asyncio.gather(*map(one, self.members.serving)))
-
-    # ── what is going on ───────────────────────────────────────────────────────────────────────
+        serving = len(self.members.serving)
+        done = await self.members.ask(
+            self.health.timeout_s, what, lambda r: work(cast(Sleepable, r))
+        )
+        return len(done) < serving
 
     async def reports(self) -> list[StageReport]:
-        """Of those that serve, and answer in time."""
-        parts = await asyncio.gather(*map(self._part, self.members.serving))
-        return [part for part in parts if part is not None]
+        """Of those that serve, and answer in time.
 
-    async def _part(self, member: Member[ScoringReplica]) -> StageReport | None:
-        number, report = member.incarnation, member.value.report()
-        try:
-            return await self._deadline.within(REPORT_S, "a report", report)
-        except StageTimeout:
-            return None
-        except Exception as error:
-            if not self.asleep:  # else it is found out, and mended, when it is its turn
-                self._failed(member, number, error)
-            return None
+        One that fails while it sleeps is found out, and mended, when it is its turn.
+        """
+        spare = Exception if self.asleep else StageTimeout
+        found = await self.members.ask(REPORT_S, "a report", lambda r: r.report(), spare)
+        return list(found.values())
 
 
 async def score_checked(name: str, batch: Batch, replica: ScoringReplica) -> Batch:

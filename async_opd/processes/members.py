@@ -41,6 +41,7 @@ from async_opd.core.errors import StageError
 from async_opd.processes.restarts import Restarts
 
 T = TypeVar("T")
+Result = TypeVar("Result")
 
 LONGEST_PAUSE_S = 30.0
 """Between two probes of a member that may be away for long."""
@@ -156,6 +157,7 @@ class MemberSet(Generic[T]):
         self.all = tuple(Member(i, *item) for i, item in enumerate(self.values.items()))
         config = self.policy.supervision
         self._restarts = {member: Restarts(config, self.clock) for member in self.all}
+        self.failures = 0
         self._listeners: list[Callable[[Event], None]] = []
         self._changed = asyncio.Event()
 
@@ -189,12 +191,49 @@ class MemberSet(Generic[T]):
     def fail(self, member: Member[T], incarnation: int, error: Exception) -> bool:
         """Ejects the member, whoever noticed; ``run`` does the rest.
 
-        False, and nothing happens, if it does not serve, or another incarnation of it does.
+        False, and nothing happens, if it does not serve, or another incarnation of it does;
+        ``failures`` counts it in any case.
         """
+        self.failures += 1
         if not member.serves(incarnation):
             return False
         self._move(member, State.EJECTED, error)
         return True
+
+    async def call(
+        self,
+        member: Member[T],
+        bound_s: float,
+        what: str,
+        work: Callable[[T], Coroutine[Any, Any, Result]],
+        spare: type[Exception] | tuple[type[Exception], ...] = (),
+    ) -> Result:
+        """The result of a call to a member, within its bound. Its error ejects, and is raised.
+
+        An error of a class in ``spare`` is raised, and is not the member's failure.
+        """
+        number = member.incarnation
+        try:
+            return await Deadline(member.name, self.timer).within(bound_s, what, work(member.value))
+        except spare:
+            raise
+        except Exception as error:
+            self.fail(member, number, error)
+            raise
+
+    async def ask(
+        self,
+        bound_s: float,
+        what: str,
+        work: Callable[[T], Coroutine[Any, Any, Result]],
+        spare: type[Exception] | tuple[type[Exception], ...] = (),
+    ) -> dict[Member[T], Result]:
+        """Calls all members that serve at the same time; the results of those that succeed."""
+        serving = self.serving
+        calls = (self.call(member, bound_s, what, work, spare) for member in serving)
+        found = await asyncio.gather(*calls, return_exceptions=True)
+        pairs = zip(serving, found, strict=True)
+        return {member: one for member, one in pairs if not isinstance(one, BaseException)}
 
     def replaced(self, member: Member[T], value: T) -> None:
         """Its next incarnation serves. By others only for a member that nobody watches or mends."""
