@@ -22,7 +22,8 @@ from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
-from async_opd.processes.members import Member, one_line
+from async_opd.processes.events import one_line
+from async_opd.processes.members import Member
 from async_opd.queue.sizes import calls
 from teachers.balancer import Reservation
 from teachers.protocols import ScoringReplica

@@ -21,7 +21,8 @@ from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.offload import offload
 from async_opd.core.stages import StageReport
-from async_opd.processes.members import Event, Member, MemberSet, Policy, State
+from async_opd.processes.events import Event, State
+from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
 from teachers.protocols import RebuildTeacher, Reloadable, ScoringReplica, Sleepable, TeacherWeights

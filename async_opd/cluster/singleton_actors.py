@@ -21,7 +21,8 @@ from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_c
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
-from async_opd.processes.members import Event, Member, MemberSet, Policy, State
+from async_opd.processes.events import Event, State
+from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.processes.members import RebuildTeacher as Rebuilding
 from async_opd.queue.sizes import payloads
 from async_opd.weight_sync.rendezvous import new_secret

@@ -28,7 +28,6 @@ failure names the incarnation that it saw: an answer that comes after a rebuild 
 from __future__ import annotations
 
 import asyncio
-import enum
 import math
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -38,6 +37,7 @@ from typing import Any, Generic, TypeVar
 from async_opd.config.run_config import SupervisionConfig
 from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError
+from async_opd.processes.events import Event, State, in_words
 from async_opd.processes.restarts import Restarts
 
 T = TypeVar("T")
@@ -45,44 +45,6 @@ Result = TypeVar("Result")
 
 LONGEST_PAUSE_S = 30.0
 """Between two probes of a member that may be away for long."""
-
-
-class State(enum.Enum):
-    """See the picture at the top."""
-
-    SERVING = enum.auto()
-    EJECTED = enum.auto()
-    REBUILDING = enum.auto()
-    GONE = enum.auto()
-
-
-@dataclass(frozen=True)
-class Event:
-    """One arrow of the picture, of one member.
-
-    ``incarnation`` is the member's after the event. ``cause`` is the failure that led to it, if any
-    did; ``delay_s`` are the seconds before the rebuild that an event to REBUILDING announces.
-    """
-
-    member: str
-    incarnation: int
-    before: State
-    after: State
-    cause: str = ""
-    delay_s: float = 0.0
-
-    def __str__(self) -> str:
-        """The message of ``run.log``."""
-        soon = f" in {self.delay_s:g} s" if self.delay_s else ""
-        words = {
-            (State.SERVING, State.EJECTED): f"is ejected: {self.cause}",
-            (State.EJECTED, State.SERVING): "serves again",
-            (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}",
-            (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}, after: {self.cause}",
-            (State.REBUILDING, State.SERVING): "is rebuilt",
-        }
-        last = f"is gone for good: {self.cause}" if self.after is State.GONE else "is replaced"
-        return f"{self.member} {words.get((self.before, self.after), last)}"
 
 
 @dataclass(eq=False)
@@ -108,6 +70,7 @@ Care = Callable[[Member[T]], Coroutine[Any, Any, Any]]
 Probe = Callable[[Member[T]], Coroutine[Any, Any, Exception | None]]
 Rebuild = Callable[[Member[T]], Coroutine[Any, Any, T]]
 """What is done with a member: see ``Policy``."""
+Errors = type[Exception] | tuple[type[Exception], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,7 +169,7 @@ class MemberSet(Generic[T]):
         bound_s: float,
         what: str,
         work: Callable[[T], Coroutine[Any, Any, Result]],
-        spare: type[Exception] | tuple[type[Exception], ...] = (),
+        spare: Errors = (),
     ) -> Result:
         """The result of a call to a member, within its bound. Its error ejects, and is raised.
 
@@ -226,7 +189,7 @@ class MemberSet(Generic[T]):
         bound_s: float,
         what: str,
         work: Callable[[T], Coroutine[Any, Any, Result]],
-        spare: type[Exception] | tuple[type[Exception], ...] = (),
+        spare: Errors = (),
     ) -> dict[Member[T], Result]:
         """Calls all members that serve at the same time; the results of those that succeed."""
         serving = self.serving
@@ -357,9 +320,3 @@ class MemberSet(Generic[T]):
             hear(event)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-
-
-def in_words(error: Exception) -> str:
-    """An error in one line."""
-    kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
-    return " ".join(f"{kind}{error}".split())[:500]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import SupervisionConfig
-from async_opd.core.errors import StageError, first_cause
-from async_opd.processes.members import LONGEST_PAUSE_S, Event, MemberSet, Policy, State
+from async_opd.core.errors import RolloutFault, StageError, StageTimeout, first_cause
+from async_opd.processes.events import Event, State
+from async_opd.processes.members import LONGEST_PAUSE_S, MemberSet, Policy
 from tests.timers import ManualTimer
 
 SERVING, EJECTED, REBUILDING, GONE = State
@@ -243,6 +244,93 @@ async def test_who_waits_for_a_state_is_woken_by_the_event_that_makes_it_true() 
     world.broken = set()
     await world.advance(2)
     assert waiting.done()
+
+
+def raises(error: Exception) -> Callable[[Process], Coroutine[Any, Any, None]]:
+    async def work(process: Process) -> None:
+        raise error
+
+    return work
+
+
+async def test_a_call_that_fails_ejects_its_member_and_raises() -> None:
+    world = World(rebuild=None)
+    with pytest.raises(StageError, match="no"):
+        await world.members.call(
+            world.members["m/0"], 1, "scoring", raises(StageError("call", "no"))
+        )
+    assert (world.states(), world.members.failures) == ([EJECTED], 1)
+
+
+async def test_a_call_that_takes_too_long_is_its_members_failure() -> None:
+    async def hangs(process: Process) -> None:
+        await asyncio.Event().wait()
+
+    world = World(rebuild=None)
+    member = world.members["m/0"]
+    calling = asyncio.create_task(world.members.call(member, 5, "scoring", hangs))
+    await world.advance(5)
+    with pytest.raises(StageTimeout, match="m/0: scoring took longer than 5 s"):
+        await calling
+    assert str(member.failure).startswith("m/0: scoring took longer than 5 s")
+
+
+async def test_a_spared_error_of_a_call_is_not_the_members_failure() -> None:
+    world = World()
+    fault = RolloutFault("student", "the prompt is empty")
+    with pytest.raises(RolloutFault):
+        await world.members.call(
+            world.members["m/0"], 1, "sampling", raises(fault), spare=RolloutFault
+        )
+    assert (world.states(), world.members.failures) == ([SERVING], 0)
+
+
+async def test_a_call_that_fails_after_a_rebuild_is_not_the_next_incarnations_failure() -> None:
+    world, late = World(), asyncio.Event()
+
+    async def fails_late(process: Process) -> None:
+        await late.wait()
+        raise StageError("call", "no")
+
+    await settle()
+    member = world.members["m/0"]
+    calling = asyncio.create_task(world.members.call(member, 99, "scoring", fails_late))
+    await settle()
+    member.value.dead.set()
+    await settle()
+    late.set()
+    with pytest.raises(StageError, match="no"):
+        await calling
+    assert (world.states(), member.incarnation) == ([SERVING], 1)
+
+
+async def test_all_that_serve_are_asked_and_those_that_succeed_are_heard() -> None:
+    async def work(process: Process) -> str:
+        if process.name == "m/1":
+            raise StageError(process.name, "no")
+        return process.name
+
+    world = World(3, rebuild=None)
+    world.members.fail(world.members["m/2"], 0, StageError("m/2", "its process died"))
+    found = await world.members.ask(5, "a report", work)
+    assert list(found.values()) == ["m/0"]
+    assert world.states() == [SERVING, EJECTED, EJECTED]
+
+
+@pytest.mark.parametrize("dead", [False, True])
+async def test_a_member_that_somebody_else_replaces_serves_as_its_next_incarnation(
+    dead: bool,
+) -> None:
+    world = World()
+    await settle()
+    world.running.cancel()
+    await settle()
+    member = world.members["m/0"]
+    if dead:
+        world.members.fail(member, 0, StageError("m/0", "its process died"))
+    world.members.replaced(member, Process("m/0", 7))
+    assert (member.state, member.incarnation, member.value.number) == (SERVING, 1, 7)
+    assert (member.failure, len(world.tried)) == (None, 0)
 
 
 # ── properties ─────────────────────────────────────────────────────────────────────────────────

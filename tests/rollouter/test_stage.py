@@ -16,7 +16,7 @@ from async_opd.core.errors import StageError, first_cause
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
-from async_opd.processes.members import State
+from async_opd.processes.events import State
 from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt, make_rollout
 

@@ -1,0 +1,52 @@
+"""One stream of events: what becomes of members, and the message of each event."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from async_opd.core.errors import StageError
+
+
+class State(enum.Enum):
+    """See the picture in ``async_opd.processes.members``."""
+
+    SERVING = enum.auto()
+    EJECTED = enum.auto()
+    REBUILDING = enum.auto()
+    GONE = enum.auto()
+
+
+@dataclass(frozen=True)
+class Event:
+    """One arrow of the picture, of one member.
+
+    ``incarnation`` is the member's after the event. ``cause`` is the failure that led to it, if any
+    did; ``delay_s`` are the seconds before the rebuild that an event to REBUILDING announces.
+    """
+
+    member: str
+    incarnation: int
+    before: State
+    after: State
+    cause: str = ""
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        """The message of ``run.log``."""
+        soon = f" in {self.delay_s:g} s" if self.delay_s else ""
+        words = {
+            (State.SERVING, State.EJECTED): f"is ejected: {self.cause}",
+            (State.EJECTED, State.SERVING): "serves again",
+            (State.EJECTED, State.REBUILDING): f"is being rebuilt{soon}",
+            (State.REBUILDING, State.REBUILDING): f"is being rebuilt{soon}, after: {self.cause}",
+            (State.REBUILDING, State.SERVING): "is rebuilt",
+        }
+        last = f"is gone for good: {self.cause}" if self.after is State.GONE else "is replaced"
+        return f"{self.member} {words.get((self.before, self.after), last)}"
+
+
+def in_words(error: Exception) -> str:
+    """An error in one line."""
+    kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
+    return " ".join(f"{kind}{error}".split())[:500]
