@@ -314,7 +314,7 @@ async def test_all_that_serve_are_asked_and_those_that_succeed_are_heard() -> No
     world.members.fail(world.members["m/2"], 0, StageError("m/2", "its process died"))
     found = await world.members.ask(5, "a report", work)
     assert list(found.values()) == ["m/0"]
-    assert world.states() == [SERVING, EJECTED, EJECTED]
+    assert world.states() == [SERVING, GONE, GONE]
 
 
 @pytest.mark.parametrize("dead", [False, True])
