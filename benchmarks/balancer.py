@@ -33,7 +33,7 @@ from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, Ver
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.balancer import Balancer
 from teachers.pool import TeacherPool
-from teachers.replica_slots import Seats
+from teachers.replica_slots import ReplicaSlots
 
 REQUESTS, AT_ONCE, REPLICAS = 400, 32, 4
 TOKENS_PER_S = 20_000
@@ -112,8 +112,10 @@ async def engines(count: int) -> list[Remote]:
 
 async def served(remotes: list[Remote], work: list[Batch], kill_at: int | None) -> dict[str, Any]:
     """All requests through a pool, ``AT_ONCE`` at a time; kills a replica before one of them."""
-    pool = TeacherPool(Seats("t", [TeacherProxy(remote) for remote in remotes], HealthConfig()))
-    mending = asyncio.create_task(pool.run())
+    pool = TeacherPool(
+        ReplicaSlots("t", [TeacherProxy(remote) for remote in remotes], HealthConfig())
+    )
+    mending = asyncio.create_task(pool.slots.members.run())
     gate = asyncio.Semaphore(AT_ONCE)
     by_replica: Counter[int] = Counter()
 

@@ -27,7 +27,7 @@ from async_opd.processes.members import Member
 from async_opd.queue.sizes import calls
 from teachers.balancer import Reservation
 from teachers.protocols import ScoringReplica
-from teachers.replica_slots import ReplicaSlots, tokens_of
+from teachers.replica_slots import ReplicaSlots, score_checked, tokens_of
 
 Result = TypeVar("Result")
 
@@ -43,12 +43,12 @@ class ScoreResult:
 class TeacherPool:
     """Scores batches on whichever of a teacher's replicas can."""
 
-    def __init__(self, seats: ReplicaSlots) -> None:
-        self.seats = seats
-        self.balancer = seats.balancer
-        self._name = seats.name
-        self._health = seats.health
-        self._clock = seats.clock
+    def __init__(self, slots: ReplicaSlots) -> None:
+        self.slots = slots
+        self.balancer = slots.balancer
+        self._name = slots.name
+        self._health = slots.health
+        self._clock = slots.clock
         self._totals = dict.fromkeys(("retries", "dead_letters"), 0.0)
         self._seconds: deque[float] = deque(maxlen=1024)
 
@@ -87,7 +87,7 @@ class TeacherPool:
         work = partial(score_checked, self._name, batch)
         outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
-            self.seats.probe_batch = batch.split(1)[0]
+            self.slots.probe_batch = batch.split(1)[0]
             return ScoreResult((outcome,))
         if len(batch) == 1:
             self._totals["dead_letters"] += 1
@@ -126,7 +126,7 @@ class TeacherPool:
         try:
             return await self.balancer.reserve(tokens, group)
         except NoReplica as error:
-            raise self.seats.all_gone() from error
+            raise self.slots.all_gone() from error
 
     async def _on_a_replica(
         self,
@@ -136,7 +136,7 @@ class TeacherPool:
         least_s: float = 0.0,
     ) -> Result:
         started = self._clock()
-        result = await self.seats.call(place, what, work, least_s)
+        result = await self.slots.call(place, what, work, least_s)
         self._seconds.append(self._clock() - started)
         return result
 
@@ -148,16 +148,16 @@ class TeacherPool:
         ``agreement`` is the mean over response tokens of log p(teacher) - log q(rollout), in nats,
         where the scores hold the sampled token's log-probability.
         """
-        merged = merge_reports(await self.seats.reports())
+        merged = merge_reports(await self.slots.reports())
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
         gauges = {**merged.gauges, **self._totals}
-        members = self.seats.members
+        members = self.slots.members
         gauges |= {"failures": float(members.failures), "rebuilds": float(members.rebuilds)}
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
-        if self.seats.weights is not None:
-            gauges["version"] = float(self.seats.weights.version)
+        if self.slots.weights is not None:
+            gauges["version"] = float(self.slots.weights.version)
         gauges["serving"] = float(self.balancer.serving)
         gauges["waiting"] = float(self.balancer.waiting)
         gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
@@ -166,7 +166,7 @@ class TeacherPool:
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
         waits = merged.waits_for if self.balancer.serving else "a replica that works"
-        waits = "its turn" if self.seats.asleep else waits
+        waits = "its turn" if self.slots.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 

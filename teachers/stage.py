@@ -86,7 +86,7 @@ class ScorerStage:
             for name, replicas in teachers.items()
         }
         for pool in self._pools.values():
-            pool.seats.members.listen(lambda event: self._event_log.append(str(event)))
+            pool.slots.members.listen(lambda event: self._event_log.append(str(event)))
         self._backlogs = {
             host: ScoreBacklog(
                 [name for name, of in self._hosts.items() if of == host], backlog_size
@@ -117,11 +117,11 @@ class ScorerStage:
         async with asyncio.TaskGroup() as group:
             self._group = group
             for name, pool in self._pools.items():
-                group.create_task(pool.seats.members.run(), name=f"teacher {name}")
+                group.create_task(pool.slots.members.run(), name=f"teacher {name}")
                 if name in self._hosts:
                     group.create_task(self._fill_backlog(name), name=f"teacher {name} holds")
                     continue
-                for index in range(IN_FLIGHT * len(pool.seats.members.left)):
+                for index in range(IN_FLIGHT * len(pool.slots.members.left)):
                     group.create_task(self._score(name), name=f"teacher {name} loop {index}")
 
     async def _score(self, teacher: str) -> None:
@@ -176,16 +176,16 @@ class ScorerStage:
         backlog.begin()
         while (teacher := backlog.longest) is not None:
             pool = self._pools[teacher]
-            await pool.seats.wake()
+            await pool.slots.wake()
             try:
                 async with asyncio.TaskGroup() as group:
-                    for _ in range(IN_FLIGHT * max(len(pool.seats.members.left), 1)):
+                    for _ in range(IN_FLIGHT * max(len(pool.slots.members.left), 1)):
                         group.create_task(
                             self._score_backlog_of(teacher, backlog)
                         )  # one, to meet NoReplica
             except ExceptionGroup as errors:
                 raise first_cause(errors) from errors
-            await pool.seats.sleep()
+            await pool.slots.sleep()
         backlog.end()
 
     async def _fill_backlog(self, teacher: str) -> None:
@@ -193,7 +193,7 @@ class ScorerStage:
 
         Those before this stage may have left it awake.
         """
-        await self._pools[teacher].seats.sleep()
+        await self._pools[teacher].slots.sleep()
         self._awake.discard(teacher)
         self._slept.set()
         backlog, topic = self._backlogs[self._hosts[teacher]], rollouts_topic(teacher)
@@ -257,7 +257,7 @@ class ScorerStage:
 
     async def load(self, teacher: str, weights: TeacherWeights) -> None:
         """New weights for all replicas of a teacher."""
-        await self._cancelled_with_stage(self._pools[teacher].seats.load(weights))
+        await self._cancelled_with_stage(self._pools[teacher].slots.load(weights))
 
     async def events(self, seen: int, wait: bool = True) -> Events:
         """What became of replicas, as soon as there is any."""
@@ -265,7 +265,7 @@ class ScorerStage:
 
     async def progress(self) -> Progress:
         """The tokens of all calls to replicas that succeeded since the start."""
-        return Progress(sum(pool.seats.tokens for pool in self._pools.values()))
+        return Progress(sum(pool.slots.tokens for pool in self._pools.values()))
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""
@@ -278,8 +278,8 @@ class ScorerStage:
         A shift that is going on ends, and its teachers sleep: their hosts will wake up.
         """
         await self._stop()
-        await asyncio.gather(*(self._pools[name].seats.rest() for name in self._hosts))
-        found = {name: pool.seats.replicas for name, pool in self._pools.items()}
+        await asyncio.gather(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
+        found = {name: pool.slots.replicas for name, pool in self._pools.items()}
         for replica in chain.from_iterable(found.values()):
             if isinstance(replica, EndpointClient):
                 await replica.close()

@@ -22,8 +22,7 @@ from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.processes.events import Event, State
-from async_opd.processes.members import Member, MemberSet, Policy
-from async_opd.processes.members import RebuildTeacher as Rebuilding
+from async_opd.processes.members import Member, MemberSet, Policy, Rebuild
 from async_opd.queue.sizes import payloads
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
@@ -189,7 +188,7 @@ class SingletonActors:
         self.trainers = self._members(TRAINER, [self.trainer], self._as_new)
 
     def _members(
-        self, name: str, singles: Sequence[SingletonActor], rebuild: Rebuilding[SingletonActor]
+        self, name: str, singles: Sequence[SingletonActor], rebuild: Rebuild[SingletonActor]
     ) -> MemberSet[SingletonActor]:
         """Members of which each is needed."""
         bound = self._bound

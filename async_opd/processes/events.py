@@ -46,7 +46,7 @@ class Event:
         return f"{self.member} {words.get((self.before, self.after), last)}"
 
 
-def in_words(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """An error in one line."""
     kind = "" if isinstance(error, StageError) else f"{type(error).__name__}: "
     return " ".join(f"{kind}{error}".split())[:500]

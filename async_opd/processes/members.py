@@ -37,7 +37,7 @@ from typing import Any, Generic, TypeVar
 from async_opd.config.run_config import SupervisionConfig
 from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError
-from async_opd.processes.events import Event, State, in_words
+from async_opd.processes.events import Event, State, one_line
 from async_opd.processes.restarts import Restarts
 
 T = TypeVar("T")
@@ -314,7 +314,7 @@ class MemberSet(Generic[T]):
         """The only place where a state changes."""
         before, member.state = member.state, after
         member.failure = None if after is State.SERVING else failure or member.failure
-        cause = in_words(failure) if failure is not None else ""
+        cause = one_line(failure) if failure is not None else ""
         event = Event(member.name, member.incarnation, before, after, cause, delay_s)
         for hear in self._listeners:
             hear(event)

@@ -404,7 +404,7 @@ async def pool_of(
 ) -> AsyncIterator[TeacherPool]:
     health = EndpointHealth(patience_s=100, tries=2)
     pool = TeacherPool(ReplicaSlots("a", [replica], health, timer=clock, clock=now))
-    work = asyncio.create_task(pool.seats.members.run())
+    work = asyncio.create_task(pool.slots.members.run())
     try:
         yield pool
     finally:

@@ -153,10 +153,10 @@ async def pool(
     clock = Clock()
     names = set(health) & set(SupervisionConfig.model_fields) - {"timeout_s"}
     supervision = SupervisionConfig(**{name: health.pop(name) for name in names})
-    seats = ReplicaSlots("t", replicas, HealthConfig(**health), rebuild, supervision, timer=clock)
-    seats.members.listen(lambda event: notify(str(event)))
-    made = TeacherPool(seats)
-    running = asyncio.create_task(seats.members.run())
+    slots = ReplicaSlots("t", replicas, HealthConfig(**health), rebuild, supervision, timer=clock)
+    slots.members.listen(lambda event: notify(str(event)))
+    made = TeacherPool(slots)
+    running = asyncio.create_task(slots.members.run())
     try:
         yield made, clock
     finally:
@@ -320,7 +320,7 @@ async def test_new_weights_wait_for_the_tokens_that_a_replica_has() -> None:
         busy.hangs = True
         work = asyncio.create_task(teacher.score(rollouts("p/0", tokens=97)))
         await settle()
-        loading = asyncio.create_task(teacher.seats.load(NEW))
+        loading = asyncio.create_task(teacher.slots.load(NEW))
         await settle()
         assert clock.set_for[-1] == NEW.timeout_s + 100 / 10
         work.cancel()
@@ -511,7 +511,7 @@ NEW = TeacherWeights(4, "/copies/version_4", 50.0)
 async def test_all_replicas_take_new_weights_and_the_report_says_which() -> None:
     both = Fake(), Fake()
     async with pool(*both) as (teacher, _):
-        await teacher.seats.load(NEW)
+        await teacher.slots.load(NEW)
         assert [fake.loaded for fake in both] == [[NEW.directory]] * 2
         assert (await teacher.report()).gauges["version"] == 4
 
@@ -521,7 +521,7 @@ async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str
     bad, good, rebuild = Fake(), Fake(), FakeRebuild()
     async with pool(bad, good, rebuild=rebuild) as (teacher, clock):
         setattr(bad, fault, True)
-        loading = asyncio.create_task(teacher.seats.load(NEW))
+        loading = asyncio.create_task(teacher.slots.load(NEW))
         await settle()
         await clock.pass_(50)
         await loading
@@ -540,7 +540,7 @@ async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> No
         await teacher.score(rollouts("q/0"))
         await settle()
         bad.broken = False
-        await teacher.seats.load(NEW)
+        await teacher.slots.load(NEW)
         await clock.pass_(1)
         assert bad.loaded == []
         assert [fake.loaded for fake in rebuild.made] == [[NEW.directory]]
@@ -549,7 +549,7 @@ async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> No
 async def test_a_replica_that_is_rebuilt_later_takes_the_newest_weights() -> None:
     only, rebuild = Fake(), FakeRebuild()
     async with pool(only, rebuild=rebuild) as (teacher, _):
-        await teacher.seats.load(NEW)
+        await teacher.slots.load(NEW)
         only.dead = True
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         assert rebuild.made[0].loaded == [NEW.directory]

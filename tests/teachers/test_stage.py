@@ -17,7 +17,7 @@ from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
 from async_opd.queue.message_queue import MessageQueue
-from teachers import replica_slots as seats
+from teachers import replica_slots as slots
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
 from tests.teachers.test_pool import SAMPLING, Clock, Fake, FakeRebuild, settle
@@ -264,7 +264,7 @@ async def test_large_answers_are_checked_beside_the_event_loop(
     def check(name: str, batch: Batch, samples: Batch) -> None:
         checked.append(threading.current_thread() is threading.main_thread())
 
-    monkeypatch.setattr(seats, "check", check)
+    monkeypatch.setattr(slots, "check", check)
     monkeypatch.setattr(aside, "LARGE", 1)
     async with stage(Fake()) as (queue, _):
         await queue.put(TOPIC, rollouts("p/0"))
