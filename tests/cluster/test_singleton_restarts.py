@@ -86,7 +86,7 @@ class World:
         self.run()
 
     def run(self) -> None:
-        self.running = asyncio.create_task(self.singles.keep(self._reissue, lambda: 0))
+        self.running = asyncio.create_task(self.singles.supervise(self._reissue, lambda: 0))
 
     async def _reissue(self) -> None:
         self.reissued.release()
