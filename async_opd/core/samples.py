@@ -128,16 +128,8 @@ class Rollout:
         The end-of-sequence token belongs to the response if it was sampled.
         """
         spans = spans_of([(PROMPT, len(prompt.token_ids)), (STUDENT, len(response_ids))])
-        return cls(
-            uid,
-            prompt,
-            response_ids,
-            spans,
-            rollout_logprobs,
-            version_spans,
-            finish_reason,
-            topk_ids,
-        )
+        sampled = (rollout_logprobs, version_spans, finish_reason, topk_ids)
+        return cls(uid, prompt, response_ids, spans, *sampled)
 
     @classmethod
     def answer(cls, uid: Uid, prompt: Prompt, ids: Sequence[int], finish: FinishReason) -> Self:
