@@ -34,7 +34,7 @@ from async_opd.accounting.run_state import RunState
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.config.run_config import RunConfig
-from async_opd.core.batch import Batch, unpack_dead_letters
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import AsyncOPDError, StageError, first_cause
 from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import (
@@ -189,7 +189,7 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
             groups: list[Group] = []
-            for lost in unpack_dead_letters(lease.batches):
+            for lost in unpack(DeadLetter, lease.batches):
                 groups += await self._replacements_for(lost)
             await self._issue(groups)
             done = lease.id

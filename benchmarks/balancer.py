@@ -28,7 +28,7 @@ import uvloop
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import HealthConfig
-from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
 from teachers.balancer import Balancer
@@ -61,7 +61,7 @@ class Engine:
         self._tokens += tokens
         return Batch.pack(
             Sample(rollout, SampledLogprobs(np.zeros(len(rollout.response_ids), np.float32)))
-            for rollout in unpack_rollouts([batch])
+            for rollout in unpack(Rollout, [batch])
         )
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:

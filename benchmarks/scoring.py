@@ -38,8 +38,8 @@ import numpy as np
 import psutil
 
 from async_opd.config.run_config import EngineConfig
-from async_opd.core.batch import Batch, unpack_samples
-from async_opd.core.samples import Prompt, Rollout, VersionSpan
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.models.engine_args import engine_env, engine_kwargs
 from benchmarks.random_model import make_model
 from teachers.answers import check
@@ -88,7 +88,7 @@ class Ways:
         batch = await self._replica.score(asked)
         check("teacher t", asked, batch)
         self.nbytes = batch.nbytes / sum(len(item.response_ids) for item in items)
-        return [sample.scores.logprobs for sample in unpack_samples([batch])]
+        return [sample.scores.logprobs for sample in unpack(Sample, [batch])]
 
     groups = stage
 

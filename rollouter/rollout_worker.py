@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 import numpy as np
 
-from async_opd.core.batch import Batch, unpack_groups
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import RolloutFault, first_cause
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.core.stages import DEAD, PROMPTS, Queue, rollouts_topic
@@ -85,7 +85,7 @@ class RolloutWorker:
                         PROMPTS, free, ack=done, consumer=self._replica, share=True
                     )
                     self._waits_for_prompts = False
-                    for group in unpack_groups(lease.batches):
+                    for group in unpack(Group, lease.batches):
                         self._left[lease.id] += len(group.members)
                         for member in group.members:
                             reservation = self._slots.reserve()

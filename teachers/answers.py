@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.batch import Batch, unpack_samples
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import LengthError, ScoreError, StageError
 from async_opd.core.samples import HiddenStates, Int32, Sample
 
@@ -36,7 +36,7 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
     if sum(header.nbytes for header in samples.headers) != samples.nbytes:
         raise StageError(name, f"its answer of {samples.nbytes} bytes does not fit its headers")
     try:
-        found = unpack_samples([samples])
+        found = unpack(Sample, [samples])
     except TypeError as error:
         raise StageError(name, f"answered with something else than samples: {error}") from error
     for sample in found:

@@ -13,7 +13,7 @@ from vllm.inputs import TokensPrompt
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import StageError
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
@@ -52,7 +52,7 @@ class TeacherReplica:
 
     async def score(self, batch: Batch) -> Batch:
         """Scores a batch of rollouts: the samples, in the same order."""
-        rollouts = unpack_rollouts([batch])
+        rollouts = unpack(Rollout, [batch])
         with self._activity.busy():
             samples = await asyncio.gather(*(self._score(rollout) for rollout in rollouts))
         self._batches += 1

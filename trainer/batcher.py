@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from async_opd.core.batch import Batch, cut, unpack_samples
+from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired
@@ -127,7 +127,7 @@ class Batcher:
         found = [header for header in await self._queue.headers(SCORED) if header.uid in uids]
         for part in cut(found, lambda header: header.nbytes):
             batches = await self._queue.contents(SCORED, {header.uid for header in part})
-            yield await asyncio.to_thread(unpack_samples, batches)
+            yield await asyncio.to_thread(unpack, Sample, batches)
 
     def hold(self, samples: Sequence[Sample]) -> None:
         """Samples that a checkpoint kept; they are taken before any others."""
@@ -215,7 +215,7 @@ class Batcher:
         while missing > 0:
             lease = await self._leases.get(SCORED, most, missing)
             missing, most = missing - len(lease), most - len(lease)
-            samples = await asyncio.to_thread(unpack_samples, lease.batches)
+            samples = await asyncio.to_thread(unpack, Sample, lease.batches)
             fetched.append(_FetchedLease(lease, samples))
         return fetched
 

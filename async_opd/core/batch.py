@@ -177,27 +177,8 @@ def _row(item: Item, nbytes: int) -> Row:
     return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
 
 
-def unpack_groups(batches: Sequence[Batch]) -> list[Group]:
-    """The groups of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, Group)
-
-
-def unpack_dead_letters(batches: Sequence[Batch]) -> list[DeadLetter]:
-    """The dead letters of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, DeadLetter)
-
-
-def unpack_rollouts(batches: Sequence[Batch]) -> list[Rollout]:
-    """The rollouts of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, Rollout)
-
-
-def unpack_samples(batches: Sequence[Batch]) -> list[Sample]:
-    """The samples of several batches, in order; TypeError if there is anything else."""
-    return _unpack(batches, Sample)
-
-
-def _unpack(batches: Sequence[Batch], kind: type[T]) -> list[T]:
+def unpack(kind: type[T], batches: Sequence[Batch]) -> list[T]:
+    """The items of several batches, in order. TypeError if one of them is of another kind."""
     items = []
     for batch in batches:
         for item in batch.unpack():

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.liveness import Progress
 from async_opd.core.samples import (
     Prompt,
@@ -144,7 +144,7 @@ class SimulatedTeacher:
             with self._activity.busy():
                 await asyncio.sleep(self._speed.seconds(batch.tokens))
         self._tokens += batch.tokens
-        return Batch.pack(Sample(r, self._scores(r)) for r in unpack_rollouts([batch]))
+        return Batch.pack(Sample(r, self._scores(r)) for r in unpack(Rollout, [batch]))
 
     def _scores(self, rollout: Rollout) -> Scores:
         length, k = len(rollout.response_ids), self._top_k

@@ -19,7 +19,7 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from async_opd.core.batch import Batch, unpack_rollouts
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.offload import LARGE
 from async_opd.core.samples import Prompt, Rollout, Sample
@@ -88,7 +88,7 @@ class EndpointReplica:
 
     async def score(self, batch: Batch) -> Batch:
         """Scores a batch of rollouts: the samples, in the same order."""
-        rollouts = unpack_rollouts([batch])
+        rollouts = unpack(Rollout, [batch])
         with self._activity.busy():
             samples = await _gather_or_cancel(self._score, rollouts)
         self._counters["batches"] += 1

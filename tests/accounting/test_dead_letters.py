@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from async_opd.accounting.dead_letters import DeadLetters
-from async_opd.core.batch import Batch, unpack_dead_letters
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter, Header
 
@@ -56,4 +56,4 @@ def test_dead_letters_travel_with_readable_headers_and_their_reasons() -> None:
         ("p0/0", 7, "t"),
         ("p1/0", 7, "t"),
     ]
-    assert unpack_dead_letters([batch]) == letters
+    assert unpack(DeadLetter, [batch]) == letters

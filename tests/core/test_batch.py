@@ -11,16 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, Row, cut, unpack_rollouts, unpack_samples
+from async_opd.core.batch import Batch, Row, cut, unpack
 from async_opd.core.samples import (
     HiddenStates,
+    Rollout,
     Sample,
 )
 from tests.conftest import make_rollout, make_sample
 
 
 def test_a_batch_decodes_to_what_was_packed() -> None:
-    (sample,) = unpack_samples([Batch.pack([make_sample("p/0", tokens=5)])])
+    (sample,) = unpack(Sample, [Batch.pack([make_sample("p/0", tokens=5)])])
     np.testing.assert_array_equal(sample.scores.logprobs, np.full(5, -0.5, np.float32))
 
 
@@ -37,18 +38,18 @@ def test_headers_are_readable_without_the_payload() -> None:
 
 def test_joined_batches_decode_in_order() -> None:
     joined = Batch.join([Batch.pack([make_rollout("a/0")]), Batch.pack([make_rollout("b/0")])])
-    assert [rollout.uid for rollout in unpack_rollouts([joined])] == ["a/0", "b/0"]
+    assert [rollout.uid for rollout in unpack(Rollout, [joined])] == ["a/0", "b/0"]
 
 
 def test_a_sample_among_rollouts_is_refused() -> None:
     with pytest.raises(TypeError, match="expected Rollout"):
-        unpack_rollouts([Batch.pack([make_sample()])])
+        unpack(Rollout, [Batch.pack([make_sample()])])
 
 
 def test_rollouts_keep_their_top_k_and_reward_on_the_way() -> None:
     topk = np.arange(8, dtype=np.int32).reshape(4, 2)
     sent = replace(make_rollout("p/0", tokens=4), topk_ids=topk, reward=0.25)
-    (came,) = unpack_rollouts([Batch.pack([sent])])
+    (came,) = unpack(Rollout, [Batch.pack([sent])])
     np.testing.assert_array_equal(came.topk_ids, topk)
     assert came.reward == 0.25
 
@@ -56,7 +57,7 @@ def test_rollouts_keep_their_top_k_and_reward_on_the_way() -> None:
 def test_hidden_states_keep_their_bits_on_the_way() -> None:
     states = np.arange(8, dtype=np.uint16).reshape(4, 2)
     sample = Sample(make_rollout(tokens=4), HiddenStates(states, "bfloat16"))
-    (came,) = unpack_samples([Batch.pack([sample])])
+    (came,) = unpack(Sample, [Batch.pack([sample])])
     np.testing.assert_array_equal(came.scores.states, states)
 
 
@@ -82,7 +83,7 @@ def test_packed_batches_hold_all_items_in_order_within_their_bytes(
 ) -> None:
     items = [make_rollout(f"{i}/0", tokens=size) for i, size in enumerate(sizes)]
     batches = list(Batch.packed(items, most))
-    assert [one.uid for one in unpack_rollouts(batches)] == [one.uid for one in items]
+    assert [one.uid for one in unpack(Rollout, batches)] == [one.uid for one in items]
     assert all(len(b) == 1 or b.nbytes <= most for b in batches)
 
 
@@ -96,7 +97,7 @@ def test_messages_hold_all_items_in_order_within_their_bytes(
     ]
     joined = [Batch.join(parts) for parts in Batch.messages(made, most)]
     uids = [header.uid for one in made for header in one.headers]
-    assert [one.uid for one in unpack_rollouts(joined)] == uids
+    assert [one.uid for one in unpack(Rollout, joined)] == uids
     assert all(len(b) == 1 or b.nbytes <= most for b in joined)
 
 
@@ -109,7 +110,7 @@ def test_a_batch_that_fits_into_one_message_is_not_copied() -> None:
 def test_some_items_of_a_batch_are_views_of_it() -> None:
     batch = Batch.pack(make_rollout(f"{i}/0") for i in range(5))
     parts = list(batch.only({"1/0", "2/0", "4/0"}))
-    assert [one.uid for one in unpack_rollouts(parts)] == ["1/0", "2/0", "4/0"]
+    assert [one.uid for one in unpack(Rollout, parts)] == ["1/0", "2/0", "4/0"]
     assert all(np.shares_memory(part.buffer, batch.buffer) for part in parts)
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, unpack_rollouts, unpack_samples
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import LengthError
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.sequence import Span, indices
@@ -127,9 +127,9 @@ def test_sequences_come_out_of_a_batch_as_they_went_in(made: list[tuple[Parts, i
     ]
     batch = Batch.pack(rollouts)
     assert [header.tokens for header in batch.headers] == [one.tokens for one in rollouts]
-    assert all(map(same, rollouts, unpack_rollouts([batch])))
+    assert all(map(same, rollouts, unpack(Rollout, [batch])))
     samples = [scored(rollout) for rollout in rollouts]
-    assert all(map(same, samples, unpack_samples([Batch.pack(samples)])))
+    assert all(map(same, samples, unpack(Sample, [Batch.pack(samples)])))
 
 
 @given(st.lists(st.tuples(parts(), st.integers(0, 5)), max_size=4))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.core.batch import Batch, unpack_dead_letters, unpack_rollouts
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import RolloutFault, StageError
-from async_opd.core.samples import Group, Prompt, Rollout
+from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec, topics
 from async_opd.grading.graders import GradeError
 from async_opd.queue.message_queue import MessageQueue
@@ -102,7 +102,7 @@ async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     await messages.put(PROMPTS, groups("p", n=1))
     engine.answers.release()
     lease = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
-    assert [rollout.reward for rollout in unpack_rollouts(lease.batches)] == [0.5]
+    assert [rollout.reward for rollout in unpack(Rollout, lease.batches)] == [0.5]
     worker.cancel()
 
 
@@ -121,9 +121,9 @@ async def test_what_a_grader_fails_on_is_a_dead_letter_and_the_others_go_on() ->
         engine.answers.release()
     dead = await asyncio.wait_for(messages.get(DEAD, 8), 5)
     alive = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
-    (lost,) = unpack_dead_letters(dead.batches)
+    (lost,) = unpack(DeadLetter, dead.batches)
     assert (lost.header.uid, lost.header.teacher, lost.stage) == ("p/0", "math", "grader")
-    assert [rollout.uid for rollout in unpack_rollouts(alive.batches)] == ["p/1"]
+    assert [rollout.uid for rollout in unpack(Rollout, alive.batches)] == ["p/1"]
     worker.cancel()
 
 
@@ -147,7 +147,7 @@ async def test_a_rollout_whose_own_log_probabilities_are_not_finite_is_a_dead_le
     messages = queue()
     worker = asyncio.create_task(RolloutWorker("student/0", messages, Slots(2, 2), diverged).run())
     await messages.put(PROMPTS, groups("p", n=1))
-    (lost,) = unpack_dead_letters((await asyncio.wait_for(messages.get(DEAD, 8), 5)).batches)
+    (lost,) = unpack(DeadLetter, (await asyncio.wait_for(messages.get(DEAD, 8), 5)).batches)
     assert (lost.stage, "not finite" in lost.reason) == ("student", True)
     worker.cancel()
 
@@ -170,7 +170,7 @@ async def test_a_finished_rollout_does_not_wait_for_its_group() -> None:
     await messages.put(PROMPTS, groups("p"))
     engine.answers.release()
     lease = await asyncio.wait_for(messages.get("rollouts/math", 8), 5)
-    assert len(unpack_rollouts(lease.batches)) == 1
+    assert len(unpack(Rollout, lease.batches)) == 1
     task.cancel()
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from async_opd.core.errors import WeightSyncError
-from async_opd.core.samples import Group, Prompt
+from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.weight_sync.layout import chunk_plan
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
@@ -179,12 +179,12 @@ class World:
 
     async def topk(self) -> list[TopK]:
         """A queued group of every prompt, beside the reference."""
-        from async_opd.core.batch import Batch, unpack_rollouts
+        from async_opd.core.batch import Batch, unpack
 
         await self.queue.put("prompts", Batch.pack(Group(p, (0, 1)) for p in prompts(4)))
         lease = await self.queue.get("rollouts/sort", 8, 8)
         await self.queue.ack("rollouts/sort", lease.id)
-        rollouts = unpack_rollouts(lease.batches)
+        rollouts = unpack(Rollout, lease.batches)
         return [
             TopK(r, reference_logprobs(self.model, r.prompt.token_ids, r.response_ids))
             for r in rollouts
@@ -192,13 +192,13 @@ class World:
 
     async def refused(self) -> dict[str, str]:
         """What becomes of prompts that are longer than the model, or have no such token."""
-        from async_opd.core.batch import Batch, unpack_dead_letters
+        from async_opd.core.batch import Batch, unpack
 
         wrong = {"long": np.full(5000, 5, np.int32), "foreign": np.array([10**6], np.int32)}
         groups = (Group(Prompt(uid, "sort", "sort", ids), (0,)) for uid, ids in wrong.items())
         await self.queue.put("prompts", Batch.pack(groups))
         lease = await self.queue.get("dead", 8, 2)
-        return {lost.header.uid: lost.reason for lost in unpack_dead_letters(lease.batches)}
+        return {lost.header.uid: lost.reason for lost in unpack(DeadLetter, lease.batches)}
 
     async def error(self) -> float:
         """Largest difference between the engine's log-probabilities and transformers'."""
@@ -250,7 +250,7 @@ async def decoding(replica: Any) -> None:
 
 
 async def scenario(path: Path) -> Seen:
-    from async_opd.core.batch import Batch, unpack_rollouts
+    from async_opd.core.batch import Batch, unpack
     from async_opd.core.stages import SamplingSpec
 
     seen = Seen()
@@ -282,7 +282,7 @@ async def scenario(path: Path) -> Seen:
             if mode != "recompute":
                 perturb(w.model.model.norm.weight)  # changes no KV cache: logits belong to it alone
             await w.push(mode)
-            rollouts = unpack_rollouts((await w.queue.get("rollouts/sort", MANY, MANY)).batches)
+            rollouts = unpack(Rollout, (await w.queue.get("rollouts/sort", MANY, MANY)).batches)
             seen.spans[mode] = [rollout.version_spans for rollout in rollouts]
             seen.in_flight_errors[mode] = (
                 max(

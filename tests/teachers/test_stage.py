@@ -12,9 +12,10 @@ from contextlib import asynccontextmanager
 import pytest
 
 from async_opd.core import offload as aside
-from async_opd.core.batch import Batch, unpack_dead_letters, unpack_samples
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.samples import DeadLetter, Sample
 from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
 from async_opd.queue.message_queue import MessageQueue
 from teachers import replica_slots as slots
@@ -51,7 +52,7 @@ async def test_rollouts_become_samples() -> None:
     async with stage(Fake()) as (queue, _):
         await queue.put(TOPIC, rollouts("p/0", "p/1"))
         lease = await asyncio.wait_for(queue.get(SCORED, 2, 2), 5)
-        assert [s.rollout.uid for s in unpack_samples(lease.batches)] == ["p/0", "p/1"]
+        assert [s.rollout.uid for s in unpack(Sample, lease.batches)] == ["p/0", "p/1"]
 
 
 async def test_what_cannot_be_scored_is_dead_lettered_and_the_rest_is_not() -> None:
@@ -59,8 +60,8 @@ async def test_what_cannot_be_scored_is_dead_lettered_and_the_rest_is_not() -> N
         await queue.put(TOPIC, rollouts("p/0", "p/1"))
         dead = await asyncio.wait_for(queue.get(DEAD, 9), 5)
         scored = await asyncio.wait_for(queue.get(SCORED, 9), 5)
-        assert [lost.header.uid for lost in unpack_dead_letters(dead.batches)] == ["p/1"]
-        assert [s.rollout.uid for s in unpack_samples(scored.batches)] == ["p/0"]
+        assert [lost.header.uid for lost in unpack(DeadLetter, dead.batches)] == ["p/1"]
+        assert [s.rollout.uid for s in unpack(Sample, scored.batches)] == ["p/0"]
 
 
 async def test_a_lease_that_expired_meanwhile_is_scored_again_and_stops_nothing() -> None:
@@ -78,7 +79,7 @@ async def test_a_lease_that_expired_meanwhile_is_scored_again_and_stops_nothing(
         gate.set()
         lease = await asyncio.wait_for(queue.get(SCORED, 2, 2), 5)
         await settle()
-        uids = [sample.rollout.uid for sample in unpack_samples(lease.batches)]
+        uids = [sample.rollout.uid for sample in unpack(Sample, lease.batches)]
         assert (uids, running.done()) == (["p/0", "p/0"], False)
 
 

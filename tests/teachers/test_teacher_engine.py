@@ -71,7 +71,7 @@ def rollouts() -> list[Any]:
 
 
 async def scenario() -> Seen:
-    from async_opd.core.batch import Batch, unpack_samples
+    from async_opd.core.batch import Batch, unpack
     from async_opd.core.samples import Sample
     from async_opd.core.stages import SamplingSpec
     from teachers.replica import TeacherReplica
@@ -82,7 +82,7 @@ async def scenario() -> Seen:
     teacher = TeacherReplica(spec)
     try:
         await teacher.ready()
-        samples = {"teacher_topk": unpack_samples([await teacher.score(Batch.pack(rollouts()))])}
+        samples = {"teacher_topk": unpack(Sample, [await teacher.score(Batch.pack(rollouts()))])}
         tokens = (await teacher.report()).counters["tokens"]
         for kind in ("sampled", "student_topk", "hidden"):
             scoring = RequestScoring(replace(spec, kind=kind), teacher._engine)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ async def scenario() -> Seen:
         scoring_now = asyncio.create_task(teacher.score(Batch.pack(rollouts())))
         await teacher.load(str(QUICKSTART / "models" / "teacher-reverse"))
         await scoring_now
-        reloaded = unpack_samples([await teacher.score(Batch.pack(rollouts()))])
+        reloaded = unpack(Sample, [await teacher.score(Batch.pack(rollouts()))])
         tokenizer = teacher._engine.tokenizer
         return Seen(
             samples=samples | {"reloaded": reloaded},

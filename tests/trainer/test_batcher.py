@@ -14,7 +14,7 @@ import pytest
 from async_opd.accounting.admission import max_samples_in_flight
 from async_opd.cluster.trainer_actor import build_batcher
 from async_opd.config.run_config import RunConfig
-from async_opd.core.batch import Batch, cut, unpack_samples
+from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.samples import Sample
 from async_opd.core.stages import SCORED, STALE, topics
 from async_opd.queue.message_queue import MessageQueue
@@ -301,11 +301,11 @@ async def test_what_is_queued_is_decoded_beside_the_event_loop(
 ) -> None:
     there: list[bool] = []
 
-    def unpack(batches: Sequence[Batch]) -> list[Sample]:
+    def decode(kind: type[Sample], batches: Sequence[Batch]) -> list[Sample]:
         there.append(threading.current_thread() is threading.main_thread())
-        return unpack_samples(batches)
+        return unpack(kind, batches)
 
-    monkeypatch.setattr("trainer.batcher.unpack_samples", unpack)
+    monkeypatch.setattr("trainer.batcher.unpack", decode)
     await put(scored, make_sample("a/0"))
     parts = [part async for part in Batcher(scored, batch_size=1).queued({"a/0"})]
     assert (len(parts), there) == (1, [False])

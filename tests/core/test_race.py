@@ -1,0 +1,93 @@
+"""The first of several works ends the others."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from typing import Any
+
+import pytest
+
+from async_opd.core.race import race
+
+
+async def value(number: int, turns: int = 0) -> int:
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    return number
+
+
+async def fail(turns: int = 0) -> int:
+    await value(0, turns)
+    raise ValueError("bad")
+
+
+class Endless:
+    """Work that ends only when it is cancelled, after a few turns of the event loop."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.ended = False
+
+    async def __call__(self) -> int:
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            try:
+                await value(0, 3)
+            finally:
+                self.ended = True
+            if self.error is not None:
+                raise self.error
+
+
+async def test_the_first_result_is_the_result_wherever_it_stands() -> None:
+    assert await race(value(1), value(2, turns=5)) == 1
+    assert await race(value(1, turns=5), value(2)) == 2
+
+
+async def test_of_two_that_are_done_at_once_the_first_given_counts() -> None:
+    assert await race(value(1), value(2)) == 1
+    assert await race(value(1), fail()) == 1
+
+
+async def test_an_error_that_is_first_is_raised() -> None:
+    loser = Endless()
+    with pytest.raises(ValueError, match="bad"):
+        await race(loser(), fail())
+    assert loser.ended
+
+
+async def test_the_loser_has_ended_when_the_result_is_there() -> None:
+    loser = Endless()
+    assert await race(value(1, turns=1), loser()) == 1
+    assert loser.ended
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_an_error_of_the_loser_is_dropped_without_a_complaint_of_the_loop() -> None:
+    complaints: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    assert await race(value(1, turns=1), Endless(OSError("late"))()) == 1
+    assert await race(value(1), fail()) == 1
+    gc.collect()
+    assert complaints == []
+
+
+async def test_a_race_that_is_cancelled_leaves_no_task_behind() -> None:
+    works = Endless(), Endless()
+    racing = asyncio.create_task(race(*(work() for work in works)))
+    await value(0, 3)
+    racing.cancel()
+    await value(0, 2)
+    racing.cancel()  # while it waits for the works to end
+    with pytest.raises(asyncio.CancelledError):
+        await racing
+    assert all(work.ended for work in works)
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_task_that_wins_keeps_its_result() -> None:
+    task = asyncio.create_task(value(7))
+    assert await race(task, Endless()()) == 7
+    assert task.result() == 7
