@@ -27,10 +27,11 @@ import uvloop
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
-from async_opd.config.run_config import HealthConfig
+from async_opd.config.run_config import HealthConfig, SupervisionConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.processes.members import MemberSet, Policy
 from teachers.balancer import Balancer
 from teachers.pool import TeacherPool
 from teachers.replica_slots import ReplicaSlots
@@ -91,7 +92,9 @@ def mixed(seed: int) -> list[Batch]:
 
 async def decisions_per_s(replicas: int, count: int = 100_000) -> float:
     """Places taken (and as many given back) per second."""
-    balancer = Balancer(range(replicas), AT_ONCE)
+    named = {f"engine/{index}": index for index in range(replicas)}
+    policy = Policy[int](supervision=SupervisionConfig())
+    balancer = Balancer(MemberSet("teacher t", named, policy), AT_ONCE)
     random_ = random.Random(0)
     sizes = [random_.randint(*SHORT) for _ in range(1000)]
     held = [await balancer.reserve(sizes[i % 1000]) for i in range(replicas * AT_ONCE // 2)]

@@ -1,10 +1,10 @@
 """Picks the replica for the next piece of work: the one with the fewest outstanding tokens.
 
-    acquire ──► [ waiting, oldest first ] ──room──► place on the least loaded replica ──► release
+    reserve ──► [ waiting, oldest first ] ──room──► place on the least loaded replica ──► release
 
-Each replica holds at most ``max_in_flight`` pieces of work; the rest waits here. Replicas join,
-leave, are ejected and restored while work goes on. Decisions are local and take O(log replicas):
-no remote call, no lock, one event loop.
+Each replica holds at most ``max_in_flight`` pieces of work; the rest waits here. Members that serve
+get work, those that are ejected or rebuilt get none, while work goes on. Decisions are local and
+take O(log replicas): no remote call, no lock, one event loop.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import AsyncIterator, Hashable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import NoReplica
+from async_opd.processes.events import Event, State
+from async_opd.processes.members import Member, MemberSet
 
 Replica = TypeVar("Replica")
 
@@ -28,33 +29,33 @@ REMEMBERED_KEYS = 8192
 
 @dataclass(slots=True)
 class _MemberLoad(Generic[Replica]):
-    """A replica and what it has in flight; ``sequence`` is its valid heap entry's."""
+    """What an incarnation of a member has in flight; ``sequence`` is its valid heap entry's."""
 
-    replica: Replica
+    member: Member[Replica]
     max_in_flight: int
+    incarnation: int = 0
     tokens: int = 0
     in_flight: int = 0
-    ejected: bool = False
     sequence: int = 0
 
     @property
     def has_room(self) -> bool:
-        return not self.ejected and self.in_flight < self.max_in_flight
+        return self.member.state is State.SERVING and self.in_flight < self.max_in_flight
 
 
 @dataclass(slots=True, eq=False)
 class Reservation(Generic[Replica]):
-    """A place on a replica, until it is released."""
+    """A place on a member, until it is released."""
 
-    replica: Replica
+    member: Member[Replica]
     tokens: int
-    _member: _MemberLoad[Replica] = field(repr=False)
+    _load: _MemberLoad[Replica] = field(repr=False)
     _held: bool = field(default=True, repr=False)
 
     @property
     def outstanding(self) -> int:
-        """Tokens in flight on the place's replica, its own included."""
-        return self._member.tokens
+        """Tokens in flight on the place's member, its own included."""
+        return self._load.tokens
 
 
 @dataclass(slots=True)
@@ -65,55 +66,40 @@ class _Waiter(Generic[Replica]):
 
 
 class Balancer(Generic[Replica]):
-    """Counts what each replica has in flight. Replicas are told apart by equality, and hashable.
+    """Counts what each member of a set has in flight."""
 
-    ``name`` is what the errors call the pool.
-    """
-
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        max_in_flight: int,
-        *,
-        name: str = "pool",
-    ) -> None:
-        self._name = name
+    def __init__(self, members: MemberSet[Replica], max_in_flight: int) -> None:
+        name = members.name
         if max_in_flight < 1:
             raise ValueError(f"{name}: {max_in_flight} in flight per replica would stop all work")
+        self._members = members
         self._max_in_flight = max_in_flight
-        self._members: dict[Replica, _MemberLoad[Replica]] = {}
+        self._loads = {member: _MemberLoad(member, max_in_flight) for member in members.all}
         self._heap: list[tuple[int, int, _MemberLoad[Replica]]] = []
         self._sequence = 0
+        self._last_cause = ""
         self._waiters: deque[_Waiter[Replica]] = deque()
-        self._preferred: BoundedDict[Hashable, Replica] = BoundedDict(REMEMBERED_KEYS)
-        if not replicas:
+        self._preferred: BoundedDict[Hashable, Member[Replica]] = BoundedDict(REMEMBERED_KEYS)
+        if not members.all:
             raise self._none_left()
-        for replica in replicas:
-            self.add(replica)
+        for load in self._loads.values():
+            self._changed(load)
+        members.listen(self._follow)
 
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
-    @asynccontextmanager
-    async def acquire(self, tokens: int, key: Hashable | None = None) -> AsyncIterator[Replica]:
-        """Holds a place on a replica for work of about so many tokens; waits while all are full.
+    async def reserve(self, tokens: int, key: Hashable | None = None) -> Reservation[Replica]:
+        """Takes a place for work of about so many tokens; waits while all members are full.
 
-        Work with an equal ``key`` (rollouts of one prompt) prefers the replica that had the last
-        of it, as long as that one has at most ``tokens`` more outstanding than the least loaded:
+        Work with an equal ``key`` (rollouts of one prompt) prefers the member that had the last of
+        it, as long as that one has at most ``tokens`` more outstanding than the least loaded:
         waiting behind more would cost more than the shared prefill saves. Raises NoReplica.
         """
-        place = await self.reserve(tokens, key)
-        try:
-            yield place.replica
-        finally:
-            self.release(place)
-
-    async def reserve(self, tokens: int, key: Hashable | None = None) -> Reservation[Replica]:
-        """Like ``acquire``, for callers that cannot use a block: they must ``release``."""
-        if not self._members:
+        if not self._members.left:
             raise self._none_left()
-        member = self._best()
-        if member is not None:
-            return self._place(member, tokens, key)
+        best = self._best()
+        if best is not None:
+            return self._place(best, tokens, key)
         future: asyncio.Future[Reservation[Replica]] = asyncio.get_running_loop().create_future()
         self._waiters.append(_Waiter(tokens, key, future))
         try:
@@ -128,68 +114,40 @@ class Balancer(Generic[Replica]):
         if not place._held:
             return
         place._held = False
-        member = place._member
-        member.in_flight -= 1
-        member.tokens -= place.tokens
-        self._changed(member)
+        load = place._load
+        load.in_flight -= 1
+        load.tokens -= place.tokens
+        self._changed(load)
         self._serve()
 
-    # ── replicas ───────────────────────────────────────────────────────────────────────────────
+    def _follow(self, event: Event) -> None:
+        """The next incarnation of a member has nothing in flight; without any, waiting work fails.
 
-    def add(self, replica: Replica) -> None:
-        """A replica joins, and takes waiting work at once."""
-        if replica in self._members:
-            raise ValueError(f"{self._name}: {replica!r} is a member already")
-        self._members[replica] = member = _MemberLoad(replica, self._max_in_flight)
-        self._changed(member)
-        self._serve()
-
-    def remove(self, replica: Replica) -> None:
-        """A replica leaves for good. Its places stay held by who has them, and count no more.
-
-        Without any replica left, everything that waits raises NoReplica.
+        Places on a member that is gone, or was rebuilt, stay held by who has them.
         """
-        member = self._members.pop(replica)
-        member.ejected = True
-        member.sequence = 0
-        if not self._members:
+        member = self._members[event.member]
+        if event.incarnation != self._loads[member].incarnation:
+            self._loads[member] = _MemberLoad(member, self._max_in_flight, event.incarnation)
+        self._last_cause = event.cause or self._last_cause
+        self._changed(self._loads[member])
+        self._serve()
+        if not self._members.left:
             for waiter in self._waiters:
                 if not waiter.future.done():
                     waiter.future.set_exception(self._none_left())
             self._waiters.clear()
 
-    def eject(self, replica: Replica) -> None:
-        """The replica gets no more work until it is restored; waiting work stays waiting."""
-        self._members[replica].ejected = True
-        self._changed(self._members[replica])
-
-    def restore(self, replica: Replica) -> None:
-        """An ejected replica serves again."""
-        self._members[replica].ejected = False
-        self._changed(self._members[replica])
-        self._serve()
-
     # ── what is going on ───────────────────────────────────────────────────────────────────────
 
     @property
-    def replicas(self) -> tuple[Replica, ...]:
-        """All members, ejected ones included, in the order in which they joined."""
-        return tuple(self._members)
-
-    @property
-    def serving(self) -> int:
-        """Members that are not ejected."""
-        return sum(not member.ejected for member in self._members.values())
-
-    @property
     def outstanding_tokens(self) -> tuple[int, ...]:
-        """Tokens in flight on each member."""
-        return tuple(member.tokens for member in self._members.values())
+        """Tokens in flight on each member that is not gone."""
+        return tuple(self._loads[member].tokens for member in self._members.left)
 
     @property
     def in_flight(self) -> int:
         """Pieces of work in flight on all members."""
-        return sum(member.in_flight for member in self._members.values())
+        return sum(load.in_flight for load in self._loads.values())
 
     @property
     def waiting(self) -> int:
@@ -199,54 +157,57 @@ class Balancer(Generic[Replica]):
     # ── inside ─────────────────────────────────────────────────────────────────────────────────
 
     def _place(
-        self, member: _MemberLoad[Replica], tokens: int, key: Hashable | None
+        self, load: _MemberLoad[Replica], tokens: int, key: Hashable | None
     ) -> Reservation[Replica]:
         if key is not None:
-            member = self._by_affinity(member, tokens, key)
-        member.in_flight += 1
-        member.tokens += tokens
-        self._changed(member)
-        return Reservation(member.replica, tokens, member)
+            load = self._by_affinity(load, tokens, key)
+        load.in_flight += 1
+        load.tokens += tokens
+        self._changed(load)
+        return Reservation(load.member, tokens, load)
 
     def _by_affinity(
         self, best: _MemberLoad[Replica], tokens: int, key: Hashable
     ) -> _MemberLoad[Replica]:
-        liked = self._members.get(self._preferred.get(key, best.replica), best)
+        liked = self._loads[self._preferred.get(key, best.member)]
         if not liked.has_room or liked.tokens - best.tokens > tokens:
             liked = best
-        self._preferred[key] = liked.replica
+        self._preferred[key] = liked.member
         return liked
 
     def _best(self) -> _MemberLoad[Replica] | None:
-        """The member with room and the fewest tokens; of equals, the one unchanged for longest."""
+        """The load with room and the fewest tokens; of equals, the one unchanged for longest."""
         heap = self._heap
         while heap and heap[0][1] != heap[0][2].sequence:
             heapq.heappop(heap)
         return heap[0][2] if heap else None
 
-    def _changed(self, member: _MemberLoad[Replica]) -> None:
-        """Replaces the member's entry in the heap; the old one is dropped when it comes up."""
-        if member.replica not in self._members or self._members[member.replica] is not member:
-            return
-        member.sequence = 0
-        if member.has_room:
+    def _changed(self, load: _MemberLoad[Replica]) -> None:
+        """Replaces the load's entry in the heap; the old one is dropped when it comes up."""
+        load.sequence = 0
+        if load.has_room and self._loads[load.member] is load:
             self._sequence += 1
-            member.sequence = self._sequence
-            heapq.heappush(self._heap, (member.tokens, self._sequence, member))
-        if len(self._heap) > 64 + 4 * len(self._members):
+            load.sequence = self._sequence
+            heapq.heappush(self._heap, (load.tokens, self._sequence, load))
+        if len(self._heap) > 64 + 4 * len(self._loads):
             self._heap = [entry for entry in self._heap if entry[1] == entry[2].sequence]
             heapq.heapify(self._heap)
 
     def _serve(self) -> None:
         """Gives room to who waits, oldest first."""
-        while self._waiters and (member := self._best()) is not None:
+        while self._waiters and (best := self._best()) is not None:
             waiter = self._waiters.popleft()
             if not waiter.future.done():
-                waiter.future.set_result(self._place(member, waiter.tokens, waiter.key))
+                waiter.future.set_result(self._place(best, waiter.tokens, waiter.key))
 
     def _none_left(self) -> NoReplica:
+        count, each = len(self._loads), self._max_in_flight
         return NoReplica(
-            self._name,
-            f"no replica: 0 replicas x {self._max_in_flight} in flight each can serve 0 requests",
-            "see the messages before this one for why replicas left, and take at least 1",
+            self._members.name,
+            f"all {count} replicas are gone; the last failure: {self._last_cause}"
+            if count
+            else f"no replica: 0 replicas x {each} in flight each can serve 0 requests",
+            "see run.log for what became of each, and Ray's session directory for their logs"
+            if count
+            else "take at least 1",
         )

@@ -17,15 +17,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import NoReplica
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line
-from async_opd.processes.members import Member
 from async_opd.queue.sizes import calls
-from teachers.balancer import Reservation
 from teachers.protocols import ScoringReplica
 from teachers.replica_slots import ReplicaSlots, score_checked, tokens_of
 
@@ -114,31 +111,17 @@ class TeacherPool:
         failure: Exception | None = None
         for _ in range(tries):
             self._totals["retries"] += failure is not None
-            place = await self._place(tokens, group)
+            place = await self.balancer.reserve(tokens, group)
+            started = self._clock()
             try:
-                return await self._on_a_replica(place, what, work, least_s)
+                result = await self.slots.call(place, what, work, least_s)
             except Exception as error:
                 failure = error
+            else:
+                self._seconds.append(self._clock() - started)
+                return result
         assert failure is not None
         return failure
-
-    async def _place(self, tokens: int, group: str | None) -> Reservation[Member[ScoringReplica]]:
-        try:
-            return await self.balancer.reserve(tokens, group)
-        except NoReplica as error:
-            raise self.slots.all_gone() from error
-
-    async def _on_a_replica(
-        self,
-        place: Reservation[Member[ScoringReplica]],
-        what: str,
-        work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
-        least_s: float = 0.0,
-    ) -> Result:
-        started = self._clock()
-        result = await self.slots.call(place, what, work, least_s)
-        self._seconds.append(self._clock() - started)
-        return result
 
     # ── what is going on ───────────────────────────────────────────────────────────────────────
 
@@ -158,14 +141,14 @@ class TeacherPool:
             gauges["agreement"] = gap / gap_tokens
         if self.slots.weights is not None:
             gauges["version"] = float(self.slots.weights.version)
-        gauges["serving"] = float(self.balancer.serving)
+        gauges["serving"] = float(len(members.serving))
         gauges["waiting"] = float(self.balancer.waiting)
         gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
         seconds = sorted(self._seconds)
         for percent in (50, 99):
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
-        waits = merged.waits_for if self.balancer.serving else "a replica that works"
+        waits = merged.waits_for if len(members.serving) else "a replica that works"
         waits = "its turn" if self.slots.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 

@@ -18,10 +18,9 @@ from typing import Any, TypeVar, cast
 from async_opd.config.run_config import EndpointHealth, HealthConfig, SupervisionConfig
 from async_opd.core.batch import Batch
 from async_opd.core.deadline import Deadline, Timer
-from async_opd.core.errors import NoReplica, StageError, StageTimeout
+from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.offload import offload
 from async_opd.core.stages import StageReport
-from async_opd.processes.events import Event, State
 from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
@@ -63,7 +62,6 @@ class ReplicaSlots:
         self._teacher = teacher
         self._rebuild = rebuild
         self._deadline = Deadline(self.name, timer)
-        self._last_cause = ""
         self._successes: Counter[str] = Counter()
         self._loaded: dict[ScoringReplica, TeacherWeights] = {}
         self._is_engine = isinstance(health, HealthConfig)
@@ -77,30 +75,18 @@ class ReplicaSlots:
         )
         named = {f"{self.name}/{index}": replica for index, replica in enumerate(replicas)}
         self.members = MemberSet(self.name, named, policy, timer, clock)
-        self.balancer = Balancer(self.members.all, IN_FLIGHT, name=self.name)
-        self.members.listen(self._follow)
+        self.balancer = Balancer(self.members, IN_FLIGHT)
 
     @property
     def replicas(self) -> list[ScoringReplica]:
         """All of them, also those that do not serve."""
         return [member.value for member in self.members.all]
 
-    def _follow(self, event: Event) -> None:
-        """Work goes to members that serve."""
-        follow = {
-            State.EJECTED: self.balancer.eject,
-            State.SERVING: self.balancer.restore,
-            State.GONE: self.balancer.remove,
-        }
-        if event.after in follow:
-            follow[event.after](self.members[event.member])
-        self._last_cause = event.cause or self._last_cause
-
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def call(
         self,
-        place: Reservation[Member[ScoringReplica]],
+        place: Reservation[ScoringReplica],
         what: str,
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
@@ -108,24 +94,16 @@ class ReplicaSlots:
         """Within its bound, or ``least_s``; gives the place back. What fails is the replica's."""
         bound = max(least_s, self._bound(place.outstanding))
         try:
-            result = await self.members.call(place.replica, bound, what, work)
+            result = await self.members.call(place.member, bound, what, work)
         finally:
             self.balancer.release(place)
         self.tokens += place.tokens
-        self._successes[place.replica.name] += 1
+        self._successes[place.member.name] += 1
         return result
 
     def _bound(self, tokens: int) -> float:
         """Seconds that a call may take on a replica with so many tokens outstanding."""
         return self.health.timeout_s + tokens / self.health.min_tokens_per_s
-
-    def all_gone(self) -> NoReplica:
-        """The error of work that nobody is left for."""
-        return NoReplica(
-            self.name,
-            f"all {len(self.members.all)} replicas are gone; the last failure: {self._last_cause}",
-            "see run.log for what became of each, and Ray's session directory for their logs",
-        )
 
     # ── health ─────────────────────────────────────────────────────────────────────────────────
 

@@ -1,4 +1,4 @@
-"""The balancer: by outstanding tokens, bounded in flight, oldest first, replicas come and go."""
+"""The balancer: by outstanding tokens, bounded in flight, oldest first, members fail and return."""
 
 from __future__ import annotations
 
@@ -10,8 +10,46 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from async_opd.config.run_config import SupervisionConfig
 from async_opd.core.errors import NoReplica
+from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.balancer import Balancer, Reservation
+
+NAMES = "abcdefgh"
+
+
+async def works(member: Member[str]) -> None:
+    """Every probe succeeds."""
+
+
+class Pool:
+    """Members ``a``, ``b``, … whose balancer holds ``limit`` pieces of work on each."""
+
+    def __init__(self, names: str, limit: int) -> None:
+        self.policy = Policy[str](supervision=SupervisionConfig(), probe=works)
+        self.members = MemberSet("teacher t", {name: name for name in names}, self.policy)
+        self.balancer = Balancer(self.members, limit)
+
+    def eject(self, name: str) -> None:
+        member = self.members[name]
+        self.members.fail(member, member.incarnation, RuntimeError("no memory left"))
+
+    async def restore(self, name: str) -> None:
+        if self.members[name] not in self.members.serving:
+            await self.members.mend(self.members[name])
+
+    async def remove(self, name: str) -> None:
+        self.members.policy = Policy[str](supervision=SupervisionConfig())
+        self.eject(name)
+        await self.members.mend(self.members[name])
+
+    def rebuild(self, name: str) -> None:
+        self.eject(name)
+        self.members.replaced(self.members[name], name)
+
+    async def take(self, tokens: int, key: object = None) -> str:
+        """Where work goes, which is never done."""
+        return (await self.balancer.reserve(tokens, key)).member.name
 
 
 async def settle() -> None:
@@ -20,28 +58,26 @@ async def settle() -> None:
 
 
 async def test_work_goes_to_the_replica_with_the_fewest_tokens() -> None:
-    balancer = Balancer(["a", "b"], 4)
-    async with balancer.acquire(100) as a, balancer.acquire(1) as b, balancer.acquire(1) as c:
-        assert (a, b, c) == ("a", "b", "b")
+    pool = Pool("ab", 4)
+    assert [await pool.take(tokens) for tokens in (100, 1, 1)] == ["a", "b", "b"]
 
 
 async def test_of_equally_loaded_replicas_the_one_unused_for_longest_is_next() -> None:
-    balancer = Balancer(["a", "b", "c"], 1)
-    picked = []
+    pool, picked = Pool("abc", 1), []
     for _ in range(6):
-        async with balancer.acquire(1) as replica:
-            picked.append(replica)
+        place = await pool.balancer.reserve(1)
+        picked.append(place.member.name)
+        pool.balancer.release(place)
     assert picked == ["a", "b", "c"] * 2
 
 
 async def test_a_full_replica_is_passed_over() -> None:
-    balancer = Balancer(["a", "b"], 1)
-    async with balancer.acquire(1), balancer.acquire(100) as second:
-        assert second == "b"
+    pool = Pool("ab", 1)
+    assert [await pool.take(1), await pool.take(100)] == ["a", "b"]
 
 
 async def test_work_waits_while_every_replica_is_full() -> None:
-    balancer = Balancer(["a"], 1)
+    balancer = Pool("a", 1).balancer
     place = await balancer.reserve(1)
     waiting = asyncio.create_task(balancer.reserve(1))
     await settle()
@@ -50,26 +86,18 @@ async def test_work_waits_while_every_replica_is_full() -> None:
     await asyncio.wait_for(waiting, 5)
 
 
-async def test_failed_work_gives_its_share_back() -> None:
-    balancer = Balancer(["a"], 1)
-    with pytest.raises(RuntimeError):
-        async with balancer.acquire(7):
-            raise RuntimeError
-    assert (balancer.outstanding_tokens, balancer.in_flight) == ((0,), 0)
-
-
 async def test_cancelled_work_passes_its_place_on_even_if_it_was_just_given_one() -> None:
-    balancer = Balancer(["a"], 1)
+    balancer = Pool("a", 1).balancer
     place = await balancer.reserve(1)
     first, second = (asyncio.create_task(balancer.reserve(1)) for _ in range(2))
     await settle()
     balancer.release(place)
     first.cancel()  # it has the place, and has not run since
-    assert (await asyncio.wait_for(second, 5)).replica == "a"
+    assert (await asyncio.wait_for(second, 5)).member.name == "a"
 
 
 async def test_a_place_released_twice_counts_once() -> None:
-    balancer = Balancer(["a"], 2)
+    balancer = Pool("a", 2).balancer
     place, other = await balancer.reserve(5), await balancer.reserve(3)
     balancer.release(place)
     balancer.release(place)
@@ -79,82 +107,84 @@ async def test_a_place_released_twice_counts_once() -> None:
 
 def test_no_replica_is_refused_at_once_with_the_arithmetic() -> None:
     with pytest.raises(NoReplica, match="0 replicas x 4 in flight each can serve 0 requests"):
-        Balancer([], 4)
+        Pool("", 4)
 
 
 def test_no_place_on_a_replica_is_refused() -> None:
     with pytest.raises(ValueError, match="0 in flight per replica"):
-        Balancer(["a"], 0)
-
-
-async def test_a_replica_that_joins_takes_waiting_work_at_once() -> None:
-    balancer = Balancer(["a"], 1)
-    await balancer.reserve(1)
-    waiting = asyncio.create_task(balancer.reserve(1))
-    await settle()
-    balancer.add("b")
-    assert (await asyncio.wait_for(waiting, 5)).replica == "b"
+        Pool("a", 0)
 
 
 async def test_a_replica_that_left_gets_nothing_more() -> None:
-    balancer = Balancer(["a", "b"], 9)
-    balancer.remove("a")
-    assert {(await balancer.reserve(1)).replica for _ in range(4)} == {"b"}
+    pool = Pool("ab", 9)
+    await pool.remove("a")
+    assert {await pool.take(1) for _ in range(4)} == {"b"}
+    assert pool.balancer.outstanding_tokens == (4,)
 
 
-async def test_when_the_last_replica_leaves_waiting_and_later_work_fails_with_a_name() -> None:
-    balancer = Balancer(["a"], 1, name="teacher t")
-    held = await balancer.reserve(1)
-    waiting = asyncio.create_task(balancer.reserve(1))
+async def test_when_the_last_replica_leaves_waiting_and_later_work_fails_with_a_reason() -> None:
+    pool = Pool("a", 1)
+    held = await pool.balancer.reserve(1)
+    waiting = asyncio.create_task(pool.balancer.reserve(1))
     await settle()
-    balancer.remove("a")
-    for work in (waiting, balancer.reserve(1)):
-        with pytest.raises(NoReplica, match="teacher t: no replica"):
+    await pool.remove("a")
+    reason = "teacher t: all 1 replicas are gone; the last failure: RuntimeError: no memory left"
+    for work in (waiting, pool.balancer.reserve(1)):
+        with pytest.raises(NoReplica, match=reason):
             await asyncio.wait_for(work, 5)
-    balancer.release(held)
+    pool.balancer.release(held)
 
 
-async def test_a_replica_that_left_and_came_back_starts_from_nothing() -> None:
-    balancer = Balancer(["a", "b"], 1)
-    held = await balancer.reserve(9)
-    balancer.remove("a")
-    balancer.add("a")
-    balancer.release(held)
-    assert balancer.outstanding_tokens == (0, 0)
+async def test_a_replica_that_was_rebuilt_starts_from_nothing() -> None:
+    pool = Pool("ab", 1)
+    held = await pool.balancer.reserve(9)
+    pool.rebuild("a")
+    assert pool.balancer.outstanding_tokens == (0, 0)
+    pool.balancer.release(held)
+    assert pool.balancer.outstanding_tokens == (0, 0)
 
 
-async def test_an_ejected_replica_gets_nothing_until_it_is_restored() -> None:
-    balancer = Balancer(["a", "b"], 9)
-    balancer.eject("a")
-    ejected = [(await balancer.reserve(1)).replica for _ in range(3)]
-    balancer.restore("a")
-    assert (ejected, (await balancer.reserve(1)).replica) == (["b"] * 3, "a")
+async def test_a_replica_that_was_rebuilt_takes_waiting_work_at_once() -> None:
+    pool = Pool("a", 1)
+    await pool.balancer.reserve(1)
+    waiting = asyncio.create_task(pool.take(1))
+    await settle()
+    pool.rebuild("a")
+    assert await asyncio.wait_for(waiting, 5) == "a"
+
+
+async def test_an_ejected_replica_gets_nothing_until_it_serves_again() -> None:
+    pool = Pool("ab", 9)
+    pool.eject("a")
+    ejected = [await pool.take(1) for _ in range(3)]
+    await pool.restore("a")
+    assert (ejected, await pool.take(1)) == (["b"] * 3, "a")
 
 
 async def test_while_all_are_ejected_work_waits_and_goes_on_with_the_first_restored() -> None:
-    balancer = Balancer(["a", "b"], 1)
-    balancer.eject("a")
-    balancer.eject("b")
-    waiting = asyncio.create_task(balancer.reserve(1))
+    pool = Pool("ab", 1)
+    pool.eject("a")
+    pool.eject("b")
+    waiting = asyncio.create_task(pool.take(1))
     await settle()
-    assert (waiting.done(), balancer.serving) == (False, 0)
-    balancer.restore("b")
-    assert (await asyncio.wait_for(waiting, 5)).replica == "b"
+    assert not waiting.done()
+    await pool.restore("b")
+    assert await asyncio.wait_for(waiting, 5) == "b"
 
 
 async def test_work_with_a_key_stays_on_its_replica() -> None:
-    balancer = Balancer(["a", "b"], 9)
-    assert [(await balancer.reserve(10, "p")).replica for _ in range(2)] == ["a", "a"]
+    pool = Pool("ab", 9)
+    assert [await pool.take(10, "p") for _ in range(2)] == ["a", "a"]
 
 
 async def test_affinity_ends_where_waiting_would_cost_more_than_it_saves() -> None:
-    balancer = Balancer(["a", "b"], 9)
-    assert [(await balancer.reserve(10, "p")).replica for _ in range(3)] == ["a", "a", "b"]
+    pool = Pool("ab", 9)
+    assert [await pool.take(10, "p") for _ in range(3)] == ["a", "a", "b"]
 
 
 async def test_work_does_not_wait_for_a_full_replica_that_it_prefers() -> None:
-    balancer = Balancer(["a", "b"], 1)
-    assert [(await balancer.reserve(10, "p")).replica for _ in range(2)] == ["a", "b"]
+    pool = Pool("ab", 1)
+    assert [await pool.take(10, "p") for _ in range(2)] == ["a", "b"]
 
 
 @settings(deadline=None)
@@ -163,7 +193,7 @@ def test_affinity_keeps_the_gap_between_replicas_below_two_requests(
     keys: list[int], replicas: int
 ) -> None:
     async def run() -> None:
-        balancer = Balancer(range(replicas), 1000)
+        balancer = Pool(NAMES[:replicas], 1000).balancer
         for key in keys:
             await balancer.reserve(10, key)
             tokens = balancer.outstanding_tokens
@@ -174,7 +204,7 @@ def test_affinity_keeps_the_gap_between_replicas_below_two_requests(
 
 async def test_keys_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("teachers.balancer.REMEMBERED_KEYS", 2)
-    balancer = Balancer(["a", "b"], 9)
+    balancer = Pool("ab", 9).balancer
     for key in range(5):
         await balancer.reserve(1, key)
     assert list(balancer._preferred) == [3, 4]
@@ -187,16 +217,20 @@ async def test_keys_are_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) ->
 class Model:
     """What must be true of a balancer, kept in the plainest way."""
 
-    balancer: Balancer[int]
-    limits: dict[int, int]
-    ejected: set[int] = field(default_factory=set)
-    held: list[Reservation[int]] = field(default_factory=list)
-    queue: list[asyncio.Task[Reservation[int]]] = field(default_factory=list)
+    pool: Pool
+    limits: dict[str, int]
+    ejected: set[str] = field(default_factory=set)
+    held: list[Reservation[str]] = field(default_factory=list)
+    queue: list[asyncio.Task[Reservation[str]]] = field(default_factory=list)
 
-    def counted(self) -> Counter[int]:
-        return Counter(place.replica for place in self.held)
+    @property
+    def balancer(self) -> Balancer[str]:
+        return self.pool.balancer
 
-    async def check(self, before: Counter[int]) -> None:
+    def counted(self) -> Counter[str]:
+        return Counter(place.member.name for place in self.held)
+
+    async def check(self, before: Counter[str]) -> None:
         await settle()
         served = [task.done() for task in self.queue]
         assert served == sorted(served, reverse=True), "a younger one was served before an older"
@@ -227,8 +261,8 @@ events = st.lists(
 )
 
 
-def act(model: Model, event: str, number: int) -> None:
-    replica = number % len(model.limits)
+async def act(model: Model, event: str, number: int) -> None:
+    replica = NAMES[number % len(model.limits)]
     if event == "take":
         key = number % 7 if number % 3 else None
         model.queue.append(asyncio.create_task(model.balancer.reserve(number, key)))
@@ -237,11 +271,11 @@ def act(model: Model, event: str, number: int) -> None:
     elif event == "cancel" and model.queue:
         model.queue.pop(number % len(model.queue)).cancel()
     elif event == "eject":
-        model.balancer.eject(replica)
+        model.pool.eject(replica)
         model.ejected.add(replica)
     elif event == "restore":
         model.ejected.discard(replica)
-        model.balancer.restore(replica)
+        await model.pool.restore(replica)
 
 
 @settings(deadline=None, max_examples=200)
@@ -250,16 +284,17 @@ def test_limits_hold_order_holds_no_wake_up_is_lost_and_tokens_return_to_zero(
     happening: list[tuple[str, int]], replicas: int, limit: int
 ) -> None:
     async def run() -> None:
-        model = Model(Balancer(range(replicas), limit), dict.fromkeys(range(replicas), limit))
+        names = NAMES[:replicas]
+        model = Model(Pool(names, limit), dict.fromkeys(names, limit))
         for event, number in happening:
             before = model.counted()
-            act(model, event, number)
+            await act(model, event, number)
             await model.check(before)
         while model.held or model.queue:
             before = model.counted()
-            act(model, "release" if model.held else "restore", 0)
+            await act(model, "release" if model.held else "restore", 0)
             for replica in list(model.ejected):
-                act(model, "restore", replica)
+                await act(model, "restore", NAMES.index(replica))
             await model.check(before)
         assert model.balancer.outstanding_tokens == (0,) * replicas
 
@@ -272,12 +307,12 @@ def test_the_choice_is_always_a_least_loaded_replica(
     sizes: list[int], replicas: int, data: st.DataObject
 ) -> None:
     async def run() -> None:
-        balancer = Balancer(range(replicas), 10**6)
+        balancer = Pool(NAMES[:replicas], 10**6).balancer
         held = []
         for size in sizes:
             before = balancer.outstanding_tokens
             held.append(await balancer.reserve(size))
-            assert before[held[-1].replica] == min(before)
+            assert before[held[-1].member.index] == min(before)
             if data.draw(st.booleans()):
                 balancer.release(held.pop(data.draw(st.integers(0, len(held) - 1))))
 

@@ -418,7 +418,7 @@ async def test_a_server_that_comes_back_serves_again_without_a_rebuild() -> None
         pool_of(replica, clock, lambda: 0.0) as pool,
     ):
         scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
-        await until(lambda: pool.balancer.serving == 0)
+        await until(lambda: not pool.slots.members.serving)
         away.back = True
         await until(scoring.done, lambda: clock.pass_(30))
         assert len(scoring.result().samples) == 1
@@ -430,7 +430,7 @@ async def test_a_server_that_stays_away_is_given_up_and_then_work_fails() -> Non
     replica = EndpointReplica(SPEC)
     async with pool_of(replica, clock, lambda: time[0]) as pool:
         scoring = asyncio.create_task(pool.score(Batch.pack([make_rollout()])))
-        await until(lambda: pool.balancer.serving == 0)
+        await until(lambda: not pool.slots.members.serving)
 
         async def pass_() -> None:
             time[0] += 50

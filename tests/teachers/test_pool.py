@@ -205,10 +205,10 @@ async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored
         bad.broken = True
         await teacher.score(rollouts("q/0"))
         await settle()
-        serving = [teacher.balancer.serving]
+        serving = [len(teacher.slots.members.serving)]
         bad.broken = False
         await clock.pass_(1)
-        assert [*serving, teacher.balancer.serving] == [1, 2]
+        assert [*serving, len(teacher.slots.members.serving)] == [1, 2]
 
 
 async def test_probes_come_later_and_later() -> None:
@@ -235,7 +235,7 @@ async def test_a_replica_that_answers_but_fails_its_probes_is_rebuilt() -> None:
         bad.broken = True
         await teacher.score(rollouts("r/0"))
         await settle()
-        assert (rebuild.asked, teacher.balancer.serving) == ([0], 2)
+        assert (rebuild.asked, len(teacher.slots.members.serving)) == ([0], 2)
 
 
 async def test_a_dead_replica_is_rebuilt_at_once_while_the_other_carries_its_load() -> None:
@@ -243,7 +243,7 @@ async def test_a_dead_replica_is_rebuilt_at_once_while_the_other_carries_its_loa
     async with pool(dead, good, rebuild=rebuild) as (teacher, clock):
         assert uids(await teacher.score(rollouts("p/0"))) == ["p/0"]
         await settle()
-        assert (rebuild.asked, teacher.balancer.serving) == ([0], 2)
+        assert (rebuild.asked, len(teacher.slots.members.serving)) == ([0], 2)
         assert all(entry.seconds >= 60 for entry in clock.entries if not entry.cancelled)
 
 
@@ -405,7 +405,7 @@ async def test_a_late_failure_of_a_replica_that_was_rebuilt_is_not_the_new_ones(
             await clock.pass_(5)
             await settle()
         assert uids(await asyncio.wait_for(slow, 5)) + uids(await asyncio.wait_for(quick, 5))
-        assert (len(rebuild.asked), teacher.balancer.serving) == (1, 1)
+        assert (len(rebuild.asked), len(teacher.slots.members.serving)) == (1, 1)
 
 
 async def test_the_teachers_own_answers_come_from_a_replica_that_works() -> None:
@@ -442,7 +442,7 @@ async def test_a_report_notices_a_replica_that_died_without_work() -> None:
     async with pool(Fake(dead=True), rebuild=rebuild) as (teacher, _):
         await teacher.report()
         await settle()
-        assert (rebuild.asked, teacher.balancer.serving) == ([0], 1)
+        assert (rebuild.asked, len(teacher.slots.members.serving)) == ([0], 1)
 
 
 async def test_a_report_does_not_wait_for_a_replica_that_hangs() -> None:
@@ -528,7 +528,7 @@ async def test_a_replica_that_does_not_take_them_is_rebuilt_with_them(fault: str
         await settle()
         assert rebuild.asked == [0]
         assert rebuild.made[0].loaded == [NEW.directory]
-        assert teacher.balancer.serving == 2
+        assert len(teacher.slots.members.serving) == 2
 
 
 async def test_a_replica_on_probation_is_not_taken_back_with_old_weights() -> None:
