@@ -1,12 +1,12 @@
 """Admission: the only place where staleness is controlled.
 
-With B samples a batch, K steps a weight version, v the version the rollout engines have and
+With B samples a batch, K steps a weight version, v the weight version of the rollout engines and
 s the staleness threshold, the number of samples ever admitted obeys
 
     admitted ≤ (v + 1 + s) · K · B        and        admitted ≤ steps · B
 
-s = 0 and K = 1 is exactly on-policy: no prompt of batch v + 1 starts before version v + 1 is there.
-A sample that is lost gives its place back, so that the run's last batch is always filled.
+s = 0 and K = 1 is exactly on-policy: no prompt of batch v + 1 starts before the engines have
+version v + 1. A dead letter returns its slot to the budget, so that the last batch is filled too.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from async_opd.config.run_config import RunConfig
 
 
 def max_samples_in_flight(config: RunConfig) -> int:
-    """Samples that may be admitted and not trained at one time: ⌊(1 + s) · K · B⌋.
+    """Samples that may be admitted and not yet trained at one time: ⌊(1 + s) · K · B⌋.
 
-    By the budget, since v · K · B of them are trained when the engines have version v.
+    The budget gives this bound: v · K · B samples are trained when the engines have version v.
     """
     share = 1 + Fraction(str(config.async_.staleness_threshold))
     return math.floor(share * config.async_.sync_steps * config.train.batch_size)
 
 
 class Admission:
-    """Counts samples against the budget and wakes who waits for it. One event loop, no locks."""
+    """Counts samples against the budget and wakes waiting callers. One event loop, no locks."""
 
     def __init__(
         self, *, batch_size: int, sync_steps: int, staleness_threshold: float, steps: int
@@ -38,12 +38,11 @@ class Admission:
         self._total = batch_size * steps
         self._version = 0
         self._admitted = 0
-        self._budget = self._allowed()
         self._changed = asyncio.Event()
 
     @property
     def admitted(self) -> int:
-        """Samples admitted and not lost."""
+        """Samples admitted, without those that gave their slot back."""
         return self._admitted
 
     @property
@@ -53,18 +52,19 @@ class Admission:
 
     @property
     def budget(self) -> int:
-        """Samples that may have been admitted by now."""
-        return self._budget
+        """The most samples that may have been admitted by now."""
+        allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
+        return min(allowed, self._total)
 
     @property
     def exhausted(self) -> bool:
-        """Every sample the run needs is admitted (one may still be lost and reopen it)."""
+        """Whether every sample of the run is admitted; ``give_back`` may make it false again."""
         return self._admitted >= self._total
 
     async def admit(self, samples: int, at_most_groups: int = 1) -> int:
-        """Waits until ``samples`` more fit the budget; admits up to so many groups of that size.
+        """Waits until ``samples`` more fit the budget, then admits groups of that size.
 
-        Returns the number of groups admitted, at least 1.
+        Returns the number of groups admitted, from 1 to ``at_most_groups``.
         """
         while (groups := self.try_admit(samples, at_most_groups)) < 1:
             self._changed.clear()
@@ -72,38 +72,31 @@ class Admission:
         return groups
 
     def try_admit(self, samples: int, at_most_groups: int = 1) -> int:
-        """Like ``admit`` without waiting: 0 if not one group fits the budget.
-
-        A run that is resumed with a smaller threshold may have admitted more than its budget:
-        then nothing is admitted until the budget has caught up.
-        """
+        """Like ``admit`` without waiting: 0 if not one group fits the budget."""
+        # A run resumed with a smaller threshold may have admitted more than its budget: the room
+        # is 0 then, not negative, until the budget has caught up.
         room = max(0, self.budget - self._admitted)
         groups = min(room // samples, at_most_groups)
         self._admitted += groups * samples
         return groups
 
     def advance(self, version: int) -> None:
-        """The rollout engines generate with ``version`` now."""
+        """Sets the weight version of the rollout engines. ValueError if it is an older one."""
         if version < self._version:
             raise ValueError(f"weight version went back from {self._version} to {version}")
         self._version = version
-        self._budget = self._allowed()
         self._changed.set()
 
     def restore(self, version: int, admitted: int) -> None:
-        """Goes on from a checkpoint."""
+        """Sets the weight version and the admitted samples of a checkpoint."""
         self._admitted = admitted
         self.advance(version)
 
     def readmit(self, samples: int) -> None:
-        """Samples take places that ``give_back`` left open in a group: no group fits there."""
+        """Counts samples in slots of a broken group, where ``admit`` finds room for none."""
         self._admitted += samples
 
     def give_back(self, samples: int) -> None:
-        """Admitted samples were lost: others may take their place."""
+        """Returns the slots of admitted samples that will never be trained."""
         self._admitted -= samples
         self._changed.set()
-
-    def _allowed(self) -> int:
-        allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
-        return min(allowed, self._total)

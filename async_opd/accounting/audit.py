@@ -1,4 +1,4 @@
-"""The audit of a run directory: was every admitted sample trained, exactly once?
+"""The audit of a run directory checks that every admitted sample was trained exactly once.
 
 ledger.jsonl ──► trained · lost · duplicated · dead-lettered · in flight
 """
@@ -26,9 +26,9 @@ class AuditError(AsyncOPDError):
 class Audit:
     """Uids of samples, a uid as often as it occurred.
 
-    ``trained`` in the order of training; ``lost`` were admitted and have no fate although the run
-    is completed, ``in_flight`` have none yet; ``duplicated`` have more fates than admissions: they
-    are trained twice, or trained and dead letters.
+    A sample's fate is to be trained or dead-lettered. ``trained`` is in the order of training;
+    ``lost`` samples were admitted and have no fate although the run is completed, ``in_flight``
+    samples have none yet; ``duplicated`` ones have more fates than admissions.
     """
 
     trained: tuple[str, ...]
@@ -40,9 +40,10 @@ class Audit:
 
 
 def audit(run_dir: str | Path) -> Audit:
-    """Reads what the run recorded. AuditError; ConfigError for a run directory of another format.
+    """Reads the journal and the summary of a run.
 
-    A last line that is torn (the driver was killed while it wrote) is left out.
+    The last line is ignored if it is torn: the driver was killed while it wrote it. AuditError;
+    ConfigError for a run directory of another format.
     """
     folder = Path(run_dir)
     refuse_other_formats(folder)

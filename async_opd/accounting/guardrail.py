@@ -4,8 +4,8 @@
     drift        mean response length over that of the first ``baseline_steps`` steps
     repetition   share of a response's 8-grams that occurred in it before
 
-A student that inflates its answers until they are cut off, or repeats itself, is trained on its own
-ruins; the loss need not show it. Each value is an exponential mean over ``window`` steps.
+A student whose responses grow until they are cut off, or repeat themselves, is trained on these
+responses; the loss need not show it. Each value is an exponential mean over ``window`` steps.
 """
 
 from __future__ import annotations
@@ -18,50 +18,52 @@ if TYPE_CHECKING:
     from async_opd.config.run_config import GuardrailConfig
 
 GRAM = 8
+"""Tokens of the pieces that ``train/repetition`` looks for twice in a response."""
 
 
 @dataclass(frozen=True)
 class GuardrailState:
-    """The smoothed values, the lengths of the first steps, the limits that are passed."""
+    """Smoothed values, mean lengths of the first steps, and the limits exceeded at the last one."""
 
     means: dict[str, float] = field(default_factory=dict)
     lengths: tuple[float, ...] = ()
-    told: tuple[str, ...] = ()
+    exceeded: tuple[str, ...] = ()
 
 
 @dataclass
 class Guardrail:
-    """Judges each step's metrics; a limit that is passed is told once, until it is kept again."""
+    """Compares each step's metrics with the limits; reports a limit when it becomes exceeded."""
 
     config: GuardrailConfig
     _means: dict[str, float] = field(default_factory=dict)
     _lengths: list[float] = field(default_factory=list)
-    _told: set[str] = field(default_factory=set)
+    _exceeded: set[str] = field(default_factory=set)
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
-        """The limits that this step passes for the first time, each as a sentence."""
+        """Sentences about the limits that this step exceeds and the step before did not."""
         if self.config.mode == "off" or "train/mean_response_tokens" not in metrics:
             return []
-        found = {
+        values = {
             "truncated": metrics["train/truncated_share"],
             "repetition": metrics["train/repetition"],
             "drift": self._drift(metrics["train/mean_response_tokens"]),
         }
         share = 2 / (self.config.window + 1)
-        for key, value in found.items():
+        for key, value in values.items():
             self._means[key] = value * share + self._means.get(key, value) * (1 - share)
-        passed = {key for key, limit in self._limits.items() if self._means[key] > limit}
-        new, self._told = sorted(passed - self._told), passed
+        exceeded = {key for key, limit in self._limits.items() if self._means[key] > limit}
+        new, self._exceeded = sorted(exceeded - self._exceeded), exceeded
         return [self._sentence(key) for key in new]
 
     def state(self) -> GuardrailState:
-        """What was seen so far, for a checkpoint."""
-        return GuardrailState(dict(self._means), tuple(self._lengths), tuple(sorted(self._told)))
+        """The state after the last step, for a checkpoint."""
+        exceeded = tuple(sorted(self._exceeded))
+        return GuardrailState(dict(self._means), tuple(self._lengths), exceeded)
 
     def restore(self, state: GuardrailState) -> None:
-        """Goes on from a checkpoint."""
+        """Takes over the state of a checkpoint."""
         self._means, self._lengths = dict(state.means), list(state.lengths)
-        self._told = set(state.told)
+        self._exceeded = set(state.exceeded)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -85,9 +87,9 @@ class Guardrail:
 
     def _sentence(self, key: str) -> str:
         value, limit = self._means[key], self._limits[key]
-        said = {
+        finding = {
             "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens",
             "repetition": f"{value:.0%} of the responses' {GRAM}-grams repeat earlier ones",
             "drift": f"responses are {value:.1f} times as long as at the start",
         }[key]
-        return f"{said} (guardrail: {limit:g})"
+        return f"{finding} (guardrail: {limit:g})"

@@ -1,13 +1,12 @@
-"""What became of every sample, as it happens: ``ledger.jsonl`` of the run directory.
+"""The journal: ``ledger.jsonl`` of the run directory records each sample's fate as it happens.
 
     {"admitted": [uid, …]}    {"step": 7, "trained": [uid, …]}    {"dead": [uid]}
 
-Written by the ledger, line by line; read by ``async_opd.accounting.audit``. A checkpoint knows how
-long the file was; a resumed run cuts what came after it, because those steps are not in its
-weights.
+The ledger writes it line by line, ``async_opd.accounting.audit`` reads it. A checkpoint holds the
+file's size; a resumed run cuts off what follows, because those steps are not in its weights.
 
-A journal that could not write a line misses it: from then on it has no size, so that no checkpoint
-refers to it.
+After a failed write a line is missing: ``size`` raises from then on, so that no checkpoint
+refers to the file.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from async_opd.core.errors import StageError
@@ -28,7 +26,7 @@ LEDGER = "ledger.jsonl"
 
 
 class Journal:
-    """Appends lines to a file that is cut to ``size`` bytes first. A context manager."""
+    """A context manager that cuts the file to ``size`` bytes and then appends lines to it."""
 
     def __init__(self, path: Path, size: int = 0) -> None:
         self._path = path
@@ -41,24 +39,19 @@ class Journal:
         self.rewind(self._size)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._file.close()
 
     def admitted(self, uids: Iterable[Uid]) -> None:
-        """Samples entered the pipeline."""
+        """Records samples that entered the pipeline. These three raise StageError as ``size``."""
         self._line({"admitted": list(uids)})
 
     def trained(self, step: int, uids: Iterable[Uid]) -> None:
-        """The batch of an optimizer step."""
+        """Records the batch of an optimizer step."""
         self._line({"step": step, "trained": list(uids)})
 
     def dead(self, uid: Uid) -> None:
-        """A sample that will never be trained."""
+        """Records a sample that will never be trained."""
         self._line({"dead": [uid]})
 
     @property
@@ -68,17 +61,17 @@ class Journal:
         return self._size
 
     def rewind(self, size: int) -> None:
-        """Forgets what came after so many bytes, and a line that is torn."""
+        """Cuts the file to its whole lines within the first ``size`` bytes. OSError."""
         self._size = whole_lines(self._path, size)
         self._file.truncate(self._size)
         self._broken = None
 
     def sync(self) -> None:
-        """Everything written so far is on the disk when this returns."""
+        """Flushes all lines to the disk (fsync)."""
         os.fsync(self._file.fileno())
 
     def _line(self, entry: dict[str, Any]) -> None:
-        """StageError if it cannot be written, from then on."""
+        """Appends one line. StageError if it, or an earlier one, could not be written."""
         self._refuse_if_broken()
         line = json.dumps(entry, separators=(",", ":")).encode() + b"\n"
         try:

@@ -1,4 +1,4 @@
-"""What became of every admitted sample: in flight, then trained or dead-lettered, exactly once."""
+"""The ledger: every admitted sample is in flight, then trained or dead-lettered, exactly once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from async_opd.core.uid import Uid, member_of, prompt_uid, rollout_uid
 
 
 class JournalWriter(Protocol):
-    """Where the ledger writes down what happens. See ``async_opd.accounting.journal``."""
+    """The journal that the ledger writes, ``async_opd.accounting.journal`` in a run."""
 
     def admitted(self, uids: Iterable[Uid]) -> None: ...
     def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
@@ -21,7 +21,7 @@ class JournalWriter(Protocol):
 
 
 class NullJournal:
-    """Writes nothing down."""
+    """A journal that records nothing."""
 
     def admitted(self, uids: Iterable[Uid]) -> None: ...
     def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
@@ -30,16 +30,16 @@ class NullJournal:
 
 @dataclass(frozen=True)
 class LedgerState:
-    """The ledger at one moment, for a checkpoint: uids only, prompts are found again by theirs."""
+    """The ledger at one moment, for a checkpoint: only uids; prompts are looked up by theirs."""
 
     in_flight: tuple[Uid, ...] = ()
     trained: int = 0
     requeued: int = 0
-    buried: tuple[Uid, ...] = ()
+    dead_lettered: tuple[Uid, ...] = ()
 
 
 class Ledger:
-    """Accounts for rollouts by uid. A sample that is unknown or comes twice stops the run."""
+    """Accounts for samples by uid. A StageError for an unknown or repeated sample stops the run."""
 
     def __init__(self, group_size: int, journal: JournalWriter | None = None) -> None:
         self.group_size = group_size
@@ -50,7 +50,7 @@ class Ledger:
         self._dead: set[Uid] = set()
 
     def admitted(self, prompts: Iterable[Prompt], members: int | None = None) -> list[Group]:
-        """The prompts' groups are in flight: whole ones, or their first ``members``."""
+        """Puts the prompts' groups in flight, whole or only their first ``members`` rollouts."""
         size = self.group_size if members is None else members
         groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
         new = {rollout_uid(g.prompt.uid, member): g.prompt for g in groups for member in g.members}
@@ -60,7 +60,7 @@ class Ledger:
         return groups
 
     def refused(self, prompt: Header, members: int | None = None) -> list[Header]:
-        """The rollouts of a prompt that cannot be sampled: admitted, and dead letters at once."""
+        """Records the rollouts of a bad prompt as admitted and at once as dead letters."""
         size = self.group_size if members is None else members
         headers = [replace(prompt, uid=rollout_uid(prompt.uid, member)) for member in range(size)]
         self._journal.admitted([header.uid for header in headers])
@@ -69,33 +69,29 @@ class Ledger:
         return headers
 
     def requeued(self, headers: Iterable[Header]) -> list[Group]:
-        """The samples came too late: what to run again. They stay in flight, and admitted."""
-        groups = []
-        for header in headers:
-            if not self.expects(header):
-                continue  # another copy of it was trained or buried meanwhile
-            prompt = self._known(header)
-            groups.append(Group(prompt, (member_of(header.uid),)))
-        self._requeued += len(groups)
-        return groups
+        """Groups of one to sample again for stale or failed samples, which stay in flight."""
+        # A sample may be absent: another copy of it was trained or dead-lettered meanwhile.
+        expected = [header for header in headers if self.expects(header)]
+        self._requeued += len(expected)
+        return [Group(self._known(header), (member_of(header.uid),)) for header in expected]
 
     def expects(self, header: Header) -> bool:
-        """Whether the sample is in flight; if not, it came before."""
+        """Whether the sample is in flight: neither trained nor dead-lettered."""
         return header.uid in self._in_flight
 
     def group_of(self, header: Header) -> list[Header]:
         """All samples in flight of the same prompt, the given one among them."""
         prompt = self._known(header)
         tokens = len(prompt.token_ids)
-        mine = (rollout_uid(prompt.uid, member) for member in range(self.group_size))
+        uids = (rollout_uid(prompt.uid, member) for member in range(self.group_size))
         return [
             Header(uid, tokens, 0, NO_VERSION, prompt.teacher)
-            for uid in mine
+            for uid in uids
             if uid in self._in_flight
         ]
 
     def dead_lettered(self, header: Header) -> None:
-        """The sample will never be trained."""
+        """Moves a sample from in flight to dead-lettered. StageError if it is not in flight."""
         self._known(header)
         del self._in_flight[header.uid]
         self._record_dead(header)
@@ -105,11 +101,12 @@ class Ledger:
         self._journal.dead(header.uid)
 
     def trained(self, headers: Collection[Header], step: int) -> None:
-        """The samples of a step are trained.
+        """Moves the samples of a step from in flight to trained.
 
-        StageError for one that is not in flight: then none of them counts, and no checkpoint may
-        hold these weights.
+        StageError for a sample that is not in flight or comes twice: then none of the step counts,
+        and no checkpoint may hold its weights.
         """
+        # All are checked before the first is moved: an error leaves the accounts as they were.
         for header in headers:
             self._known(header)
         if len({header.uid for header in headers}) < len(headers):
@@ -120,27 +117,19 @@ class Ledger:
         self._journal.trained(step, [header.uid for header in headers])
 
     def state(self) -> LedgerState:
-        """Everything, for a checkpoint."""
-        return LedgerState(
-            tuple(self._in_flight),
-            self._trained,
-            self._requeued,
-            tuple(sorted(self._dead)),
-        )
+        """The state now, for a checkpoint."""
+        dead = tuple(sorted(self._dead))
+        return LedgerState(tuple(self._in_flight), self._trained, self._requeued, dead)
 
     def restore(self, state: LedgerState, find: Callable[[Uid], Prompt]) -> None:
-        """The accounts of a checkpoint; ``find(uid)`` gives a prompt again."""
-        prompts: dict[Uid, Prompt] = {}
-        for uid in state.in_flight:
-            name = prompt_uid(uid)
-            if name not in prompts:
-                prompts[name] = find(name)
-            self._in_flight[uid] = prompts[name]
+        """Takes over the state of a checkpoint; ``find(uid)`` looks up a prompt."""
+        prompts = {uid: find(uid) for uid in dict.fromkeys(map(prompt_uid, state.in_flight))}
+        self._in_flight |= {uid: prompts[prompt_uid(uid)] for uid in state.in_flight}
         self._trained, self._requeued = state.trained, state.requeued
-        self._dead = set(state.buried)
+        self._dead = set(state.dead_lettered)
 
     def unfinished_groups(self, finished: Collection[Uid]) -> list[Group]:
-        """What is in flight and not ``finished`` as groups, to be sampled again after a restart."""
+        """Groups of the samples in flight without ``finished``, to sample again after a restart."""
         members: defaultdict[Uid, list[Uid]] = defaultdict(list)
         for uid in self._in_flight:
             if uid not in finished:
@@ -163,7 +152,7 @@ class Ledger:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Samples in each state; ``requeued`` counts how often one went back, and is no state."""
+        """Samples in each state; ``requeued`` is no state but counts samples that ran again."""
         return {
             "in_flight": len(self._in_flight),
             "trained": self._trained,

@@ -1,18 +1,17 @@
-"""What is sampled: prompts as they come, and what takes the place of rollouts that are lost.
+"""The prompt supply gives the groups to sample, and replacements for rollouts that failed.
 
     prompts ──► Prompt ──ledger──► groups to sample
-       └──► DeadLetter: each of its rollouts a dead letter, and the next prompt
-    lost rollout ──groups of one──► dead letter, one rollout of another prompt
-       └──whole groups──► sampled again, up to MAX_RESAMPLED times; then the group's rollouts are
-       dead
-                          letters, none of them is waited for, another prompt's group is sampled
+       └──► DeadLetter: each of its rollouts a dead letter, then the next prompt
+    failed rollout ──groups of one──► dead letter, one rollout of another prompt
+       └──whole groups──► resampled up to MAX_RESAMPLED times; then all rollouts of its group are
+                          dead letters, and another prompt's group is sampled
 
-A rollout may have copies, of which one is lost and another one trained. The trainer decides which
-it is: nothing is a dead letter before the trainer has agreed to let it go (``Trainer.drop``).
+Of two copies of a rollout one may fail and the other be trained. The trainer decides: no rollout
+becomes a dead letter before the trainer has agreed to drop it (``Trainer.drop``).
 
-A stream that has only bad prompts, or a grader that always fails, ends the run: by the teachers'
-``max_dead_letter_share``, or here by ``MAX_CONSECUTIVE_REFUSED``. It does so when every account is
-right: a checkpoint of that moment can be resumed.
+A stream of bad prompts only, or a grader that always fails, ends the run: by the teachers'
+``max_dead_letter_share``, or here by ``MAX_CONSECUTIVE_REFUSED``. The error is raised when the
+run state is consistent, so that a checkpoint of that moment can be resumed.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from async_opd.core.stages import StepReport
 from async_opd.core.uid import Uid
 
 MAX_RESAMPLED = 2
-"""How often a rollout that is lost is sampled again before its group is given up."""
+"""Times that a failed rollout is resampled before its group is dead-lettered."""
 MAX_CONSECUTIVE_REFUSED = 1000
-"""Prompts without one that can be sampled."""
+"""Bad prompts in one call of ``groups`` that end the run."""
 
 
 class ReplayablePrompts(Protocol):
-    """A stream of prompts without end. ``find`` gives one again, by its uid."""
+    """An endless stream of prompts. ``find`` looks up an earlier prompt by its uid."""
 
     @property
     def cursor(self) -> int: ...
@@ -45,15 +44,15 @@ class ReplayablePrompts(Protocol):
 
 
 class DeadLetterLog(Protocol):
-    """Where what is lost is told of."""
+    """The part of the run's log that gets dead letters, messages about them and their count."""
 
     def message(self, text: str) -> None: ...
-    def dead_letter(self, lost: DeadLetter) -> None: ...
+    def dead_letter(self, dead: DeadLetter) -> None: ...
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
 
 
 class PromptSupply:
-    """Takes prompts from a stream. ``whole_groups``: the size of groups that are trained whole."""
+    """Takes prompts from a stream. ``whole_groups``: the size of groups, if trained whole."""
 
     def __init__(
         self,
@@ -70,14 +69,14 @@ class PromptSupply:
         self._dead_letters, self._log = dead_letters, log
         self._group_size = whole_groups
         self._resampled: Counter[Uid] = Counter()
-        self._told = False  # of the first that is sampled again
+        self._logged_resampling = False  # only the first resampled rollout gets a message
         self._ungraded: set[Uid] = set()
-        self._fatal: StageError | None = None  # why the run has to end
+        self._fatal: StageError | None = None  # raised when the run state is consistent
 
     def groups(self, count: int, members: int | None = None) -> list[Group]:
-        """The groups of the next prompts that can be sampled; they are in flight now.
+        """Puts ``count`` further groups in flight, whole or only their first ``members`` rollouts.
 
-        StageError if too many cannot.
+        StageError if there are too many bad prompts, or dead letters.
         """
         prompts: list[Prompt] = []
         refused = 0
@@ -90,76 +89,78 @@ class PromptSupply:
                 for header in self._ledger.refused(one.header, members):
                     self._dead_letter(DeadLetter(header, one.reason, one.stage))
                 if refused >= MAX_CONSECUTIVE_REFUSED:
-                    cause = f"{refused} prompts and none of them can be sampled: {one.reason}"
-                    remedy = "see dead_letters.jsonl, mend the data"
+                    cause = f"{refused} prompts cannot be sampled; the last: {one.reason}"
+                    remedy = "see dead_letters.jsonl, correct the data"
                     self._fatal = self._fatal or StageError("prompts", cause, remedy)
         groups = self._ledger.admitted(prompts, members)
         if self._fatal is not None:
+            # The prompts in hand are in flight, the missing ones give their slots back: only now
+            # do ledger and budget agree, and the error may be raised.
             missing = count - len(prompts)
             self._admission.give_back(missing * (members or self._ledger.group_size))
             raise self._fatal
         return groups
 
     def complete(self) -> list[Group]:
-        """Single rollouts for the places that a run which had to end left open in a group.
+        """Single rollouts for the slots of a broken group, which a failed run may leave free.
 
-        Admission takes whole groups, and would wait for ever for the room of one.
+        Admission takes whole groups, and would wait forever for the room of one.
         """
-        places = -self._admission.admitted % self._ledger.group_size
-        self._admission.readmit(places)
-        return self.groups(places, members=1)
+        slots = -self._admission.admitted % self._ledger.group_size
+        self._admission.readmit(slots)
+        return self.groups(slots, members=1)
 
-    def ended_by(self, lost: DeadLetter) -> tuple[Uid, ...]:
-        """Uids that ``replace`` will make dead letters, the lost one first.
+    def ended_by(self, dead: DeadLetter) -> tuple[Uid, ...]:
+        """Uids that ``replace`` will make dead letters, the given one first.
 
-        Empty if a copy of it is trained or a dead letter, or if it is to be sampled again.
+        Empty if a copy of it is trained or a dead letter, or if it will be resampled.
         """
-        uid = lost.header.uid
-        if not self._ledger.expects(lost.header):
+        uid = dead.header.uid
+        if not self._ledger.expects(dead.header):
             return ()
         if self._group_size is None:
             return (uid,)
         if self._resampled[uid] < MAX_RESAMPLED:
             return ()
-        return (uid, *(one.uid for one in self._ledger.group_of(lost.header) if one.uid != uid))
+        return (uid, *(one.uid for one in self._ledger.group_of(dead.header) if one.uid != uid))
 
-    def replace(self, lost: DeadLetter) -> list[Group]:
-        """What takes the place of a rollout that was lost; nothing if a copy had its fate before.
+    def replace(self, dead: DeadLetter) -> list[Group]:
+        """Groups that replace a failed rollout; none if a copy of it is trained or a dead letter.
 
-        It is admitted in the same place: the budget is not asked. The trainer must have let go of
-        all that is ``ended_by`` it.
+        They take over its slot of the budget. The trainer must have dropped what is ``ended_by``
+        it. StageError as ``groups``.
         """
-        if not self._ledger.expects(lost.header):
+        if not self._ledger.expects(dead.header):
             return []
         if self._group_size is None:
-            self._ledger.dead_lettered(lost.header)
-            self._dead_letter(lost)
+            self._ledger.dead_lettered(dead.header)
+            self._dead_letter(dead)
             return self.groups(1, members=1)
-        uid = lost.header.uid
+        uid = dead.header.uid
         self._resampled[uid] += 1
         if self._resampled[uid] <= MAX_RESAMPLED:
-            if not self._told:
-                self._log.message(f"sampled again: {uid} ({lost.stage}): {lost.reason}")
-            self._told = True
-            return self._ledger.requeued([lost.header])
-        return self._replace_group(lost)
+            if not self._logged_resampling:
+                self._log.message(f"resampled: {uid} ({dead.stage}): {dead.reason}")
+            self._logged_resampling = True
+            return self._ledger.requeued([dead.header])
+        return self._replace_group(dead)
 
     def skipped(self, report: StepReport) -> None:
-        """Nothing was learned from a step: its samples are dead letters, whose place is used."""
+        """Dead-letters the samples of a skipped step; their slots of the budget stay used."""
         uids = ", ".join(header.uid for header in report.trained)
-        self._log.message(f"step {report.step} left out: {report.skipped}; samples: {uids}")
-        reason = f"step {report.step} was left out: {report.skipped}"
+        self._log.message(f"step {report.step} was skipped: {report.skipped}; samples: {uids}")
+        reason = f"step {report.step} was skipped: {report.skipped}"
         for header in report.trained:
             self._ledger.dead_lettered(header)
             self._log_dead_letter(DeadLetter(header, reason, "trainer"))
         self._dead_letters.skipped(len(report.trained))
 
-    def ungraded(self, lost: Iterable[DeadLetter]) -> None:
-        """Answers of an evaluation that could not be graded. A prompt counts once.
+    def ungraded(self, failures: Iterable[DeadLetter]) -> None:
+        """Logs and counts evaluation responses without a grade; each prompt counts once.
 
-        StageError if they are too many.
+        StageError if there are too many.
         """
-        for one in lost:
+        for one in failures:
             if one.header.uid not in self._ungraded:
                 self._ungraded.add(one.header.uid)
                 self._log.dead_letter(one)
@@ -167,27 +168,27 @@ class PromptSupply:
         if self._fatal is not None:
             raise self._fatal
 
-    def _replace_group(self, lost: DeadLetter) -> list[Group]:
-        reason = f"{lost.header.uid} of its group is lost: {lost.reason}"
-        others = [one for one in self._ledger.group_of(lost.header) if one.uid != lost.header.uid]
-        for one in (lost, *(DeadLetter(header, reason, "group") for header in others)):
+    def _replace_group(self, dead: DeadLetter) -> list[Group]:
+        reason = f"{dead.header.uid} of its group is a dead letter: {dead.reason}"
+        others = [one for one in self._ledger.group_of(dead.header) if one.uid != dead.header.uid]
+        for one in (dead, *(DeadLetter(header, reason, "group") for header in others)):
             del self._resampled[one.header.uid]
             self._ledger.dead_lettered(one.header)
             self._dead_letter(one)
         return self.groups(1)
 
-    def _dead_letter(self, lost: DeadLetter) -> None:
-        self._log_dead_letter(lost)
-        self._count(lost)
+    def _dead_letter(self, dead: DeadLetter) -> None:
+        self._log_dead_letter(dead)
+        self._count(dead)
 
-    def _count(self, lost: DeadLetter) -> None:
+    def _count(self, dead: DeadLetter) -> None:
         try:
-            self._dead_letters.add(lost)
+            self._dead_letters.add(dead)
         except StageError as error:
             self._fatal = self._fatal or error
 
-    def _log_dead_letter(self, lost: DeadLetter) -> None:
-        """The summary has the count too, should nothing be logged after it."""
+    def _log_dead_letter(self, dead: DeadLetter) -> None:
+        """Logs a dead letter; the summary gets the count now: no step may be logged after it."""
         count = self._ledger.counts["dead_lettered"]
         self._log.summarize({"ledger/dead_lettered": float(count)})
-        self._log.dead_letter(lost)
+        self._log.dead_letter(dead)

@@ -1,25 +1,45 @@
-"""The driver's accounts of a run, and what a checkpoint holds of them.
+"""The driver's state of a run, and the consistent cut of it that a checkpoint holds.
 
-admission     what may start               ledger        what became of each rollout
-supply        what is sampled              dead letters  what will never be trained
-guardrail     what responses turn into
+admission   the budget of samples that may start    ledger        the fate of each rollout
+supply      the groups to sample                    dead letters  counts against their limits
+guardrail   the limits of truncated, growing and repetitive responses
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from async_opd.accounting.admission import Admission
-from async_opd.accounting.cut import Cut
-from async_opd.accounting.dead_letters import DeadLetters
-from async_opd.accounting.guardrail import Guardrail
-from async_opd.accounting.ledger import JournalWriter, Ledger
+from async_opd.accounting.dead_letters import DeadLetters, DeadLettersState
+from async_opd.accounting.guardrail import Guardrail, GuardrailState
+from async_opd.accounting.ledger import JournalWriter, Ledger, LedgerState
 from async_opd.accounting.replacements import DeadLetterLog, PromptSupply, ReplayablePrompts
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.stages import Captured, StepReport
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The driver's part of a consistent cut: its state at one moment between two optimizer steps.
+
+    A sample is trained (counted in ``ledger``), or in flight; of the latter the trainer's files
+    hold those that are scored. ``cursor`` is the position in the prompt stream, ``admitted`` the
+    samples that count against the budget, ``files`` the sizes of the append-only files in bytes.
+    """
+
+    step: int
+    version: int
+    cursor: int
+    admitted: int
+    ledger: LedgerState
+    dead_letters: DeadLettersState = field(default_factory=DeadLettersState)
+    guardrail: GuardrailState = field(default_factory=GuardrailState)
+    files: dict[str, int] = field(default_factory=dict)
+
+
 class RunState:
-    """As at the start of a run, or as a checkpoint has them. ``step`` is the last one settled."""
+    """The state at the start of a run, or of a checkpoint. ``step`` is the last one settled."""
 
     def __init__(
         self,
@@ -56,7 +76,8 @@ class RunState:
             self._restore(start)
 
     def _restore(self, cut: Cut) -> None:
-        """At once: a run interrupted before its trainer has the weights must not lose them."""
+        """Takes over a checkpoint's state."""
+        # Before the trainer has the weights: a run interrupted until then must keep this state.
         self.step = cut.step
         self.ledger.restore(cut.ledger, self._prompts.find)
         self.dead_letters.restore(cut.dead_letters)
@@ -64,7 +85,7 @@ class RunState:
         self.admission.restore(cut.version, cut.admitted)
 
     def settle(self, report: StepReport) -> None:
-        """What became of a step's samples."""
+        """Records a step's samples as trained, or as dead letters if the step was skipped."""
         if report.skipped:
             self.supply.skipped(report)
         else:
@@ -73,11 +94,11 @@ class RunState:
         self.step = report.step
 
     def cut(self, captured: Captured) -> Cut:
-        """What belongs to the captured weights.
+        """The cut that belongs to the captured weights. StageError if the trainer's step differs.
 
-        Whoever was interrupted may not have heard of the trainer's last step: it counts, and opens
-        the version that it completes. StageError if the trainer is at any other step.
+        The trainer may be one step ahead: that step is settled here.
         """
+        # An interrupt can end the driver's wait for a step that the trainer has done.
         if captured.step == self.step + 1:
             report = StepReport(captured.step, captured.trained, (), {}, skipped=captured.skipped)
             self.settle(report)
@@ -97,7 +118,7 @@ class RunState:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """How they stand."""
+        """The metrics of all parts of the state."""
         return {
             **self.guardrail.metrics,
             "sync/version": float(self.admission.version),

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from async_opd.accounting.cut import Cut
+from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.stages import Captured, Trainer

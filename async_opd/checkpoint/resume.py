@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from async_opd.accounting.cut import Cut
+from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
@@ -88,7 +88,7 @@ def refuse_impossible(cut: Cut, config: RunConfig) -> None:
     flight, trained or dead-lettered. Who followed other counts would take prompts for hours.
     """
     ledger, version = cut.ledger, config.version_after(cut.step)
-    rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.buried)
+    rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.dead_lettered)
     bounds = {
         "step": (cut.step, 0, config.train.steps),
         "version": (cut.version, version, version),
@@ -132,7 +132,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
         size = 0 if cut is None else cut.files.get(DEAD_LETTERS, 0)
         with open(run_dir / DEAD_LETTERS, "ab", opener=regular_file) as file:
             file.truncate(whole_lines(run_dir / DEAD_LETTERS, size))
-        last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.buried))
+        last["ledger/dead_lettered"] = 0.0 if cut is None else float(len(cut.ledger.dead_lettered))
     return last
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.accounting.cut import Cut
+from async_opd.accounting.run_state import Cut
 from async_opd.core.errors import CheckpointError
 from async_opd.files.safe_open import (
     FOLDER_MODE,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from async_opd.accounting.cut import Cut
+from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Log
 

@@ -111,7 +111,10 @@ def test_a_stream_of_bad_prompts_only_ends_the_run_by_the_share() -> None:
 
 def test_a_stream_of_bad_prompts_only_ends_the_run_whatever_share_is_allowed() -> None:
     made = desk(Stream(only_bad=True), share=1.0)
-    with pytest.raises(StageError, match=f"{MAX_CONSECUTIVE_REFUSED} prompts and none of them"):
+    with pytest.raises(
+        StageError,
+        match=f"{MAX_CONSECUTIVE_REFUSED} prompts cannot be sampled; the last: no tokens",
+    ):
         made.supply.groups(1)
 
 
@@ -229,8 +232,8 @@ def test_the_samples_of_a_step_that_was_left_out_are_dead_letters_and_count_agai
     admitted(made)
     headers = tuple(Header(f"p0/{i}", 3, 0, 0, "t") for i in range(2))
     made.supply.skipped(StepReport(1, headers, (0, 0), {}, skipped="loss nan"))
-    assert [one.reason for one in made.told.dead] == ["step 1 was left out: loss nan"] * 2
-    assert made.told.messages == ["step 1 left out: loss nan; samples: p0/0, p0/1"]
+    assert [one.reason for one in made.told.dead] == ["step 1 was skipped: loss nan"] * 2
+    assert made.told.messages == ["step 1 was skipped: loss nan; samples: p0/0, p0/1"]
     assert made.letters.metrics == {"dead_letters/trainer": 2.0}
     assert made.ledger.counts["in_flight"] == 0
 

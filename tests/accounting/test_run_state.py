@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from async_opd.accounting.cut import Cut
-from async_opd.accounting.run_state import RunState
+from async_opd.accounting.run_state import Cut, RunState
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import DeadLetter, Header, Prompt

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.accounting.cut import Cut
 from async_opd.accounting.ledger import LedgerState
+from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes
 from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load
 from async_opd.config.run_config import RunConfig

@@ -16,8 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import run as run_module
-from async_opd.accounting.cut import Cut
 from async_opd.accounting.ledger import LedgerState
+from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import identity
 from async_opd.checkpoint.store import CONFIG, CUT, MANIFEST, Checkpoints, _entry, _Manifest
 from async_opd.checks.preflight import preflight

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.accounting.cut import Cut
 from async_opd.accounting.ledger import LedgerState
+from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.grading.evaluation_schedule import Evaluations
 

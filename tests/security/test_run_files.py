@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from async_opd.accounting.audit import AuditError, audit
-from async_opd.accounting.cut import Cut
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.ledger import LedgerState
+from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints, load
 from async_opd.config.run_config import LogConfig, RunConfig
