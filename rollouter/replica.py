@@ -30,6 +30,7 @@ from vllm.v1.engine.utils import CoreEngineProcManager
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.gate import Gate
 from async_opd.core.liveness import Progress
+from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
@@ -283,15 +284,7 @@ class StudentReplica:
 
     async def alive(self) -> None:
         """Returns when the engine answers, or at once while a sync holds it: that has bounds."""
-        answer = asyncio.ensure_future(self._engine.get_weight_version())
-        syncing = asyncio.ensure_future(self._syncing.wait())
-        try:
-            await asyncio.wait({answer, syncing}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answer.result()
-        finally:
-            answer.cancel()
-            syncing.cancel()
+        await race(self._engine.get_weight_version(), self._syncing.wait())
 
     async def report(self) -> StageReport:
         """What happened since the last report; raises if the engine has died."""

@@ -21,6 +21,7 @@ from async_opd.config.run_config import SupervisionConfig
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress
+from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
@@ -159,16 +160,15 @@ class RollouterStage:
         A rollout's fault is nobody's death: it would follow its prompt from replica to replica.
         """
         number = member.incarnation
-        work = asyncio.create_task(member.value.generate(prompts, sampling))
-        ejected = asyncio.create_task(self.members.until(lambda: not member.serves(number)))
+
+        async def ejected() -> list[Rollout]:
+            await self.members.until(lambda: not member.serves(number))
+            return []
+
         try:
-            await asyncio.wait({work, ejected}, return_when=asyncio.FIRST_COMPLETED)
-            return work.result() if work.done() else []
+            return await race(member.value.generate(prompts, sampling), ejected())
         except RolloutFault:
             raise
         except Exception as error:
             self.members.fail(member, number, error)
             return []
-        finally:
-            work.cancel()
-            ejected.cancel()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
+from async_opd.core.race import race
 
 Result = TypeVar("Result")
 
@@ -71,19 +72,10 @@ class ProgressWatchdog:
         self, what: str, work: Awaitable[Result], ask: Ask, most: int | None = None
     ) -> Result:
         """The work's result. ``most`` tokens are to come; by default as the first answer says."""
-        task = asyncio.ensure_future(work)
-        watch = asyncio.ensure_future(self._wait_for_silence(what, ask, most))
-        try:
-            await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise watch.result()
-        finally:
-            task.cancel()
-            watch.cancel()
+        return await race(work, self._wait_for_silence(what, ask, most))
 
-    async def _wait_for_silence(self, what: str, ask: Ask, most: int | None) -> StageTimeout:
-        """Returns when there was no sign of life for too long."""
+    async def _wait_for_silence(self, what: str, ask: Ask, most: int | None) -> NoReturn:
+        """Raises when there was no sign of life for too long."""
         every = self._quiet_s / PROBES_PER_TIMEOUT
         quiet = looks = came = 0
         last: Progress | None = None
@@ -102,7 +94,7 @@ class ProgressWatchdog:
                 quiet = 0 if new and came + new <= MAX_RECOMPUTED * most else quiet
                 came += new
             last = found
-        return StageTimeout(
+        raise StageTimeout(
             self._name,
             f"{what}: no sign of life for {self._quiet_s:g} s; {came} tokens came before, "
             f"{came / (looks * every):.3g} a second, of at most {most or 0}"

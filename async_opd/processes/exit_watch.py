@@ -12,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Awaitable, Iterable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from async_opd.core.errors import ProcessDied
+from async_opd.core.race import race
 
 Result = TypeVar("Result")
 
@@ -31,16 +32,11 @@ class ExitWatch:
     async def within(self, work: Awaitable[Result]) -> Result:
         """The work's result. ProcessDied as soon as one of the processes has ended."""
         self._watch()
-        task = asyncio.ensure_future(work)
-        ended = asyncio.ensure_future(self._ended.wait())
-        try:
-            await asyncio.wait({task, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            raise ProcessDied(self._name, "its engine's process has ended", "see its log")
-        finally:
-            task.cancel()
-            ended.cancel()
+        return await race(work, self._death())
+
+    async def _death(self) -> NoReturn:
+        await self._ended.wait()
+        raise ProcessDied(self._name, "its engine's process has ended", "see its log")
 
     def _watch(self) -> None:
         if not self._watched:
