@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -44,9 +43,8 @@ from rollouter.rewards import RewardGrader
 from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
-from rollouter.transports.gloo import BACKEND as GLOO
-from rollouter.transports.gloo import WEIGHTS_UNCHANGED, gloo_info, register
-from rollouter.transports.nccl import nccl_info
+from rollouter.transports import transport
+from rollouter.transports.engine import WEIGHTS_UNCHANGED, register
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -62,10 +60,10 @@ class StudentReplica:
 
     def __init__(self, spec: StudentEngineSpec, queue: Queue) -> None:
         register()
-        backend = GLOO if spec.transfer_backend == "gloo" else spec.transfer_backend
+        self._transport = transport(spec.transfer_backend)
         args = AsyncEngineArgs(
             **spec.kwargs,
-            weight_transfer_config=WeightTransferConfig(backend=backend),
+            weight_transfer_config=WeightTransferConfig(backend=self._transport.BACKEND),
             logprobs_mode="processed_logprobs",
             max_logprobs=spec.top_k + 1,
         )
@@ -197,12 +195,8 @@ class StudentReplica:
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """Joins the transfer group with this engine's workers at ``rank_offset``."""
-        info: dict[str, Any] = {
-            "rank_offset": rank_offset,
-            "world_size": rendezvous.world_size,
-        }
-        maker = gloo_info if self._spec.transfer_backend == "gloo" else nccl_info
-        info |= maker(rendezvous)
+        ranks = {"rank_offset": rank_offset, "world_size": rendezvous.world_size}
+        info = ranks | self._transport.engine_info(rendezvous)
         request = WeightTransferInitRequest(init_info=info)
         await self._exit_watch.within(self._engine.init_weight_transfer_engine(request))
 

@@ -24,7 +24,7 @@ class StudentEngineSpec:
     kwargs: dict[str, Any]
     sampling: SamplingSpec
     eos_ids: tuple[int, ...]
-    transfer_backend: str  # "gloo" or "nccl"
+    transfer_backend: str  # a key of async_opd.config.registry.TRANSPORTS
     concurrency: int | Literal["auto"] = "auto"
     top_k: int = 0
     grader: GraderSpec | None = None

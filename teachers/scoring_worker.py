@@ -39,7 +39,7 @@ class ScoringWorker(Worker):
         """Takes new weights in place, from a directory in Hugging Face format.
 
         On CPU the head has a packed copy, which would stay the old one: see
-        ``rollouter.transports.gloo``.
+        ``rollouter.transports.engine``.
         """
         self.reload_weights(weights_path=directory)
         for module in self.model_runner.model.modules():

@@ -2,22 +2,17 @@
 
     snapshot ──► host or device copy in wire dtype ──► send ──► chunk · chunk · chunk ──► engines
 
-The transport is gloo here; for NCCL the cluster passes in vLLM's own communicator, so that this
-package needs no vllm.
+The transport is passed in (``rollouter.transports``), so that this package needs no vllm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Protocol
 
 import torch
 
-from async_opd.weight_sync.gloo_group import GlooGroup, GroupMember, gloo_group
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
-from async_opd.weight_sync.rendezvous import RendezvousServer, new_secret
-
-NamedWeights = Iterable[tuple[str, torch.Tensor]]
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 
 class Transport(Protocol):
@@ -35,63 +30,6 @@ class Transport(Protocol):
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
         """Sends all tensors, in order."""
-
-
-class GlooTransport:
-    """Chunks of bytes over torch's gloo process group. Listens on ``host`` only."""
-
-    def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
-        self._host = host
-        self._timeout_s = timeout_s
-        self._chunk_bytes = chunk_bytes
-        self._secret = new_secret()
-        self._world_size = 0
-        self._server: RendezvousServer | None = None
-        self._made: GlooGroup | None = None
-
-    def open(self, world_size: int) -> Rendezvous:
-        """Listens on a free port of this host."""
-        self._world_size = world_size
-        self._server = RendezvousServer(self._host, self._secret, world_size, self._timeout_s)
-        return Rendezvous(
-            host=self._host,
-            port=self._server.port,
-            world_size=world_size,
-            timeout_s=self._timeout_s,
-            chunk_bytes=self._chunk_bytes,
-            secret=self._secret,
-        )
-
-    def connect(self) -> None:
-        """Joins as rank 0. Afterwards nobody can come any more."""
-        assert self._server is not None, "opened first"
-        member = GroupMember(0, self._world_size, self._host, self._secret, self._timeout_s)
-        try:
-            self._made = gloo_group(torch, member, self._server)
-        finally:
-            self._server.close()
-
-    def close(self) -> None:
-        """See Transport.close."""
-        self._made = None
-        if self._server is not None:
-            self._server.close()
-
-    @property
-    def _group(self) -> Any:
-        """torch's group. AssertionError before ``connect``."""
-        assert self._made is not None, "connected first"
-        return self._made.group
-
-    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
-        """One broadcast per chunk; each chunk is packed just before it is sent."""
-        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
-            self._group.broadcast(_pack(weights, chunk), 0).wait()
-
-
-def _pack(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor:
-    pieces = [weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk]
-    return torch.cat(pieces).cpu()
 
 
 class Publisher:

@@ -27,11 +27,12 @@ from async_opd.config.run_config import (
     RunConfig,
     VllmTeacher,
 )
-from async_opd.core.errors import EngineStartError, StageError
+from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
 from rollouter.spec import StudentEngineSpec
+from rollouter.transports import chosen
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 from teachers.spec import TeacherEngineSpec
@@ -108,7 +109,7 @@ class ActorFactory:
                 rollout.min_p,
             ),
             eos_ids=self.eos_ids,
-            transfer_backend=transfer_backend(config, self.device),
+            transfer_backend=chosen(config.sync.backend, self.device),
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
@@ -340,13 +341,3 @@ class _RebuildTeacher:
     async def close(self) -> None:
         """See teachers.protocols.RebuildTeacher."""
         await self.actor_factory.close()
-
-
-def transfer_backend(config: RunConfig, device: Device) -> str:
-    """The collective library of the weight sync. StageError for nccl without a GPU."""
-    backend = config.sync.backend
-    if backend == "nccl" and device == "cpu":
-        raise StageError("weight sync", "sync.backend is nccl but the pools are on CPU", "use auto")
-    if backend == "auto":
-        return "nccl" if device == "cuda" else "gloo"
-    return backend

@@ -14,8 +14,9 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device
+from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
-from trainer.publisher import GlooTransport, Publisher, Transport
+from trainer.publisher import Publisher, Transport
 from trainer.rank_group import SINGLE_RANK
 from trainer.stage import TrainerStage
 
@@ -80,9 +81,6 @@ def _transport(config: RunConfig, device: Device) -> Transport:
         config.sync.chunk_mib << 20,
         config.sync.timeout_s * COLLECTIVE_TIMEOUT_SHARE,
     )
-    if device == "cuda" and config.sync.backend != "gloo":
-        from rollouter.transports.nccl import NcclTransport
-
-        return NcclTransport(timeout_s, chunk_bytes)
     host = ray.util.get_node_ip_address() if config.cluster.address else "127.0.0.1"
-    return GlooTransport(host, timeout_s, chunk_bytes)
+    made = transport(chosen(config.sync.backend, device))
+    return made.sender(host, timeout_s, chunk_bytes)

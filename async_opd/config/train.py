@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, PositiveInt
 
+from async_opd.config.registry import TRANSPORTS
 from async_opd.config.section import Section
+
+if TYPE_CHECKING:
+    Backend = str
+else:
+    Backend = Literal["auto", *TRANSPORTS]
 
 
 class TrainConfig(Section):
@@ -69,7 +75,7 @@ class AsyncConfig(Section):
 class SyncConfig(Section):
     """How weights travel from the trainer to the rollout engines."""
 
-    backend: Literal["auto", "gloo", "nccl"] = "auto"
+    backend: Backend = "auto"
     """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs."""
     chunk_mib: PositiveInt = 256
     """Weights are packed into messages of this size."""

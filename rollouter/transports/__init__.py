@@ -1,4 +1,55 @@
-"""The engines' end of each transport of weights: ``gloo`` on CPU, ``nccl`` on GPU.
+"""How weights travel from the trainer to the engines: one module per transport, with both ends.
 
-Imports ``async_opd.weight_sync``, vLLM and torch.
+    trainer: sender ──chunks──► receivers: one in each worker of each engine
+
+``async_opd.config.registry.TRANSPORTS`` names the modules; ``Transport`` is what each has. The
+trainer and the driver import them too, so they import vllm, and torch, inside of functions only.
 """
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from async_opd.config.registry import TRANSPORTS
+from async_opd.core.errors import StageError
+
+if TYPE_CHECKING:
+    from async_opd.models.engine_args import Device
+    from async_opd.weight_sync.layout import Rendezvous
+    from rollouter.transports.chunks import Sender
+
+AUTO = {"cpu": "gloo", "cuda": "nccl"}
+"""The transport of ``sync.backend: auto``, by the device of the pools."""
+
+
+class Transport(Protocol):
+    """A module of this folder."""
+
+    BACKEND: str
+    """vLLM's name of the engines' end: ``chunks.BACKEND``, or a backend of vLLM's own."""
+    DEVICES: Collection[str]
+    """Where it works: ``cpu``, ``cuda``."""
+
+    def sender(self, host: str, timeout_s: float, chunk_bytes: int) -> Sender:
+        """The trainer's end of one group. ``host``: the trainer's address."""
+        ...
+
+    def engine_info(self, at: Rendezvous) -> dict[str, Any]:
+        """What an engine is told to join the group, beside its ranks, in JSON's types."""
+        ...
+
+
+def transport(name: str) -> Transport:
+    """The module of a transport. KeyError for a name that is not registered."""
+    return cast("Transport", importlib.import_module(TRANSPORTS[name]))
+
+
+def chosen(backend: str, device: Device) -> str:
+    """The transport that ``sync.backend`` names. StageError if it does not work on the device."""
+    name = AUTO[device] if backend == "auto" else backend
+    if device not in transport(name).DEVICES:
+        cause = f"sync.backend is {name} but the pools are on {device.upper()}"
+        raise StageError("weight sync", cause, "use auto")
+    return name

@@ -1,168 +1,81 @@
-"""The engines' end of the weight sync: a gloo backend for vLLM's weight-transfer API.
+"""Chunks of bytes over torch's gloo process group: the transport where there are no GPUs.
 
-vLLM loads ``register`` in every one of its processes (entry point ``vllm.general_plugins``). On
-GPUs vLLM's own ``nccl`` backend serves; this one does the same over gloo where there are none:
-
-    init_transfer_engine    join the group                           once per rendezvous
-    receive_weights         receive all chunks, then    ┐
-                            begin a layer-wise reload,  │ every sync
-                            unpack, load                │
-    finish_weight_update    finish the reload           ┘
-
-Nothing is loaded before everything is here, which takes the memory of one more copy of the
-weights: a transfer that breaks off half-way leaves the old ones as they were.
+A member is let in that shows the group's secret (``async_opd.weight_sync.rendezvous``).
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from vllm.distributed.weight_transfer.base import (
-    WeightTransferEngine,
-    WeightTransferInitInfo,
-    WeightTransferUpdateInfo,
-)
-from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from async_opd.weight_sync.gloo_group import GlooGroup, Member, gloo_group
+from async_opd.weight_sync.layout import Rendezvous
+from async_opd.weight_sync.rendezvous import Meeting, Visit, new_secret
+from rollouter.transports import chunks
 
-from async_opd.processes.parent_death import set_parent_death_signal_in_child
-from async_opd.weight_sync.gloo_group import GlooGroup, GroupMember, gloo_group
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
-from async_opd.weight_sync.rendezvous import RendezvousClient
+if TYPE_CHECKING:
+    import torch
 
-BACKEND = "async_opd_gloo"
-WEIGHTS_UNCHANGED = "no weight was replaced"
-"""Part of the error of a transfer that broke off before anything was loaded."""
+BACKEND = chunks.BACKEND
+DEVICES = ("cpu", "cuda")
 
 
-@dataclass
-class GlooInitInfo(WeightTransferInitInfo):
-    """Where the group meets and which rank this engine's first worker has; ``secret`` in hex."""
+class GlooSender(chunks.Sender):
+    """Listens on ``host`` only."""
 
-    master_address: str
-    master_port: int
-    rank_offset: int
-    world_size: int
-    timeout_s: float
-    chunk_bytes: int
-    secret: str = field(repr=False)
-
-
-@dataclass
-class GlooUpdateInfo(WeightTransferUpdateInfo):
-    """The tensors of one sync, in the order they are sent."""
-
-    names: list[str]
-    dtype_names: list[str]
-    shapes: list[list[int]]
-
-
-class GlooWeightTransferEngine(WeightTransferEngine[GlooInitInfo, GlooUpdateInfo]):
-    """Receives broadcasts of packed chunks from rank 0 and loads them layer by layer."""
-
-    init_info_cls = GlooInitInfo
-    update_info_cls = GlooUpdateInfo
+    _meeting: Meeting | None = None
     _made: GlooGroup | None = None
-    _chunk_bytes: int = 0
 
-    def init_transfer_engine(self, init_info: GlooInitInfo) -> None:
-        """Joins the sender's group; a member that does not come in time raises on all sides.
+    def listen(self) -> tuple[str, int, bytes]:
+        """Listens on a free port of this host."""
+        secret = new_secret()
+        self._meeting = Meeting(self.host, secret, self.world_size, self.timeout_s)
+        return self.host, self._meeting.port, secret
 
-        So does one that does not know the group's secret, be it the sender.
-        """
-        parallel = self.parallel_config
-        worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
-        secret, timeout_s = bytes.fromhex(init_info.secret), init_info.timeout_s
-        client = RendezvousClient(
-            init_info.master_address, init_info.master_port, secret, timeout_s
-        )
-        rank = init_info.rank_offset + worker
-        member = GroupMember(rank, init_info.world_size, client.address, secret, timeout_s)
-        self._made = None
+    def connect(self) -> None:
+        """Joins as rank 0. Afterwards nobody can come any more."""
+        import torch
+
+        assert self._meeting is not None, "opened first"
+        member = Member(0, self.world_size, self.host, self.secret, self.timeout_s)
         try:
-            self._made = gloo_group(torch, member, client)
+            self._made = gloo_group(torch, member, self._meeting)
         finally:
-            client.close()
-        self._chunk_bytes = init_info.chunk_bytes
+            self._meeting.close()
 
-    def start_weight_update(self) -> None:
-        """Nothing yet; the engine must be paused."""
-
-    def receive_weights(self, update_info: GlooUpdateInfo) -> None:
-        """Receives all chunks, then loads them layer by layer."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-
-        if self._made is None:
-            raise RuntimeError(
-                f"{WEIGHTS_UNCHANGED}: weights were sent before this engine joined a transfer group"
-            )
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
-        meta = WeightMeta(
-            names=tuple(update_info.names),
-            dtype_names=tuple(update_info.dtype_names),
-            shapes=tuple(tuple(shape) for shape in update_info.shapes),
-            itemsizes=tuple(dtype.itemsize for dtype in dtypes),
-        )
-        try:
-            chunks = self._chunks(self._made.group, meta)
-        except RuntimeError as error:
-            raise RuntimeError(f"{WEIGHTS_UNCHANGED}: {error}") from error
-        initialize_layerwise_reload(self.model)
-        for chunk, buffer in chunks:
-            pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
-            self.model.load_weights(
-                (meta.names[index], piece.clone().view(dtypes[index]).view(meta.shapes[index]))
-                for index, piece in zip(chunk, pieces, strict=True)
-            )
-
-    def _chunks(self, group: Any, meta: WeightMeta) -> list[tuple[range, torch.Tensor]]:
-        """Each has a buffer of its own: layers keep references to it."""
-        chunks = []
-        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
-            buffer = torch.empty(sum(meta.sizes[index] for index in chunk), dtype=torch.uint8)
-            group.broadcast(buffer, 0).wait()
-            chunks.append((chunk, buffer))
-        return chunks
-
-    def finish_weight_update(self) -> None:
-        """Finishes the reload, and rebuilds the head's packed copy, which the reload leaves stale.
-
-        On CPU, a ``ParallelLMHead`` that shares its tensor with the embedding keeps a packed copy
-        of the old weights otherwise (measured with vLLM 0.32: logits off by 2 nats).
-        """
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
-
-        finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
-
-    def shutdown(self) -> None:
-        """Leaves the group."""
+    def close(self) -> None:
+        """See Sender.close."""
         self._made = None
+        if self._meeting is not None:
+            self._meeting.close()
+
+    def send(self, chunk: torch.Tensor) -> None:
+        """One broadcast. AssertionError before ``connect``."""
+        assert self._made is not None, "connected first"
+        self._made.group.broadcast(chunk, 0).wait()
 
 
-def gloo_info(rendezvous: Rendezvous) -> dict[str, Any]:
-    """What an engine is told of where its group meets, beside its ranks; see ``GlooInitInfo``."""
-    return {
-        "master_address": rendezvous.host,
-        "master_port": rendezvous.port,
-        "timeout_s": rendezvous.timeout_s,
-        "chunk_bytes": rendezvous.chunk_bytes,
-        "secret": rendezvous.secret.hex(),
-    }
+class GlooReceiver:
+    """Implements ``chunks.Receiver``. WeightSyncError or RuntimeError if the group is not made."""
+
+    def __init__(self, at: Rendezvous, rank: int) -> None:
+        import torch
+
+        visit = Visit(at.host, at.port, at.secret, at.timeout_s)
+        member = Member(rank, at.world_size, visit.address, at.secret, at.timeout_s)
+        try:
+            self._made = gloo_group(torch, member, visit)
+        finally:
+            visit.close()
+
+    def receive(self, nbytes: int) -> torch.Tensor:
+        """See Receiver.receive."""
+        import torch
+
+        buffer = torch.empty(nbytes, dtype=torch.uint8)
+        self._made.group.broadcast(buffer, 0).wait()
+        return buffer
 
 
-def register() -> None:
-    """Makes the backend known to vLLM; safe to call again.
-
-    vLLM calls this in each of its processes. Those below an actor of ours end with it.
-    """
-    if "ASYNC_OPD_ACTOR" in os.environ:
-        set_parent_death_signal_in_child()
-    registry: dict[str, Any] = WeightTransferEngineFactory._registry
-    if BACKEND not in registry:
-        WeightTransferEngineFactory.register_engine(BACKEND, GlooWeightTransferEngine)
+sender, receiver = GlooSender, GlooReceiver
+engine_info = partial(chunks.chunk_info, __name__)

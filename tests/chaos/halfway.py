@@ -13,23 +13,23 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import async_opd.cluster.trainer_actor as cluster_trainer
 import async_opd.run as run_module
 from async_opd.cli import main
 from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import launch
+from async_opd.cluster.trainer_actor import build_trainer as real_trainer
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device
 from async_opd.weight_sync.layout import WeightMeta, chunk_plan
-from trainer.publisher import GlooTransport, _pack
+from rollouter.transports import gloo
 from trainer.stage import TrainerStage
 
 PATIENCE_S = 4.0
 """Below the bound of the collective: who is left still gets its answer."""
 
 
-class Halfway(GlooTransport):
+class Halfway(gloo.GlooSender):
     """Stops after the first chunk if it finds the file ``armed``."""
 
     def __init__(self, folder: Path, *args: Any) -> None:
@@ -37,11 +37,12 @@ class Halfway(GlooTransport):
         self.folder = folder
 
     def broadcast(self, weights: list[Any], meta: WeightMeta) -> None:
-        plan = chunk_plan(meta.sizes, self._chunk_bytes)
-        assert len(plan) > 1, "one chunk has no middle"
-        for chunk in plan:
-            self._group.broadcast(_pack(weights, chunk), 0).wait()
-            self.stand()
+        assert len(chunk_plan(meta.sizes, self.chunk_bytes)) > 1, "one chunk has no middle"
+        super().broadcast(weights, meta)
+
+    def send(self, chunk: Any) -> None:
+        super().send(chunk)
+        self.stand()
 
     def stand(self) -> None:
         """Until the test has done what it wants to."""
@@ -54,8 +55,8 @@ class Halfway(GlooTransport):
 
 def build_trainer(config: RunConfig, device: Device, queue: Queue, folder: str) -> TrainerStage:
     """The real one, over this transport."""
-    cluster_trainer.GlooTransport = partial(Halfway, Path(folder))  # type: ignore[misc, assignment]
-    return cluster_trainer.build_trainer(config, device, queue)
+    gloo.sender = partial(Halfway, Path(folder))  # type: ignore[assignment]
+    return real_trainer(config, device, queue)
 
 
 if __name__ == "__main__":

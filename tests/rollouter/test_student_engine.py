@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_opd.config.registry import TRANSPORTS
 from async_opd.core.errors import WeightSyncError
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.weight_sync.layout import chunk_plan
@@ -48,6 +49,7 @@ class Seen:
     refused: dict[str, str] = field(default_factory=dict)  # uid -> reason
     broken_off: tuple[str, float] = ("", 1.0)
     made_again: float = 1.0
+    by_tcp: float = 1.0
 
 
 @dataclass
@@ -104,7 +106,8 @@ class World:
         from rollouter.replica import StudentReplica
         from rollouter.spec import StudentEngineSpec
         from rollouter.stage import RollouterStage
-        from trainer.publisher import GlooTransport, Publisher
+        from rollouter.transports.gloo import GlooSender
+        from trainer.publisher import Publisher
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
@@ -116,7 +119,7 @@ class World:
         self.replica = StudentReplica(spec, self.queue)
         self.publisher = publisher = Publisher(
             lambda: iter([(n, p.detach().clone()) for n, p in self.model.named_parameters()]),
-            lambda: GlooTransport("127.0.0.1", 30.0, 100_000),
+            lambda: GlooSender("127.0.0.1", 30.0, 100_000),
         )
         members = RollouterStage({"student/0": self.replica}, self.queue).members
         self.sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=30.0)
@@ -134,7 +137,7 @@ class World:
 
     async def transfer_that_breaks_off(self) -> tuple[str, float]:
         """Its error, and the engine's distance from its old weights. The new ones stay behind."""
-        from trainer.publisher import _pack
+        from rollouter.transports.chunks import packed
 
         old = copy.deepcopy(self.model)
         for parameter in self.model.parameters():
@@ -143,7 +146,7 @@ class World:
 
         def first_chunk_only(weights: Any, meta: Any) -> None:
             (chunk, *_) = chunk_plan(meta.sizes, 100_000)
-            transport._group.broadcast(_pack(weights, chunk), 0).wait()
+            transport.send(packed(weights, chunk))
             transport.close()
             raise RuntimeError("broke off")
 
@@ -156,6 +159,21 @@ class World:
             self.model = new
             return str(error), distance
         return "", 1.0
+
+    async def through_another_transport(self) -> float:
+        """The engine's distance from weights that came through a transport that a test has."""
+        from rollouter.transports import transport
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(TRANSPORTS, "tcp", "tests.rollouter.tcp_transport")
+            made = transport("tcp")
+        self.replica._transport = made
+        self.publisher._new_transport = lambda: made.sender("127.0.0.1", 30.0, 100_000)
+        for parameter in self.model.parameters():
+            perturb(parameter)
+        await self.sync.connect()
+        await self.push()
+        return await self.error()
 
     async def answer_that_arrives_during_a_sync(self) -> float:
         """Its distance from the new weights; blocks of its prompt are cached under the old."""
@@ -298,6 +316,7 @@ async def scenario(path: Path) -> Seen:
         await w.push()
         seen.made_again = await w.error()
         seen.after_a_pause = await w.answer_that_arrives_during_a_sync()
+        seen.by_tcp = await w.through_another_transport()
     return seen
 
 
@@ -317,6 +336,10 @@ def test_a_transfer_that_breaks_off_half_way_leaves_the_old_weights_generating(s
 
 def test_and_can_be_made_again(seen: Seen) -> None:
     assert seen.made_again < 1e-4
+
+
+def test_weights_come_through_a_transport_of_another_module_too(seen: Seen) -> None:
+    assert seen.by_tcp < 1e-4
 
 
 def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:

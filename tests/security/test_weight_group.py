@@ -36,13 +36,15 @@ from async_opd.weight_sync.rendezvous import (
     tags_sent,
 )
 from benchmarks.local_ranks import in_processes
-from rollouter.transports.nccl import NcclTransport, nccl_info
-from trainer.publisher import GlooTransport, Publisher
+from rollouter.transports import nccl as nccl_transport
+from rollouter.transports.gloo import GlooReceiver, GlooSender
+from rollouter.transports.nccl import NcclSender
+from trainer.publisher import Publisher
 
 HERE = "127.0.0.1"
 BOUND_S = 20.0
 NO_PROOF = b"y" * 32
-WEIGHTS = [("w", torch.arange(8, dtype=torch.float32))]
+WEIGHTS = [(name, torch.arange(4, dtype=torch.float32)) for name in ("a", "b")]
 
 Together = Callable[..., list[Future[Any]]]
 
@@ -62,26 +64,19 @@ def together() -> Iterator[Together]:
 
 
 @pytest.fixture
-def transport() -> Iterator[GlooTransport]:
-    sender = GlooTransport(HERE, BOUND_S, 16)
+def transport() -> Iterator[GlooSender]:
+    sender = GlooSender(HERE, BOUND_S, 16)
     yield sender
     sender.close()
 
 
 def joins(at: Rendezvous, rank: int, secret: bytes | None = None) -> Any:
     """What an engine does."""
-    visit = RendezvousClient(at.host, at.port, secret or at.secret, BOUND_S)
-    member = GroupMember(rank, at.world_size, visit.address, secret or at.secret, BOUND_S)
-    try:
-        return gloo_group(torch, member, visit)
-    finally:
-        visit.close()
+    return GlooReceiver(replace(at, secret=secret or at.secret), rank)
 
 
-def receives(made: Any, nbytes: int) -> bytes:
-    buffer = torch.zeros(nbytes, dtype=torch.uint8)
-    made.group.broadcast(buffer, 0).wait()
-    return buffer.numpy().tobytes()
+def receives(receiver: GlooReceiver, *sizes: int) -> bytes:
+    return b"".join(receiver.receive(nbytes).numpy().tobytes() for nbytes in sizes)
 
 
 def listening() -> set[str]:
@@ -91,19 +86,19 @@ def listening() -> set[str]:
 
 
 def test_members_who_know_the_secret_make_a_group(
-    transport: GlooTransport, together: Together
+    transport: GlooSender, together: Together
 ) -> None:
     at = transport.open(3)
     _, *members = together(transport.connect, lambda: joins(at, 1), lambda: joins(at, 2))
     meta = Publisher(lambda: iter(WEIGHTS), lambda: transport)
     meta.snapshot()
-    works = [partial(receives, member.result(), 32) for member in members]
+    works = [partial(receives, member.result(), 16, 16) for member in members]
     _, *got = together(lambda: transport.broadcast(WEIGHTS, meta.meta), *works)
-    assert [future.result() for future in got] == [WEIGHTS[0][1].numpy().tobytes()] * 2
+    assert [future.result() for future in got] == [WEIGHTS[0][1].numpy().tobytes() * 2] * 2
 
 
 def test_a_local_run_is_reached_from_this_machine_only(
-    transport: GlooTransport, together: Together
+    transport: GlooSender, together: Together
 ) -> None:
     before = listening()
     at = transport.open(2)
@@ -114,7 +109,7 @@ def test_a_local_run_is_reached_from_this_machine_only(
 
 
 def test_when_the_group_is_made_nobody_can_come_any_more(
-    transport: GlooTransport, together: Together
+    transport: GlooSender, together: Together
 ) -> None:
     at = transport.open(2)
     together(transport.connect, lambda: joins(at, 1))
@@ -123,7 +118,7 @@ def test_when_the_group_is_made_nobody_can_come_any_more(
 
 
 def test_a_group_that_is_replaced_can_be_joined_by_nobody(together: Together) -> None:
-    publisher = Publisher(lambda: iter(WEIGHTS), lambda: GlooTransport(HERE, BOUND_S, 16))
+    publisher = Publisher(lambda: iter(WEIGHTS), lambda: GlooSender(HERE, BOUND_S, 16))
     first = publisher.open(0, 2)
     publisher.open(0, 2)
     with pytest.raises(OSError, match="refused"):
@@ -131,7 +126,7 @@ def test_a_group_that_is_replaced_can_be_joined_by_nobody(together: Together) ->
 
 
 def test_torchs_own_store_finds_no_store_at_the_port(
-    transport: GlooTransport, monkeypatch: pytest.MonkeyPatch
+    transport: GlooSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the weight sync was open to: rank 1 by the port alone."""
     monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
@@ -191,7 +186,7 @@ def test_a_proof_that_was_heard_is_no_proof_for_another_visit() -> None:
 
 
 def test_who_knows_another_secret_does_not_keep_a_member_out(
-    transport: GlooTransport, together: Together
+    transport: GlooSender, together: Together
 ) -> None:
     at = transport.open(2)
     with pytest.raises(WeightSyncError, match="does not know the secret"):
@@ -210,7 +205,7 @@ def test_a_sender_that_does_not_know_the_secret_is_not_joined() -> None:
 
 
 def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
-    transport: GlooTransport, together: Together
+    transport: GlooSender, together: Together
 ) -> None:
     """gloo itself believed it: it came before the member, to the right connection."""
     at = transport.open(3)
@@ -226,7 +221,7 @@ def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
         with pytest.raises(WeightSyncError, match="a rank of the group of 3 does not know"):
             future.result()
     with pytest.raises(AssertionError, match="connected first"):
-        transport.broadcast(WEIGHTS, WeightMeta(("w",), ("float32",), ((8,),), (4,)))
+        transport.broadcast(WEIGHTS, WeightMeta(("a", "b"), ("float32",) * 2, ((4,),) * 2, (4, 4)))
 
 
 def test_a_member_that_does_not_come_is_an_error_that_counts_the_strangers() -> None:
@@ -239,14 +234,14 @@ def test_a_member_that_does_not_come_is_an_error_that_counts_the_strangers() -> 
         meeting.close()
 
 
-def test_the_secret_is_not_shown_with_the_meeting_point(transport: GlooTransport) -> None:
+def test_the_secret_is_not_shown_with_the_meeting_point(transport: GlooSender) -> None:
     at = transport.open(2)
     assert at.secret.hex() not in repr(at)
     assert repr(at.secret) not in repr(at)
 
 
 def test_every_group_has_a_secret_of_its_own() -> None:
-    made = [GlooTransport(HERE, BOUND_S, 16) for _ in range(2)]
+    made = [GlooSender(HERE, BOUND_S, 16) for _ in range(2)]
     secrets = {transport.open(2).secret for transport in made}
     for transport in made:
         transport.close()
@@ -290,17 +285,17 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 def test_gpus_meet_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any]) -> None:
     from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
 
-    transport = NcclTransport(BOUND_S, 1 << 20)
+    transport = NcclSender(HERE, BOUND_S, 1 << 20)
     at = transport.open(3)
     transport.connect()
     assert nccl == [(at.secret, 0, 3, 0)]
-    info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=3, **nccl_info(at))
+    info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=3, **nccl_transport.engine_info(at))
     assert info.nccl_unique_id_bytes == at.secret
     assert (info.master_address, info.master_port) == (None, None)
 
 
 def test_every_group_of_gpus_has_an_id_of_its_own(nccl: list[Any]) -> None:
-    transports = [NcclTransport(BOUND_S, 1 << 20) for _ in range(2)]
+    transports = [NcclSender(HERE, BOUND_S, 1 << 20) for _ in range(2)]
     assert len({transport.open(2).secret for transport in transports}) == 2
 
 

@@ -1,0 +1,76 @@
+"""A weight transport in one file, over plain TCP: what CONTRIBUTING.md walks through.
+
+No table names it: the tests register it, and send weights through it to real engines.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+from functools import partial
+
+import torch
+
+from async_opd.weight_sync.layout import Rendezvous
+from async_opd.weight_sync.rendezvous import NONCE_BYTES, TAG_BYTES, new_secret, proof
+from rollouter.transports import chunks
+
+BACKEND = chunks.BACKEND
+DEVICES = ("cpu", "cuda")
+
+
+class TcpSender(chunks.Sender):
+    """The trainer's end: a connection to each receiver that shows the secret."""
+
+    def listen(self) -> tuple[str, int, bytes]:
+        """Listens on a free port."""
+        self.members: list[socket.socket] = []
+        self.server = socket.create_server((self.host, 0))
+        self.server.settimeout(self.timeout_s)
+        return self.host, self.server.getsockname()[1], new_secret()
+
+    def connect(self) -> None:
+        """TimeoutError when a receiver does not come."""
+        while len(self.members) < self.world_size - 1:
+            member, _ = self.server.accept()
+            member.settimeout(self.timeout_s)
+            nonce = secrets.token_bytes(NONCE_BYTES)
+            member.sendall(nonce)
+            shown = member.recv(TAG_BYTES, socket.MSG_WAITALL)
+            if hmac.compare_digest(shown, proof(self.secret, "member", nonce)):
+                self.members.append(member)
+
+    def send(self, chunk: torch.Tensor) -> None:
+        """The same bytes to one after the other."""
+        for member in self.members:
+            member.sendall(chunk.numpy().data)
+
+    def close(self) -> None:
+        """Hangs up."""
+        for open_socket in (self.server, *self.members):
+            open_socket.close()
+
+
+class TcpReceiver:
+    """An engine's end, one in each of its workers."""
+
+    def __init__(self, at: Rendezvous, rank: int) -> None:
+        self.connection = socket.create_connection((at.host, at.port), at.timeout_s)
+        nonce = self.connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
+        self.connection.sendall(proof(at.secret, "member", nonce))
+
+    def receive(self, nbytes: int) -> torch.Tensor:
+        """ConnectionError when the sender hangs up."""
+        chunk = torch.empty(nbytes, dtype=torch.uint8)
+        room = memoryview(chunk.numpy())
+        while room:
+            got = self.connection.recv_into(room)
+            if not got:
+                raise ConnectionError("the trainer hung up")
+            room = room[got:]
+        return chunk
+
+
+sender, receiver = TcpSender, TcpReceiver
+engine_info = partial(chunks.chunk_info, __name__)

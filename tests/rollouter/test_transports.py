@@ -1,0 +1,112 @@
+"""A weight transport is one module and one entry of the registry; gloo and nccl are two of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from async_opd.config.registry import TRANSPORTS
+from async_opd.config.train import SyncConfig
+from async_opd.core.errors import StageError
+from rollouter.transports import AUTO, chosen, transport
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+HERE = Path(__file__).parent
+
+RUN_OF_A_THIRD = """
+import json, sys, threading
+from async_opd.config.registry import TRANSPORTS
+TRANSPORTS["third"] = "third"
+
+import torch
+from async_opd.cluster.trainer_actor import _transport
+from async_opd.config.load import load_config
+from rollouter.transports import chosen, transport
+from rollouter.transports.engine import ChunkEngine, ChunkInitInfo
+from trainer.publisher import Publisher
+
+config = load_config(sys.argv[1], ["sync.backend=third", "sync.chunk_mib=1"])
+weights = [(f"w{i}", torch.randn(300_000, dtype=torch.bfloat16)) for i in range(4)]
+publisher = Publisher(lambda: iter(weights), lambda: _transport(config, "cpu"))
+module = transport(chosen(config.sync.backend, "cpu"))
+at = publisher.open(0, 3)
+told = json.loads(json.dumps(module.engine_info(at)))
+engines = [object.__new__(ChunkEngine) for _ in range(2)]
+class parallel: data_parallel_index = 0; world_size = 1; rank = 0
+def join(engine, rank):
+    engine.parallel_config = parallel
+    engine.init_transfer_engine(ChunkInitInfo(rank_offset=rank, world_size=3, **told))
+joining = [threading.Thread(target=join, args=(e, 1 + i)) for i, e in enumerate(engines)]
+[thread.start() for thread in joining]
+publisher.connect(0)
+[thread.join() for thread in joining]
+meta = publisher.snapshot()
+got = {}
+def receive(engine, name):
+    got[name] = torch.cat([buffer for _, buffer in engine._chunks(engine._receiver, meta)])
+receiving = [threading.Thread(target=receive, args=(e, i)) for i, e in enumerate(engines)]
+[thread.start() for thread in receiving]
+publisher.send(0)
+[thread.join() for thread in receiving]
+sent = torch.cat([weight.view(torch.uint8) for _, weight in weights])
+print(json.dumps({"module": type(publisher._transports[0]).__module__, "chunks": told["at"],
+                  "same": [bool(torch.equal(got[i], sent)) for i in range(2)]}))
+"""
+
+
+@pytest.mark.slow
+def test_a_third_transport_is_one_module_and_one_entry(tmp_path: Path) -> None:
+    """The config takes its name, the publisher sends through it, and two engines receive."""
+    shutil.copy(HERE / "tcp_transport.py", tmp_path / "third.py")
+    (tmp_path / "run.py").write_text(RUN_OF_A_THIRD)
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run.py"), str(EXAMPLE)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        cwd=HERE.parents[1],
+        env={**os.environ, "PYTHONPATH": f"{HERE.parents[1]}:{tmp_path}"},
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert (said["module"], said["same"]) == ("third", [True, True])
+
+
+def test_the_config_takes_the_names_of_the_registry_and_auto() -> None:
+    assert get_args(SyncConfig.model_fields["backend"].annotation) == ("auto", *TRANSPORTS)
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_every_entry_is_a_module_with_both_ends(name: str) -> None:
+    module = transport(name)
+    assert isinstance(module.BACKEND, str)
+    assert set(module.DEVICES) <= {"cpu", "cuda"}
+    assert callable(module.sender)
+    assert callable(module.engine_info)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_is_a_transport_that_works_there(device: str) -> None:
+    assert chosen("auto", device) == AUTO[device]  # type: ignore[arg-type]
+
+
+def test_nccl_without_a_gpu_is_refused() -> None:
+    with pytest.raises(StageError, match="is nccl but the pools are on CPU"):
+        chosen("nccl", "cpu")
+
+
+def test_the_driver_and_the_trainer_get_no_vllm_and_no_torch_with_the_modules() -> None:
+    names = ", ".join(repr(name) for name in TRANSPORTS.values())
+    code = (
+        f"import importlib, sys; [importlib.import_module(name) for name in ({names},)]; "
+        "sys.exit(', '.join(sorted({'torch', 'vllm'} & sys.modules.keys())) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
