@@ -134,7 +134,8 @@ def _check(arguments: argparse.Namespace) -> int:
     for note in inputs.notes:
         print(indented(arguments.redacted(f"note: {note}")))
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
-    print(f"{sum(map(len, inputs.train))} training prompts, {len(inputs.eval)} evaluation prompts")
+    training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
+    print(f"{training} training prompts, {evaluation} evaluation prompts")
     return OK
 
 

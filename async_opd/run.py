@@ -108,7 +108,7 @@ def _start(
     if start is None:
         notify(f"{store.folder} holds no checkpoint: the run starts from the beginning")
         return None
-    refuse_changes(start.config, identity(config, inputs.train))
+    refuse_changes(start.config, identity(config, inputs.checked))
     refuse_impossible(start.cut, config)
     notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
@@ -126,7 +126,7 @@ def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:
     for step in store.steps()[-1:]:
         with suppress(OSError):
             before = read_text(store.folder / f"step_{step}" / CONFIG)
-            refuse_changes(before, identity(config, inputs.train))
+            refuse_changes(before, identity(config, inputs.checked))
 
 
 def _is_completed(run_dir: Path) -> bool:

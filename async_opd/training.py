@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.checkpoint.checkpointer import Checkpointer
@@ -113,6 +114,7 @@ def _prompts(job: Job, text: Text) -> PromptStream:
         graded=config.reward is not None,
         limit=job.inputs.max_prompt_tokens,
         templates=config.prompt_templates,
+        fallback=next(iter(config.teachers)),
     )
 
 
@@ -120,7 +122,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
     return Checkpointer(
         job.store,
         stages.trainer,
-        config=identity(job.config, job.inputs.train),
+        config=identity(job.config, job.inputs.checked),
         timeout_s=job.config.checkpoint.timeout_s,
         notify=job.message,
         sizes=job.sizes,
@@ -133,7 +135,7 @@ def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | N
     taken: dict[str, int] = {}
     rows = {}
     prompts = []
-    for row in inputs.eval:
+    for row in chain.from_iterable(inputs.eval):
         taken[row.data_source] = taken.get(row.data_source, 0) + 1
         if config.eval.max_prompts is None or taken[row.data_source] <= config.eval.max_prompts:
             prompt = to_prompt(

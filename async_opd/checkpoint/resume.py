@@ -41,7 +41,10 @@ MAY_CHANGE = (
 
 
 def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
-    """What a resumed run is compared with: the config, and a digest of the training data."""
+    """What a resumed run is compared with: the config, and a digest of the training data.
+
+    Of a streamed source these are the rows that were checked (``Inputs.checked``).
+    """
     digest = hashlib.sha256()
     for rows in train:
         for row in rows:

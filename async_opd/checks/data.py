@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 
 from async_opd.checks.findings import Findings
-from async_opd.config.run_config import FileSource, ReasoningGymSource, RunConfig
-from async_opd.core.row import PromptText, Row
+from async_opd.config.run_config import RunConfig
+from async_opd.config.source import PromptSource
+from async_opd.core.errors import SourceError
+from async_opd.core.row import Row
 from async_opd.data.prompts import filled
-from async_opd.data.sources import SourceError, read_source
+from async_opd.data.stored_rows import read_source
+from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.grading.graders import load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.tokenizer import Text
 
 MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 """Fields of rows that are more than text."""
-
-
-@dataclass(frozen=True)
-class _EncodedPrompt:
-    """A prompt of a row, as one of the models sees it."""
-
-    uid: str
-    count: int
-    largest: int
-
-    @property
-    def row(self) -> int:
-        """Number of the row in its source, from 1."""
-        return int(self.uid.rpartition(":")[2]) + 1
 
 
 @dataclass(frozen=True)
@@ -45,20 +35,25 @@ class Room:
     limit: int
     rows: int | None
 
-    def faults(self, prompts: Sequence[_EncodedPrompt]) -> Iterator[tuple[str, str]]:
-        """Message and remedy."""
-        foreign = [p for p in prompts if self.rows is not None and p.largest >= self.rows]
-        if foreign:
+    def faults(self, prompts: Iterable[tuple[Row, Sequence[int]]]) -> Iterator[tuple[str, str]]:
+        """Message and remedy. Reads the rows' prompts once, as token ids."""
+        foreign, wrong = _Found(), _Found()
+        for row, ids in prompts:
+            largest = max(ids, default=0)
+            if self.rows is not None and largest >= self.rows:
+                foreign.add(f"row {number_of(row) + 1} with token {largest}")
+            if not 1 <= len(ids) <= self.limit:
+                wrong.add(f"row {number_of(row) + 1} with {len(ids)}")
+        if foreign.count:
             yield (
-                f"{len(foreign)} prompts have tokens beyond the {self.rows} of the smallest model, "
-                f"the first is row {foreign[0].row} with token {foreign[0].largest}",
+                f"{foreign.count} prompts have tokens beyond the {self.rows} of the smallest "
+                f"model, the first is {foreign.first}",
                 "mend the prompts, or resize the model's embeddings",
             )
-        wrong = [prompt for prompt in prompts if not 1 <= prompt.count <= self.limit]
-        if wrong:
+        if wrong.count:
             yield (
-                f"{len(wrong)} prompts are empty or longer than {self.limit} tokens, the first is "
-                f"row {wrong[0].row} with {wrong[0].count}",
+                f"{wrong.count} prompts are empty or longer than {self.limit} tokens, the first is "
+                f"{wrong.first}",
                 f"shorten or remove them, or {self._remedy}",
             )
 
@@ -73,12 +68,50 @@ class Room:
 
 
 @dataclass
+class _Found:
+    """How many rows have a fault, and what the first one is."""
+
+    count: int = 0
+    first: str = ""
+
+    def add(self, what: str) -> None:
+        self.first = self.first or what
+        self.count += 1
+
+
+@dataclass
+class _Part:
+    """What was seen of the rows of ``data.train`` or ``data.eval`` while they were read."""
+
+    routes: set[str] = field(default_factory=set)
+    media: _Found = field(default_factory=_Found)
+    unanswered: _Found = field(default_factory=_Found)
+    tasks: set[str] = field(default_factory=set)
+    streamed: bool = False
+
+    def look(self, row: Row) -> None:
+        """Counts a row."""
+        self.routes.add(row.data_source)
+        medium = _medium(row)
+        if medium is not None:
+            self.media.add(f"{medium!r}, the first is {row.uid}")
+        if row.task is not None:
+            self.tasks.add(row.task.name)
+        elif row.answer is None:
+            self.unanswered.add(row.uid)
+
+
+Rows = Sequence[Row] | StreamedRows
+
+
+@dataclass
 class DataChecks:
     """Reads every source once. ``unreadable``: one of them had no rows."""
 
     config: RunConfig
     found: Findings
     unreadable: bool = False
+    parts: dict[str, _Part] = field(default_factory=lambda: {"train": _Part(), "eval": _Part()})
 
     def grader(self, key: str, name: str) -> None:
         """The grader can be imported."""
@@ -91,28 +124,45 @@ class DataChecks:
                 "exact, math_verify, or module:function on PYTHONPATH",
             )
 
-    def sources(self, part: str) -> list[list[Row]]:
-        """Reads ``data.train`` or ``data.eval``."""
-        entries = getattr(self.config.data, part)
+    def sources(self, part: str) -> list[Rows]:
+        """Reads ``data.train`` or ``data.eval``: of streamed sources the first window."""
+        entries: list[PromptSource] = getattr(self.config.data, part)
         if part == "train" and not entries:
             self.found.add("data.train", "no source of prompts", "name a file")
-        read: list[list[Row]] = []
+        read: list[Rows] = []
         for index, source in enumerate(entries):
-            rows: list[Row] = []
+            rows: Rows = []
             try:
-                rows = read_source(source, index, self.config.data)
+                rows = self._read(part, source, index)
             except SourceError as error:
-                place = _name(source) + ("" if error.row is None else f", row {error.row}")
+                place = source.label + ("" if error.row is None else f", row {error.row}")
                 remedy = "check the path" if "exist" in error.message else "mend the data"
                 self.found.add(f"data.{part}", error.message, remedy, place)
             except ImportError as error:
                 remedy = "pip install async-opd[data]"
-                self.found.add(f"data.{part}", f"{_name(source)} needs {error.name}", remedy)
-            self.unreadable |= not rows
+                self.found.add(f"data.{part}", f"{source.label} needs {error.name}", remedy)
+            self.unreadable |= not checked(rows)
             read.append(rows)
         return read
 
-    def routes(self, train: Sequence[Row], evaluation: Sequence[Row]) -> None:
+    def _read(self, part: str, source: PromptSource, index: int) -> Rows:
+        seen = self.parts[part]
+        if not source.stream:
+            return read_source(source, index, self.config.data, seen.look)
+        if part == "eval":
+            raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
+        rows = StreamedRows(partial(source.rows, index, self.config.data), source.window)
+        for row in checked(rows):
+            seen.look(row)
+        if not rows.head:
+            raise SourceError(source.label, "has no rows")
+        seen.streamed = True
+        self.found.notes.append(
+            f"data.{part}: {source.label} is streamed: its first {len(rows.head)} rows are checked"
+        )
+        return rows
+
+    def routes(self) -> None:
         """Every data source has one teacher, every teacher a data source."""
         claimed: dict[str, str] = {}
         for name, teacher in self.config.teachers.items():
@@ -124,8 +174,8 @@ class DataChecks:
                         "a data source has one teacher",
                     )
                 claimed.setdefault(source, name)
-        found = {row.data_source for row in train}
-        for source in sorted(found | {row.data_source for row in evaluation}):
+        train = self.parts["train"]
+        for source in sorted(train.routes | self.parts["eval"].routes):
             if source not in claimed:
                 self.found.add(
                     "teachers",
@@ -134,91 +184,98 @@ class DataChecks:
                 )
         for name in self.config.teachers:
             own = {source for source, teacher in claimed.items() if teacher == name}
-            if not own & found:
+            if not own & train.routes and not train.streamed:
                 self.found.add(
                     f"teachers.{name}",
                     f"no prompt goes to it: its sources are {sorted(own)}, data.train has "
-                    f"{sorted(found)}",
+                    f"{sorted(train.routes)}",
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
-    def media(self, part: str, rows: Sequence[Row]) -> None:
+    def media(self, part: str) -> None:
         """Rows are text: nothing would look at an image, and who answers would have to."""
-        seen = [(row, name) for row in rows if (name := _medium(row)) is not None]
-        if seen:
-            row, name = seen[0]
+        media = self.parts[part].media
+        if media.count:
             self.found.add(
                 f"data.{part}",
-                f"{len(seen)} rows have {name!r}, the first is {row.uid}: only text is supported "
-                "yet, and the student would answer without it",
+                f"{media.count} rows have {media.first}: only text is supported yet, and the "
+                "student would answer without it",
                 "remove it from the data, or take other data",
             )
 
-    def answers(self, part: str, rows: Sequence[Row], grader: str) -> None:
+    def answers(self, part: str, grader: str) -> None:
         """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
-        without = [r for r in rows if r.answer is None and r.task is None]
-        if without and ":" not in grader:
+        without = self.parts[part].unanswered
+        if without.count and ":" not in grader:
             self.found.add(
                 f"data.{part}",
-                f"{len(without)} rows have no {self.config.data.answer!r}, the first is "
-                f"{without[0].uid}: {grader} would grade every response 0",
+                f"{without.count} rows have no {self.config.data.answer!r}, the first is "
+                f"{without.first}: {grader} would grade every response 0",
                 "add the answers, or name their field in data.answer",
             )
 
-    def verifiers(self, part: str, rows: Sequence[Row]) -> None:
+    def verifiers(self, part: str) -> None:
         """Rows to grade have no verifier that runs a response as code, unless that is allowed."""
-        found = {row.task.name for row in rows if row.task is not None and evaluates(row.task.name)}
+        found = sorted(filter(evaluates, self.parts[part].tasks))
         if found and not self.config.grading.allow_eval:
             self.found.add(
                 f"data.{part}",
-                f"reasoning-gym's verifiers of {', '.join(sorted(found))} evaluate what the model "
+                f"reasoning-gym's verifiers of {', '.join(found)} evaluate what the model "
                 "wrote: a response can run code as you",
                 REMEDY,
             )
 
-    def prompts(self, part: str, sources: Sequence[Sequence[Row]], room: Room) -> None:
+    def prompts(self, part: str, sources: Sequence[Rows], room: Room) -> None:
         """Every prompt can be tokenized and fits the models."""
         text = Text.of(self.config)
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
+            spelled = _Found()
             try:
-                found = [self._prompt(row, text) for row in rows]
+                faults = list(room.faults(self._encoded(checked(rows), text, spelled)))
             except Exception as error:  # a chat template can raise anything
                 self.found.add(
                     f"data.{part}",
                     f"a prompt cannot be tokenized: {type(error).__name__}: {error}",
                     "mend the prompt or the chat template, or set data.chat_template",
-                    _name(source),
+                    source.label,
                 )
                 continue
-            self._spelled(part, source, rows, text)
-            prompts = [prompt for of_row in found for prompt in of_row]
-            for message, remedy in room.faults(prompts):
-                self.found.add(f"data.{part}", message, remedy, _name(source))
+            if spelled.count:
+                self.found.notes.append(
+                    f"data.{part}: {spelled.count} prompts of {source.label} spell special tokens, "
+                    f"the first is {spelled.first}; they are read as text, unless "
+                    "data.special_tokens is parse"
+                )
+            for message, remedy in faults:
+                self.found.add(f"data.{part}", message, remedy, source.label)
 
-    def _spelled(
-        self, part: str, source: FileSource | ReasoningGymSource, rows: Sequence[Row], text: Text
-    ) -> None:
-        """Notes how many prompts spell special tokens: their template may be applied already."""
-        spelled = [(row, text.spelled(row.prompt)) for row in rows]
-        found = [(row, token) for row, token in spelled if token is not None]
-        if found:
-            row, token = found[0]
-            number = int(row.uid.rpartition(":")[2]) + 1
-            self.found.notes.append(
-                f"data.{part}: {len(found)} prompts of {_name(source)} spell special tokens, the "
-                f"first is row {number} with {token!r}; they are read as text, unless "
-                "data.special_tokens is parse"
-            )
+    def _encoded(
+        self, rows: Iterable[Row], text: Text, spelled: _Found
+    ) -> Iterator[tuple[Row, list[int]]]:
+        """A row's prompt as the student sees it, and as its teacher does where that is another.
 
-    def _prompt(self, row: Row, text: Text) -> list[_EncodedPrompt]:
-        encoded = [text.encode(seen) for seen in self._seen(row)]
-        return [_EncodedPrompt(row.uid, len(ids), max(ids, default=0)) for ids in encoded]
+        ``spelled`` counts the prompts that spell special tokens: their template may be applied
+        already.
+        """
+        for row in rows:
+            token = text.spelled(row.prompt)
+            if token is not None:
+                spelled.add(f"row {number_of(row) + 1} with {token!r}")
+            yield row, text.encode(row.prompt)
+            teacher = self.config.teacher_of(row.data_source)
+            template = self.config.prompt_templates.get(teacher or "")
+            if template is not None:
+                yield row, text.encode(filled(template, row))
 
-    def _seen(self, row: Row) -> list[PromptText]:
-        """A row's prompt as the student sees it, and as its teacher does where that is another."""
-        teacher = self.config.teacher_of(row.data_source)
-        template = self.config.prompt_templates.get(teacher or "")
-        return [row.prompt] if template is None else [row.prompt, filled(template, row)]
+
+def checked(rows: Rows) -> Sequence[Row]:
+    """The rows that are checked before a run. SourceError if one of a streamed source is wrong."""
+    if not isinstance(rows, StreamedRows):
+        return rows
+    for entry in rows.head:
+        if isinstance(entry, SourceError):
+            raise entry
+    return [entry for entry in rows.head if isinstance(entry, Row)]
 
 
 def _medium(row: Row) -> str | None:
@@ -233,8 +290,3 @@ def _medium(row: Row) -> str | None:
             if kind != "text":
                 return str(kind)
     return None
-
-
-def _name(source: FileSource | ReasoningGymSource) -> str:
-    """What problems of a source are told to be in."""
-    return source.path if isinstance(source, FileSource) else source.task

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from async_opd.checks.data import DataChecks, Room
+from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.devices import gpu_count, resolve_device
 from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
@@ -24,13 +24,19 @@ from async_opd.queue.sizes import payloads, refused, traffic
 class Inputs:
     """What preflight read, so that the run does not read it again."""
 
-    train: list[list[Row]] = field(default_factory=list)
-    eval: list[Row] = field(default_factory=list)
+    train: list[Rows] = field(default_factory=list)
+    """The rows of each source: on disk, or streamed."""
+    eval: list[Sequence[Row]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What is no problem, and yet may not be what was meant."""
     max_prompt_tokens: int | None = None
     """What a training prompt may have so that it and its response fit every model."""
+
+    @property
+    def checked(self) -> list[Sequence[Row]]:
+        """The training rows that were checked: all of a source, or a streamed one's first."""
+        return [checked(rows) for rows in self.train]
 
 
 def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
@@ -46,21 +52,19 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     if config.reward is not None:
         data.grader("reward.grader", config.reward.grader)
     train, evaluation = data.sources("train"), data.sources("eval")
-    to_train = [row for rows in train for row in rows]
-    to_evaluate = [row for rows in evaluation for row in rows]
     if not data.unreadable:
-        data.routes(to_train, to_evaluate)
-    data.media("train", to_train)
-    data.media("eval", to_evaluate)
-    data.answers("eval", to_evaluate, config.eval.grader)
-    data.verifiers("eval", to_evaluate)
+        data.routes()
+    data.media("train")
+    data.media("eval")
+    data.answers("eval", config.eval.grader)
+    data.verifiers("eval")
     if config.reward is not None:
-        data.answers("train", to_train, config.reward.grader)
-        data.verifiers("train", to_train)
+        data.answers("train", config.reward.grader)
+        data.verifiers("train")
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpu_count() if gpus is None else gpus, limit)
-    return Inputs(train, to_evaluate, found.problems, found.notes, limit)
+    return Inputs(train, [checked(rows) for rows in evaluation], found.problems, found.notes, limit)
 
 
 def _prompts(
@@ -68,10 +72,10 @@ def _prompts(
     models: ModelChecks,
     data: DataChecks,
     part: str,
-    sources: Sequence[Sequence[Row]],
+    sources: Sequence[Rows],
 ) -> int | None:
     """Prompts and responses of a part fit the models. Returns the prompts' limit."""
-    if "student.model" not in models.files or not any(sources):
+    if "student.model" not in models.files or not any(map(checked, sources)):
         return None
     key, response = "rollout.max_tokens", config.rollout.max_tokens
     if part == "eval" and config.eval.max_tokens is not None:

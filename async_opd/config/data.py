@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import reduce
+from operator import or_
+from pkgutil import resolve_name
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from async_opd.config.registry import SOURCES
 from async_opd.config.section import Section
+from async_opd.config.source import PromptSource
 
-
-class FileSource(Section):
-    """Prompts from a jsonl or parquet file, or from a Hugging Face ``datasets`` directory."""
-
-    kind: Literal["file"] = "file"
-    path: str = Field(min_length=1)
-    """``*.jsonl``, ``*.parquet``, or a directory written by ``Dataset.save_to_disk``. Relative
-    paths are relative to the config file."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the stream, relative to the other sources' weights."""
-
-
-class ReasoningGymSource(Section):
-    """Procedural tasks from the ``reasoning-gym`` package, graded by its own verifier."""
-
-    kind: Literal["reasoning_gym"]
-    task: str
-    """Name of the reasoning-gym dataset; it is also the rows' data source."""
-    size: PositiveInt = 1000
-    """Number of entries."""
-    seed: int = 0
-    """Seed of the generator: give training and evaluation different ones."""
-    options: dict[str, Any] = Field(default={})
-    """Further arguments of the task's own config."""
-    weight: float = Field(default=1.0, gt=0)
-    """Share of this source in the stream, relative to the other sources' weights."""
-
-
-Source = Annotated[FileSource | ReasoningGymSource, Field(discriminator="kind")]
+if TYPE_CHECKING:
+    Source = PromptSource
+else:
+    kinds = map(resolve_name, SOURCES.values())
+    Source = Annotated[reduce(or_, kinds), Field(discriminator="kind")]
 
 
 class DataConfig(Section):

@@ -13,8 +13,6 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.data import DataConfig as DataConfig
-from async_opd.config.data import FileSource as FileSource
-from async_opd.config.data import ReasoningGymSource as ReasoningGymSource
 from async_opd.config.ending import CheckpointConfig as CheckpointConfig
 from async_opd.config.ending import ShutdownConfig as ShutdownConfig
 from async_opd.config.ending import TimeoutConfig as TimeoutConfig

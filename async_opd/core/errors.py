@@ -139,6 +139,17 @@ class ScoreError(AsyncOPDError, ValueError):
     """Scores that hold NaN or an infinity that no distribution has."""
 
 
+class SourceError(AsyncOPDError):
+    """A data source that cannot be read. ``row`` is 1-based, or None for the whole source."""
+
+    def __init__(self, source: str, message: str, row: int | None = None) -> None:
+        super().__init__(source, message, row)
+        self.source, self.message, self.row = source, message, row
+
+    def __str__(self) -> str:
+        return f"{self.source}{'' if self.row is None else f', row {self.row}'}: {self.message}"
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The first real error inside of (nested) exception groups."""
     while isinstance(error, BaseExceptionGroup):

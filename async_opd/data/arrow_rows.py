@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os.path
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +24,46 @@ MAX_STATE_BYTES = 1 << 20
 """Bytes of the JSON file that names the others."""
 
 
-def parquet_rows(path: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a parquet file."""
+def parquet_rows(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Rows of a parquet file from position ``start`` on; row groups before it are not read."""
     with pyarrow.parquet.ParquetFile(path) as file:
         columns = map(file.schema.column, range(len(file.schema.names)))
         texts = [one.path for one in columns if one.logical_type.type == "STRING"]
     with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
-        for batch in file.iter_batches(batch_size=AT_A_TIME):
-            yield from _rows(batch)
+        groups = list(range(file.num_row_groups))
+        while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
+            start -= rows
+            del groups[0]
+        yield from _rows(file.iter_batches(batch_size=AT_A_TIME, row_groups=groups), start)
 
 
-def datasets_rows(folder: Path) -> Iterator[dict[str, Any]]:
-    """Rows of a directory that ``Dataset.save_to_disk`` wrote. ValueError for any other."""
+def datasets_rows(folder: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+    """Rows of a directory that ``Dataset.save_to_disk`` wrote, from position ``start`` on.
+
+    ValueError for any other directory.
+    """
+    yield from _rows(_batches(folder), start)
+
+
+def _batches(folder: Path) -> Iterator[pyarrow.RecordBatch]:
     for file in _files(folder):
         with pyarrow.memory_map(str(file)) as source, pyarrow.ipc.open_stream(source) as stream:
             for batch in stream:
                 batch.validate(full=True)
-                for start in range(0, batch.num_rows, AT_A_TIME):
-                    yield from _rows(batch.slice(start, AT_A_TIME))
+                for at in range(0, batch.num_rows, AT_A_TIME):
+                    yield batch.slice(at, AT_A_TIME)
 
 
-def _rows(batch: pyarrow.RecordBatch) -> Iterator[dict[str, Any]]:
+def _rows(batches: Iterable[pyarrow.RecordBatch], start: int) -> Iterator[dict[str, Any]]:
     """One after the other, where all at once would be as large as a long value times its rows."""
-    if batch.nbytes <= SMALL:
-        yield from batch.to_pylist()
-        return
-    for at in range(batch.num_rows):
-        yield from batch.slice(at, 1).to_pylist()
+    for batch in batches:
+        rows = batch.slice(min(start, batch.num_rows))
+        start -= batch.num_rows - rows.num_rows
+        if rows.nbytes <= SMALL:
+            yield from rows.to_pylist()
+            continue
+        for at in range(rows.num_rows):
+            yield from rows.slice(at, 1).to_pylist()
 
 
 def _files(folder: Path) -> list[Path]:

@@ -10,15 +10,18 @@ cannot be tokenized, or not within the limit, comes as what was lost, with the r
 from __future__ import annotations
 
 import random
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from string import Formatter
 
 import numpy as np
 
-from async_opd.core.errors import RolloutFault
+from async_opd.core.errors import RolloutFault, SourceError
 from async_opd.core.row import PromptText, Row
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Int32, Prompt
 from async_opd.core.uid import Uid
+from async_opd.data.streamed_rows import StreamedRows, number_of
 
 Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]
@@ -35,9 +38,9 @@ def to_prompt(
 ) -> Prompt:
     """Tokenizes and routes a row; its uid says the epoch too.
 
-    The row goes along if its rollouts are to be ``graded``. KeyError without a teacher;
-    RolloutFault if it cannot be tokenized, or not into 1 to ``limit`` tokens. ``templates`` are
-    those of teachers that see another prompt than the student.
+    The row goes along if its rollouts are to be ``graded``. RolloutFault if it has no teacher, or
+    cannot be tokenized, or not into 1 to ``limit`` tokens. ``templates`` are those of teachers that
+    see another prompt than the student.
     """
     teacher = _teacher(row, route)
     ids = _encoded(row, lambda: row.prompt, encode, limit)
@@ -68,7 +71,8 @@ def _uid(row: Row, epoch: int) -> Uid:
 def _teacher(row: Row, route: Route) -> str:
     teacher = route(row.data_source)
     if teacher is None:
-        raise KeyError(f"no teacher for data source {row.data_source!r} (row {row.uid})")
+        cause = f"no teacher for data source {row.data_source!r} (row {row.uid})"
+        raise RolloutFault("prompt", cause, "add it to the sources of a teacher")
     return teacher
 
 
@@ -89,12 +93,42 @@ def filled(template: str, row: Row) -> PromptText:
         raise ValueError(message) from error
 
 
+class _Epochs:
+    """Rows from the first to the last, epoch after epoch, each of them shuffled as a whole."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self._rows = rows
+        self._order: tuple[int, Sequence[int]] = (-1, ())
+
+    def taken(self, count: int, seed: str | None) -> tuple[Row, int]:
+        """The row after ``count`` others, and its epoch."""
+        epoch, position = divmod(count, len(self._rows))
+        if seed is None:
+            return self._rows[position], epoch
+        if self._order[0] != epoch:
+            order = array("Q", range(len(self._rows)))
+            random.Random(f"{seed}/{epoch}").shuffle(order)
+            self._order = epoch, order
+        return self._rows[self._order[1][position]], epoch
+
+    def find(self, number: int) -> Row:
+        """The row with this number in its uid. KeyError if there is none."""
+        at = bisect_left(self._rows, number, key=number_of)
+        if at == len(self._rows) or number_of(self._rows[at]) != number:
+            raise KeyError(number)
+        return self._rows[at]
+
+
 class PromptStream:
-    """Rows of several sources by weight, each source from start to end, epoch after epoch."""
+    """Rows of several sources by weight, each source from start to end, epoch after epoch.
+
+    The rows of a sequence are shuffled as a whole in each epoch, those of a streamed source within
+    their window. A streamed row that was not checked before the run, and is wrong, is lost.
+    """
 
     def __init__(
         self,
-        sources: Sequence[Sequence[Row]],
+        sources: Sequence[Sequence[Row] | StreamedRows],
         weights: Sequence[float],
         encode: Encode,
         route: Route,
@@ -105,17 +139,18 @@ class PromptStream:
         graded: bool = False,
         limit: int | None = None,
         templates: Mapping[str, str] | None = None,
+        fallback: str = "",
     ) -> None:
-        """``limit``: most tokens of a prompt."""
+        """``limit``: most tokens of a prompt. ``fallback``: the teacher of rows that have none."""
         self._limit = limit
-        self._sources = [list(rows) for rows in sources]
+        self._sources = [
+            rows if isinstance(rows, StreamedRows) else _Epochs(rows) for rows in sources
+        ]
         self._weights, self._total = list(weights), float(sum(weights))
-        self._encode, self._route = encode, route
+        self._encode, self._route, self._fallback = encode, route, fallback
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
         self._templates = templates
         self._taken = [0] * len(sources)
-        self._orders: dict[int, tuple[int, list[int]]] = {}
-        self._rows: dict[str, Row] = {}
         self._cursor = 0
         for _ in range(cursor):
             self._advance()
@@ -132,9 +167,12 @@ class PromptStream:
     def find(self, uid: Uid) -> Prompt:
         """A prompt that this stream gave before. KeyError if the data has no such row."""
         name, _, epoch = uid.rpartition("#")
-        if not self._rows:
-            self._rows = {row.uid: row for rows in self._sources for row in rows}
-        return self._encoded(self._rows[name], int(epoch))
+        source, _, number = name.partition(":")
+        try:
+            row = self._sources[int(source)].find(int(number))
+        except (LookupError, ValueError) as error:
+            raise KeyError(uid) from error
+        return self._encoded(row, int(epoch))
 
     def _advance(self) -> tuple[int, int]:
         """The next source, and how many it gave before.
@@ -152,24 +190,19 @@ class PromptStream:
         return source, taken
 
     def _prompt(self, source: int, taken: int) -> Prompt | DeadLetter:
-        rows = self._sources[source]
-        epoch, position = divmod(taken, len(rows))
-        row = rows[self._order(source, epoch)[position]]
+        seed = f"{self._seed}/{source}" if self._shuffle else None
+        row, epoch = self._sources[source].taken(taken, seed)
+        if isinstance(row, SourceError):
+            return self._lost(f"{source}:{(row.row or 1) - 1}#{epoch}", "", str(row))
         try:
             return self._encoded(row, epoch)
         except RolloutFault as fault:
-            header = Header(_uid(row, epoch), 0, 0, NO_VERSION, _teacher(row, self._route))
-            return DeadLetter(header, fault.cause, fault.stage)
+            return self._lost(_uid(row, epoch), row.data_source, fault.cause)
+
+    def _lost(self, uid: str, data_source: str, reason: str) -> DeadLetter:
+        teacher = self._route(data_source) or self._fallback
+        return DeadLetter(Header(uid, 0, 0, NO_VERSION, teacher), reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
         how = (self._graded, self._limit, self._templates)
         return to_prompt(row, self._encode, self._route, epoch, *how)
-
-    def _order(self, source: int, epoch: int) -> list[int]:
-        known = self._orders.get(source)
-        if known is None or known[0] != epoch:
-            order = list(range(len(self._sources[source])))
-            if self._shuffle:
-                random.Random(f"{self._seed}/{source}/{epoch}").shuffle(order)
-            known = self._orders[source] = (epoch, order)
-        return known[1]

@@ -49,4 +49,4 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
 
 def test_rows_are_handed_on_to_the_run() -> None:
     inputs = preflight(config(), "c.yaml", 0)
-    assert (len(inputs.train[0]), len(inputs.eval)) == (6000, 512)
+    assert (len(inputs.checked[0]), sum(map(len, inputs.eval))) == (6000, 512)

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.run_config import DataConfig, FileSource
-from async_opd.core.row import Row
-from async_opd.data.sources import SourceError, read_source
+from async_opd.config.run_config import DataConfig
+from async_opd.core.errors import SourceError
+from async_opd.data.files import FileSource
+from async_opd.data.stored_rows import StoredRows, read_source
 
 ROW = '{"prompt": "a", "data_source": "s"}\n'
 
 
-def read(path: Path, content: bytes) -> list[Row]:
+def read(path: Path, content: bytes) -> StoredRows:
     path.write_bytes(content)
     return read_source(FileSource(path=str(path)), 0, DataConfig(train=[]))
 

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.run_config import DataConfig, FileSource, ReasoningGymSource
-from async_opd.core.errors import StageError
+from async_opd.config.run_config import DataConfig
+from async_opd.core.errors import SourceError, StageError
 from async_opd.core.row import Row
+from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream
-from async_opd.data.sources import SourceError, read_source
+from async_opd.data.reasoning_gym import ReasoningGymSource
+from async_opd.data.stored_rows import StoredRows, read_source
 from async_opd.grading.graders import load_grader
 from async_opd.models.tokenizer import Text, eos_ids
 
@@ -24,7 +26,7 @@ ROWS = [{"prompt": f"p{i}", "answer": i, "data_source": "a"} for i in range(3)]
 DATA = DataConfig(train=[])
 
 
-def read(path: Path, data: DataConfig = DATA) -> list[Row]:
+def read(path: Path, data: DataConfig = DATA) -> StoredRows:
     return read_source(FileSource(path=str(path)), 0, data)
 
 

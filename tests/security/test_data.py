@@ -9,10 +9,11 @@ from threading import Thread
 
 import pytest
 
-from async_opd.config.run_config import DataConfig, FileSource
+from async_opd.config.run_config import DataConfig
+from async_opd.core.errors import SourceError
 from async_opd.core.nesting import MAX_DEPTH
-from async_opd.core.row import Row
-from async_opd.data.sources import SourceError, read_source
+from async_opd.data.files import FileSource
+from async_opd.data.stored_rows import StoredRows, read_source
 from async_opd.grading.graders import has_verifier, load_grader
 from tests.fuzz.command import checked, good, written
 from tests.security.hostile_data import GOOD, MANY, hostile_folder, lines, state
@@ -24,7 +25,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hostile_folder(folder / "data", str(folder / "secret.png"))
 
 
-def read(path: Path) -> list[Row]:
+def read(path: Path) -> StoredRows:
     return read_source(FileSource(path=str(path)), 0, DataConfig(train=[]))
 
 

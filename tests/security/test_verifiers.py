@@ -10,9 +10,10 @@ from reasoning_gym.factory import DATASETS
 
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
-from async_opd.config.run_config import DataConfig, ReasoningGymSource, RunConfig
+from async_opd.config.run_config import DataConfig, RunConfig
 from async_opd.core.row import Row
-from async_opd.data.sources import read_source
+from async_opd.data.reasoning_gym import ReasoningGymSource
+from async_opd.data.stored_rows import read_source
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import GradeError
 from async_opd.grading.verifiers import SAFE_TASKS

@@ -1,0 +1,84 @@
+"""The rows of a source that is read while it is needed: a window of them is in memory.
+
+    source.rows(start) ──► window 0 │ window 1 │ … ──each shuffled by itself──► rows
+
+Which row is how many-th follows from the seed alone, so that a cursor is all that a resumed run
+needs.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from itertools import islice
+
+from async_opd.core.errors import SourceError
+from async_opd.core.row import Row
+
+Entry = Row | SourceError
+KEPT = 3
+"""Windows in memory: a resumed run looks for prompts of the newest ones."""
+
+
+class StreamedRows:
+    """``read(start)`` yields the rows from position ``start`` on, the same ones every time."""
+
+    def __init__(self, read: Callable[[int], Iterator[Entry]], window: int) -> None:
+        """``window``: rows that are shuffled with each other."""
+        self._read, self._size = read, window
+        self._windows: dict[int, list[Entry]] = {}
+        self._rest: Iterator[Entry] = iter(())
+        self._at = -1  # the window that ``_rest`` begins with
+        self._length: int | None = None
+
+    @property
+    def head(self) -> list[Entry]:
+        """The first window."""
+        return self._window(0)
+
+    def taken(self, count: int, seed: str | None) -> tuple[Entry, int]:
+        """The row after ``count`` others, and its epoch. SourceError if there are no rows.
+
+        ``seed`` shuffles the rows of a window, in each epoch anew; None: they come as they are.
+        """
+        epoch, position = divmod(count, self._length) if self._length else (0, count)
+        number, offset = divmod(position, self._size)
+        entries = self._window(number)
+        if offset < len(entries):
+            order = list(range(len(entries)))
+            if seed is not None:
+                random.Random(f"{seed}/{epoch}/{number}").shuffle(order)
+            return entries[order[offset]], epoch
+        self._length = sum(1 for _ in self._read(0))
+        if not self._length:
+            raise SourceError("a streamed source", "has no rows")
+        return self.taken(count, seed)
+
+    def find(self, number: int) -> Row:
+        """The row with this number in its uid: its position, or more by what was left out before.
+
+        KeyError if there is none.
+        """
+        for window in range(number // self._size, -1, -1):
+            rows = [one for one in self._window(window) if isinstance(one, Row)]
+            for row in rows:
+                if number_of(row) == number:
+                    return row
+            if rows and number_of(rows[0]) < number:
+                break
+        raise KeyError(number)
+
+    def _window(self, number: int) -> list[Entry]:
+        if number not in self._windows:
+            if number != self._at:
+                self._rest = self._read(number * self._size)
+            self._windows[number] = list(islice(self._rest, self._size))
+            self._at = number + 1
+            while len(self._windows) > KEPT:
+                del self._windows[next(iter(self._windows))]
+        return self._windows[number]
+
+
+def number_of(row: Row) -> int:
+    """The number in a row's uid."""
+    return int(row.uid.rpartition(":")[2])
