@@ -18,6 +18,11 @@ import pyarrow.parquet
 
 AT_A_TIME = 64
 """Rows that become Python objects together, while they are small."""
+FEW = 4
+"""Rows of a parquet file that are decoded together: a long value that the file says once for many
+rows is there once for each of these."""
+BUFFER = 1 << 20
+"""Bytes of each column that are read from a parquet file at once."""
 SMALL = 1 << 20
 """Bytes of such rows in Arrow, where a value that a file says once for many rows counts once."""
 MAX_STATE_BYTES = 1 << 20
@@ -26,15 +31,12 @@ MAX_STATE_BYTES = 1 << 20
 
 def parquet_rows(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a parquet file from position ``start`` on; row groups before it are not read."""
-    with pyarrow.parquet.ParquetFile(path) as file:
-        columns = map(file.schema.column, range(len(file.schema.names)))
-        texts = [one.path for one in columns if one.logical_type.type == "STRING"]
-    with pyarrow.parquet.ParquetFile(path, read_dictionary=texts) as file:
+    with pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
         groups = list(range(file.num_row_groups))
         while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
             start -= rows
             del groups[0]
-        yield from _rows(file.iter_batches(batch_size=AT_A_TIME, row_groups=groups), start)
+        yield from _rows(file.iter_batches(batch_size=FEW, row_groups=groups), start)
 
 
 def datasets_rows(folder: Path, start: int = 0) -> Iterator[dict[str, Any]]:
