@@ -169,10 +169,10 @@ class PromptStream:
         name, _, epoch = uid.rpartition("#")
         source, _, number = name.partition(":")
         try:
-            row = self._sources[int(source)].find(int(number))
+            row, of = self._sources[int(source)].find(int(number)), int(epoch)
         except (LookupError, ValueError) as error:
             raise KeyError(uid) from error
-        return self._encoded(row, int(epoch))
+        return self._encoded(row, of)
 
     def _advance(self) -> tuple[int, int]:
         """The next source, and how many it gave before.

@@ -1,0 +1,198 @@
+"""A streamed source: a window of rows in memory, resumed by a cursor, every row once an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from async_opd.checks.preflight import Inputs, preflight
+from async_opd.config.run_config import DataConfig
+from async_opd.core.errors import SourceError
+from async_opd.core.row import Row
+from async_opd.core.samples import DeadLetter, Prompt
+from async_opd.data.files import FileSource
+from async_opd.data.prompts import PromptStream
+from async_opd.data.streamed_rows import KEPT, StreamedRows
+from tests.checks.inputs import config
+from tests.data.squares_source import SquaresSource
+
+
+class Source:
+    """So many rows; ``read`` counts those that were asked for."""
+
+    def __init__(self, count: int) -> None:
+        self.count, self.asked = count, 0
+
+    def read(self, start: int) -> Iterator[Row | SourceError]:
+        for number in range(start, self.count):
+            self.asked += 1
+            yield Row(f"0:{number}", "a", f"p{number}", None, {})
+
+
+def stream(
+    rows: StreamedRows, cursor: int = 0, shuffle: bool = True, seed: int = 0
+) -> PromptStream:
+    return PromptStream(
+        [rows],
+        [1.0],
+        lambda _: [1],
+        teacher,
+        seed=seed,
+        shuffle=shuffle,
+        cursor=cursor,
+        fallback="a",
+    )
+
+
+def teacher(data_source: str) -> str | None:
+    return "a" if data_source == "a" else None
+
+
+def uids(prompts: list[Any]) -> list[str]:
+    return [prompt.uid if isinstance(prompt, Prompt) else prompt.header.uid for prompt in prompts]
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(0, 3), st.booleans())
+def test_every_row_comes_once_an_epoch(count: int, window: int, seed: int, shuffle: bool) -> None:
+    taken = uids(stream(StreamedRows(Source(count).read, window), 0, shuffle, seed).next(3 * count))
+    for epoch in range(3):
+        part = taken[epoch * count : (epoch + 1) * count]
+        assert sorted(part) == sorted(f"0:{number}#{epoch}" for number in range(count))
+        if not shuffle:
+            assert part == [f"0:{number}#{epoch}" for number in range(count)]
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 30), st.integers(1, 9), st.integers(0, 90), st.integers(0, 20))
+def test_a_stream_goes_on_exactly_where_its_cursor_was(
+    count: int, window: int, before: int, after: int
+) -> None:
+    whole = uids(stream(StreamedRows(Source(count).read, window)).next(before + after))
+    resumed = stream(StreamedRows(Source(count).read, window), before)
+    assert uids(resumed.next(after)) == whole[before:]
+
+
+def test_rows_are_shuffled_within_their_window_and_in_each_epoch_anew() -> None:
+    taken = uids(stream(StreamedRows(Source(40).read, 20)).next(80))
+    numbers = [int(uid[2:].partition("#")[0]) for uid in taken]
+    assert max(numbers[:20]) < 20 <= min(numbers[20:40])
+    assert numbers[:20] != sorted(numbers[:20])
+    assert numbers[:20] != numbers[40:60]
+
+
+def test_no_more_rows_are_read_than_the_windows_that_were_needed() -> None:
+    source = Source(10**9)
+    stream(StreamedRows(source.read, 8)).next(17)
+    assert source.asked == 24
+
+
+def test_few_windows_are_in_memory() -> None:
+    rows = StreamedRows(Source(10**9).read, 8)
+    stream(rows).next(1000)
+    assert len(rows._windows) == KEPT
+
+
+def test_a_stream_without_rows_is_an_error() -> None:
+    with pytest.raises(SourceError, match="has no rows"):
+        stream(StreamedRows(Source(0).read, 8)).next(1)
+
+
+def file(tmp_path: Path, *lines: str) -> StreamedRows:
+    (tmp_path / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    source = FileSource(path=str(tmp_path / "a.jsonl"))
+    return StreamedRows(partial(source.rows, 0, DataConfig(train=[])), 4)
+
+
+def line(text: str, source: str = "a") -> str:
+    return f'{{"prompt": "{text}", "data_source": "{source}"}}'
+
+
+@settings(max_examples=40)
+@given(st.lists(st.booleans(), min_size=1, max_size=40).filter(any), st.data())
+def test_a_prompt_is_found_again_behind_blank_lines(
+    tmp_path_factory: pytest.TempPathFactory, full: list[bool], data: Any
+) -> None:
+    lines = [line(f"p{at}") if one else "" for at, one in enumerate(full)]
+    made = stream(file(tmp_path_factory.mktemp("rows"), *lines))
+    at = data.draw(st.integers(0, len(full) + 3))
+    if at < len(full) and full[at]:
+        assert made.find(f"0:{at}#2").uid == f"0:{at}#2"
+    else:
+        with pytest.raises(KeyError):
+            made.find(f"0:{at}#2")
+
+
+@pytest.mark.parametrize(
+    ("bad", "reason"),
+    [
+        ("{oops", r"a.jsonl, row 3: is no JSON"),
+        ('{"data_source": "a"}', r"row 3: has no field 'prompt'"),
+        (line("x", "nobody's"), r"""no teacher for data source "nobody's" \(row 0:2\)"""),
+    ],
+)
+def test_a_bad_row_behind_those_that_were_checked_is_lost_and_ends_nothing(
+    tmp_path: Path, bad: str, reason: str
+) -> None:
+    taken = stream(file(tmp_path, line("p"), line("p"), bad, line("p")), shuffle=False).next(4)
+    assert uids(taken) == ["0:0#0", "0:1#0", "0:2#0", "0:3#0"]
+    lost = taken[2]
+    assert isinstance(lost, DeadLetter)
+    assert (lost.header.teacher, lost.stage) == ("a", "prompt")
+    lost_reason = pytest.raises(SourceError, match=reason)
+    with lost_reason:
+        raise SourceError("", lost.reason)
+
+
+# ── before a run ──────────────────────────────────────────────────────────────────────────────
+
+
+def checked(tmp_path: Path, *lines: str, window: int = 2) -> Inputs:
+    (tmp_path / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    entry = f"{{path: {tmp_path / 'rows.jsonl'}, stream: true, window: {window}}}"
+    return preflight(config(f"data.train=[{entry}]"), "c.yaml", 0)
+
+
+SORT, REVERSE = line("sort 1=", "sort"), line("reverse 1=", "reverse")
+
+
+def test_the_first_window_of_a_streamed_source_is_checked(tmp_path: Path) -> None:
+    found = checked(tmp_path, SORT, REVERSE, "{oops")
+    assert found.problems == []
+    assert [len(rows) for rows in found.checked] == [2]
+    assert any("is streamed: its first 2 rows are checked" in note for note in found.notes)
+
+
+def test_a_fault_in_the_first_window_is_a_problem(tmp_path: Path) -> None:
+    (problem,) = checked(tmp_path, SORT, "{oops").problems
+    assert problem.where.endswith("rows.jsonl, row 2")
+
+
+def test_a_teacher_whose_prompts_come_later_in_the_stream_is_no_problem(tmp_path: Path) -> None:
+    assert checked(tmp_path, SORT, SORT, REVERSE).problems == []
+
+
+def test_a_streamed_source_without_rows_is_a_problem(tmp_path: Path) -> None:
+    (problem,) = checked(tmp_path).problems
+    assert problem.message == "has no rows"
+
+
+def test_an_evaluation_cannot_be_streamed(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(SORT)
+    entry = f"{{path: {tmp_path / 'rows.jsonl'}, stream: true}}"
+    (problem,) = preflight(config(f"data.eval=[{entry}]"), "c.yaml", 0).problems
+    assert "an evaluation takes all of its rows" in problem.message
+
+
+def test_a_source_without_end_is_taken_from_where_it_is_needed() -> None:
+    source = SquaresSource(kind="squares", window=4, subject="a")
+    rows = StreamedRows(partial(source.rows, 0, DataConfig(train=[])), 4)
+    assert sorted(uids(stream(rows, cursor=10**6).next(4))) == [
+        f"0:{number}#0" for number in range(10**6, 10**6 + 4)
+    ]
