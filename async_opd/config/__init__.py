@@ -1,1 +1,4 @@
-"""What a run is: its config, from a YAML file and the command line, checked in every key."""
+"""What a run is: frozen pydantic sections, and how YAML and overrides become one ``RunConfig``.
+
+``run_config`` holds the sections together, ``load`` reads them. Imports ``core``.
+"""

@@ -1,1 +1,4 @@
-"""Where prompts come from: the kinds of sources, their rows, and the stream that mixes them."""
+"""Where prompts come from: rows of a source, and the stream of prompts made of them.
+
+Imports ``config`` and ``core``.
+"""

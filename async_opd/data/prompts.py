@@ -193,13 +193,13 @@ class PromptStream:
         seed = f"{self._seed}/{source}" if self._shuffle else None
         row, epoch = self._sources[source].taken(taken, seed)
         if isinstance(row, SourceError):
-            return self._lost(f"{source}:{(row.row or 1) - 1}#{epoch}", "", str(row))
+            return self._lost(Uid(f"{source}:{(row.row or 1) - 1}#{epoch}"), "", str(row))
         try:
             return self._encoded(row, epoch)
         except RolloutFault as fault:
             return self._lost(_uid(row, epoch), row.data_source, fault.cause)
 
-    def _lost(self, uid: str, data_source: str, reason: str) -> DeadLetter:
+    def _lost(self, uid: Uid, data_source: str, reason: str) -> DeadLetter:
         teacher = self._route(data_source) or self._fallback
         return DeadLetter(Header(uid, 0, 0, NO_VERSION, teacher), reason, "prompt")
 

@@ -30,6 +30,7 @@ class StreamedRows:
         self._rest: Iterator[Entry] = iter(())
         self._at = -1  # the window that ``_rest`` begins with
         self._length: int | None = None
+        self._order: tuple[str, list[int]] = ("", [])
 
     @property
     def head(self) -> list[Entry]:
@@ -45,10 +46,9 @@ class StreamedRows:
         number, offset = divmod(position, self._size)
         entries = self._window(number)
         if offset < len(entries):
-            order = list(range(len(entries)))
             if seed is not None:
-                random.Random(f"{seed}/{epoch}/{number}").shuffle(order)
-            return entries[order[offset]], epoch
+                offset = self._shuffled(entries, f"{seed}/{epoch}/{number}")[offset]
+            return entries[offset], epoch
         self._length = sum(1 for _ in self._read(0))
         if not self._length:
             raise SourceError("a streamed source", "has no rows")
@@ -67,6 +67,13 @@ class StreamedRows:
             if rows and number_of(rows[0]) < number:
                 break
         raise KeyError(number)
+
+    def _shuffled(self, entries: list[Entry], seed: str) -> list[int]:
+        if self._order[0] != seed:
+            order = list(range(len(entries)))
+            random.Random(seed).shuffle(order)
+            self._order = seed, order
+        return self._order[1]
 
     def _window(self, number: int) -> list[Entry]:
         if number not in self._windows:

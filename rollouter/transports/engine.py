@@ -31,7 +31,7 @@ from async_opd.processes.parent_death import set_parent_death_signal_in_child
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports.chunks import BACKEND, Receiver
 
-UNTOUCHED = "no weight was replaced"
+WEIGHTS_UNCHANGED = "no weight was replaced"
 """Part of the error of a transfer that broke off before anything was loaded."""
 
 
@@ -85,7 +85,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
         if self._receiver is None:
             raise RuntimeError(
-                f"{UNTOUCHED}: weights were sent before this engine joined a transfer group"
+                f"{WEIGHTS_UNCHANGED}: weights were sent before this engine joined a transfer group"
             )
         dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         meta = WeightMeta(
@@ -97,7 +97,7 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         try:
             chunks = self._chunks(self._receiver, meta)
         except Exception as error:
-            raise RuntimeError(f"{UNTOUCHED}: {error}") from error
+            raise RuntimeError(f"{WEIGHTS_UNCHANGED}: {error}") from error
         initialize_layerwise_reload(self.model)
         for chunk, buffer in chunks:
             pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])

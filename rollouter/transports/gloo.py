@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_opd.weight_sync.gloo_group import GlooGroup, Member, gloo_group
+from async_opd.weight_sync.gloo_group import GlooGroup, GroupMember, gloo_group
 from async_opd.weight_sync.layout import Rendezvous
-from async_opd.weight_sync.rendezvous import Meeting, Visit, new_secret
+from async_opd.weight_sync.rendezvous import RendezvousClient, RendezvousServer, new_secret
 from rollouter.transports import chunks
 
 if TYPE_CHECKING:
@@ -23,31 +23,31 @@ DEVICES = ("cpu", "cuda")
 class GlooSender(chunks.Sender):
     """Listens on ``host`` only."""
 
-    _meeting: Meeting | None = None
+    _server: RendezvousServer | None = None
     _made: GlooGroup | None = None
 
     def listen(self) -> tuple[str, int, bytes]:
         """Listens on a free port of this host."""
         secret = new_secret()
-        self._meeting = Meeting(self.host, secret, self.world_size, self.timeout_s)
-        return self.host, self._meeting.port, secret
+        self._server = RendezvousServer(self.host, secret, self.world_size, self.timeout_s)
+        return self.host, self._server.port, secret
 
     def connect(self) -> None:
         """Joins as rank 0. Afterwards nobody can come any more."""
         import torch
 
-        assert self._meeting is not None, "opened first"
-        member = Member(0, self.world_size, self.host, self.secret, self.timeout_s)
+        assert self._server is not None, "opened first"
+        member = GroupMember(0, self.world_size, self.host, self.secret, self.timeout_s)
         try:
-            self._made = gloo_group(torch, member, self._meeting)
+            self._made = gloo_group(torch, member, self._server)
         finally:
-            self._meeting.close()
+            self._server.close()
 
     def close(self) -> None:
         """See Sender.close."""
         self._made = None
-        if self._meeting is not None:
-            self._meeting.close()
+        if self._server is not None:
+            self._server.close()
 
     def send(self, chunk: torch.Tensor) -> None:
         """One broadcast. AssertionError before ``connect``."""
@@ -61,12 +61,12 @@ class GlooReceiver:
     def __init__(self, at: Rendezvous, rank: int) -> None:
         import torch
 
-        visit = Visit(at.host, at.port, at.secret, at.timeout_s)
-        member = Member(rank, at.world_size, visit.address, at.secret, at.timeout_s)
+        client = RendezvousClient(at.host, at.port, at.secret, at.timeout_s)
+        member = GroupMember(rank, at.world_size, client.address, at.secret, at.timeout_s)
         try:
-            self._made = gloo_group(torch, member, visit)
+            self._made = gloo_group(torch, member, client)
         finally:
-            visit.close()
+            client.close()
 
     def receive(self, nbytes: int) -> torch.Tensor:
         """See Receiver.receive."""

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import count
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from async_opd.config.data import DataConfig
 from async_opd.config.source import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
+
+if TYPE_CHECKING:
+    from async_opd.config.data import DataConfig  # at run time it imports this module
 
 
 class SquaresSource(PromptSource):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -38,16 +39,8 @@ class Source:
 def stream(
     rows: StreamedRows, cursor: int = 0, shuffle: bool = True, seed: int = 0
 ) -> PromptStream:
-    return PromptStream(
-        [rows],
-        [1.0],
-        lambda _: [1],
-        teacher,
-        seed=seed,
-        shuffle=shuffle,
-        cursor=cursor,
-        fallback="a",
-    )
+    how: Any = {"seed": seed, "shuffle": shuffle, "cursor": cursor, "fallback": "a"}
+    return PromptStream([rows], [1.0], lambda _: [1], teacher, **how)
 
 
 def teacher(data_source: str) -> str | None:
@@ -145,9 +138,7 @@ def test_a_bad_row_behind_those_that_were_checked_is_lost_and_ends_nothing(
     lost = taken[2]
     assert isinstance(lost, DeadLetter)
     assert (lost.header.teacher, lost.stage) == ("a", "prompt")
-    lost_reason = pytest.raises(SourceError, match=reason)
-    with lost_reason:
-        raise SourceError("", lost.reason)
+    assert re.search(reason, lost.reason)
 
 
 # ── before a run ──────────────────────────────────────────────────────────────────────────────
@@ -193,6 +184,6 @@ def test_an_evaluation_cannot_be_streamed(tmp_path: Path) -> None:
 def test_a_source_without_end_is_taken_from_where_it_is_needed() -> None:
     source = SquaresSource(kind="squares", window=4, subject="a")
     rows = StreamedRows(partial(source.rows, 0, DataConfig(train=[])), 4)
-    assert sorted(uids(stream(rows, cursor=10**6).next(4))) == [
-        f"0:{number}#0" for number in range(10**6, 10**6 + 4)
+    assert sorted(uids(stream(rows, cursor=10**5).next(4))) == [
+        f"0:{number}#0" for number in range(10**5, 10**5 + 4)
     ]

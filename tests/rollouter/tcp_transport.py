@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from async_opd.weight_sync.layout import Rendezvous
-from async_opd.weight_sync.rendezvous import NONCE_BYTES, TAG_BYTES, new_secret, proof
+from async_opd.weight_sync.rendezvous import NONCE_BYTES, TAG_BYTES, hmac_tag, new_secret
 from rollouter.transports import chunks
 
 BACKEND = chunks.BACKEND
@@ -38,7 +38,7 @@ class TcpSender(chunks.Sender):
             nonce = secrets.token_bytes(NONCE_BYTES)
             member.sendall(nonce)
             shown = member.recv(TAG_BYTES, socket.MSG_WAITALL)
-            if hmac.compare_digest(shown, proof(self.secret, "member", nonce)):
+            if hmac.compare_digest(shown, hmac_tag(self.secret, "member", nonce)):
                 self.members.append(member)
 
     def send(self, chunk: torch.Tensor) -> None:
@@ -58,7 +58,7 @@ class TcpReceiver:
     def __init__(self, at: Rendezvous, rank: int) -> None:
         self.connection = socket.create_connection((at.host, at.port), at.timeout_s)
         nonce = self.connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
-        self.connection.sendall(proof(at.secret, "member", nonce))
+        self.connection.sendall(hmac_tag(at.secret, "member", nonce))
 
     def receive(self, nbytes: int) -> torch.Tensor:
         """ConnectionError when the sender hangs up."""
