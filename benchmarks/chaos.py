@@ -53,7 +53,7 @@ BOXES = (
     "queue",
     "trainer",
 )
-RECOVERED = ("is rebuilt", "is restarted", "serves again")
+RECOVERED = ("is rebuilt", "the run goes on after step", "serves again")
 POLL_S = 0.2
 STALL_S = 600.0
 
@@ -182,7 +182,7 @@ class Blows:
 
     def _heard(self) -> int:
         """How often the run has told of a repair."""
-        log = self.run.log
+        log = self.run.log.replace("trainer is rebuilt", "")  # the run has yet to go on
         return sum(log.count(words) for words in RECOVERED)
 
     def _ends_within(self, seconds: float) -> bool:
