@@ -87,7 +87,7 @@ class RollouterStage:
         policy = Policy[RolloutReplica](
             supervision=self._supervision,
             serve=lambda member: member.value.run(),
-            alive=lambda member: member.value.alive(),
+            alive=self._alive,
             leave=lambda member: queue.release(PROMPTS, member.value.consumer),
             rebuild=rebuild,
             reached=lambda member: self._served[member.name],
@@ -151,6 +151,10 @@ class RollouterStage:
         )
 
     # ── one replica ────────────────────────────────────────────────────────────────────────────
+
+    async def _alive(self, member: Member[RolloutReplica]) -> None:
+        bound = self.members.policy.supervision.timeout_s
+        await self.members.call(member, bound, "a sign of life", lambda replica: replica.alive())
 
     async def _answers(
         self, member: Member[RolloutReplica], prompts: Sequence[Prompt], sampling: SamplingSpec

@@ -30,8 +30,6 @@ from teachers.protocols import RebuildTeacher, TeacherWeights
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
-ANSWER_SHARE = 0.9
-"""Of ``supervision.timeout_s``: a rank that does not answer is named before all ranks are late."""
 FOLLOWER = "async_opd.cluster.trainer_actor:build_follower"
 
 
@@ -195,9 +193,7 @@ class SingletonActors:
         policy = Policy[SingletonActor](
             supervision=self.config.supervision,
             serve=lambda member: _gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
-            alive=lambda member: _gather_or_cancel(
-                *(_lives(r, ANSWER_SHARE * bound) for r in member.value.ranks)
-            ),
+            alive=lambda member: _gather_or_cancel(*(_lives(r, bound) for r in member.value.ranks)),
             leave=_ended,
             rebuild=rebuild,
             reached=lambda member: self._step(),

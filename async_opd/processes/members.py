@@ -78,7 +78,8 @@ class Policy(Generic[T]):
     """What a set does with its members; all but ``supervision`` may be left out.
 
     ``serve`` runs while a member serves: its end or error is the member's failure. ``alive`` raises
-    or hangs if there is no sign of life; it is asked every ``supervision.heartbeat_s``.
+    if there is no sign of life within ``supervision.timeout_s``; it is asked for one every
+    ``supervision.heartbeat_s``.
 
     ``leave`` gives back what an ejected member held, before anything else happens to it.
 
@@ -257,12 +258,11 @@ class MemberSet(Generic[T]):
 
     async def _pulse(self, member: Member[T]) -> None:
         """Asks for signs of life, until one does not come."""
-        bounds, incarnation = self.policy.supervision, member.incarnation
-        alarm = Deadline(member.name, self.timer)
+        incarnation = member.incarnation
         try:
             while self.policy.alive is not None:
-                await alarm.pause(bounds.heartbeat_s)
-                await alarm.within(bounds.timeout_s, "a sign of life", self.policy.alive(member))
+                await self._pause(member, self.policy.supervision.heartbeat_s)
+                await self.policy.alive(member)
         except Exception as error:
             self.fail(member, incarnation, error)
 

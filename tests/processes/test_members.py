@@ -78,8 +78,11 @@ class World:
         raise StageError(member.name, "its process died")
 
     async def _alive(self, member: Any) -> None:
-        if member.value.hangs:
-            await asyncio.Event().wait()
+        async def answers(process: Process) -> None:
+            if process.hangs:
+                await asyncio.Event().wait()
+
+        await self.members.call(member, 60, "a sign of life", answers)
 
     async def _leave(self, member: Any) -> None:
         self.left.append((member.name, member.incarnation))
