@@ -37,9 +37,8 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.atomic import write_atomically
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
-from async_opd.files.safe_open import private_files, read_text
+from async_opd.files.safe_open import private_files, read_text, write_atomically
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog

@@ -1,4 +1,4 @@
-"""Checkpoints: the store on disk, who takes them while the run goes on, and ``--resume``.
+"""Checkpoints: the store on disk, the checkpointer of a running run, and ``--resume``.
 
 Imports ``observability`` (the run's file names), ``accounting``, ``config``, ``files``, ``core``.
 """

@@ -1,9 +1,10 @@
-"""Takes checkpoints while the run goes on.
+"""The checkpointer takes checkpoints while the run goes on.
 
-    between two steps: trainer.capture ──► cut of the driver's accounts ──┐ training goes on
-    beside them:       trainer.checkpoint ──► commit ◄────────────────────┘
+    between two steps:  trainer.capture ──► cut of the driver's state ──┐ training goes on
+    in the background:  trainer.checkpoint ──► commit ◄─────────────────┘
 
-One at a time. One that fails (a full disk) is counted and told, and leaves those before it alone.
+It writes one checkpoint at a time. A checkpoint that fails (a full disk) is counted and reported;
+those before it stay as they are.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ from async_opd.core.stages import Captured, Trainer
 
 
 class Checkpointer:
-    """``sizes`` are those of the run directory's append-only files now, ``sync`` writes them out.
+    """Takes checkpoints of ``trainer`` and the driver's state into ``store``.
 
-    ``config`` is what a resumed run is compared with; ``notify`` hears of every checkpoint.
+    ``config`` is the identity that a resumed run is compared with; ``notify`` gets a message about
+    every checkpoint; ``sizes()`` gives the sizes of the run directory's append-only files now,
+    ``sync()`` flushes them to the disk.
     """
 
     def __init__(
@@ -51,10 +54,11 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
 
     async def take(self, cut_of: Callable[[Captured], Cut]) -> None:
-        """Returns when the trainer's state is copied; ``cut_of`` then says how things stand.
+        """Starts a checkpoint, and returns when the trainer's state and ``cut_of`` it are copied.
 
         Raises what the trainer or ``cut_of`` raise: then there is no consistent state to keep.
         """
+        # A slow disk delays no training: this checkpoint is skipped, and counted.
         if self._writing is not None and not self._writing.done():
             self.metrics["checkpoint/left_out"] += 1
             return
@@ -65,7 +69,7 @@ class Checkpointer:
         self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")
 
     async def settled(self) -> None:
-        """Waits for the one that is being written."""
+        """Waits until no checkpoint is being written."""
         if self._writing is not None:
             await asyncio.shield(self._writing)
 

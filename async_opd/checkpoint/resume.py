@@ -1,4 +1,4 @@
-"""What ``--resume`` goes on from: the newest checkpoint of the same run, and files cut to it.
+"""``--resume``: the newest checkpoint is checked against the config, files are cut to its step.
 
 checkpoints/ ──newest valid──► config compared ──► metrics, ledger, dead letters cut to its step
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,8 @@ from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
-from async_opd.files.atomic import write_atomically
 from async_opd.files.lines import whole_lines
-from async_opd.files.safe_open import read_text, regular_file
+from async_opd.files.safe_open import read_text, regular_file, write_atomically
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
@@ -37,13 +35,13 @@ MAY_CHANGE = (
     "train.gradient_checkpointing",
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )
-"""How fast, where and under which watch. All other keys say what is learned: they stay."""
+"""Keys of speed, placement and supervision. All other keys define what is learned."""
 
 
 def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
-    """What a resumed run is compared with: the config, and a digest of the training data.
+    """The config and a digest of the training data, with which a resumed run is compared.
 
-    Of a streamed source these are the rows that were checked (``Inputs.checked``).
+    Of a streamed source the digest has the rows that were checked (``Inputs.checked``).
     """
     digest = hashlib.sha256()
     for rows in train:
@@ -54,42 +52,42 @@ def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
 
 
 def refuse_changes(before: str, now: str) -> None:
-    """ConfigError naming every key that may not change."""
+    """ConfigError with every key that differs between two identities and may not."""
     new = json.loads(now)
     try:
         old = json.loads(before)
         data = old["data"]
         known = RunConfig.model_validate(old["config"]).model_dump(mode="json", by_alias=True)
-    except (ValueError, LookupError, TypeError, RecursionError) as error:
-        if not isinstance(error, ValidationError):
-            message, remedy = "its config.json is not what was written", "take another run_dir"
-            raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
+    except ValidationError as error:
         message = f"its config is not one of this version: {error.error_count()} faults"
         remedy = "resume with the version that wrote it"
         raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
+    except (ValueError, LookupError, TypeError, RecursionError):
+        message, remedy = "its config.json was changed or damaged", "take another run_dir"
+        raise ConfigError([Problem("checkpoint", "", message, remedy)]) from None
     was, is_ = dict(_flat(known)), dict(_flat(new["config"]))
+    remedy = "restore it, or start another run; docs/reliability.md lists the keys that may change"
     problems = [
         Problem(
             "--resume",
             key,
             f"the run began with {was.get(key)!r}, now it is {is_.get(key)!r}",
-            "put it back, or start another run; docs/reliability.md says what may change",
+            remedy,
         )
         for key in _differing(was, is_)
     ]
     if not problems and data != new["data"]:
         message = "the files hold other rows than those the run began with"
-        problems = [Problem("--resume", "data.train", message, "put them back")]
+        problems = [Problem("--resume", "data.train", message, "restore the files")]
     if problems:
         raise ConfigError(problems)
 
 
 def refuse_impossible(cut: Cut, config: RunConfig) -> None:
-    """ConfigError naming every count of a checkpoint that its run cannot have come to.
-
-    Every prompt that was taken, and all that counts against the budget, is a rollout that is in
-    flight, trained or dead-lettered. Who followed other counts would take prompts for hours.
-    """
+    """ConfigError with every count of a checkpoint that its run cannot have reached."""
+    # Every prompt that was taken, and every sample that counts against the budget, has rollouts in
+    # flight, trained or dead-lettered. A run resumed from larger counts would skip prompts for
+    # hours.
     ledger, version = cut.ledger, config.version_after(cut.step)
     rollouts = ledger.trained + len(ledger.in_flight) + len(ledger.dead_lettered)
     bounds = {
@@ -107,26 +105,22 @@ def refuse_impossible(cut: Cut, config: RunConfig) -> None:
             f"found {found}, which a run with {rollouts} rollouts at step {cut.step} cannot have",
             f"its cut.json was changed: remove step_{cut.step}, --resume takes the one before",
         )
-        for key, (found, least, most) in bounds.items()
-        if found < least or (most is not None and found > most)
+        for key, (found, low, high) in bounds.items()
+        if found < low or (high is not None and found > high)
     ]
     if problems:
         raise ConfigError(problems)
 
 
 def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
-    """Removes what was logged after the checkpoint: those steps are not in its weights.
+    """Removes lines of steps after the checkpoint, which are not in its weights.
 
-    Without a checkpoint that is everything. Returns the last value of every metric that is left.
-    The journal cuts itself (``async_opd.accounting.journal``).
+    Without a checkpoint it removes all lines. Returns the last value of every metric that is left.
+    The journal is cut where it is opened (``async_opd.accounting.journal``).
     """
-    step, last, kept = (-1 if cut is None else cut.step), dict[str, float](), []
-    for line in _lines(run_dir / METRICS):
-        try:
-            of, metrics = _logged(line)
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            continue  # torn by a kill
-        if of <= step:
+    last, kept = dict[str, float](), []
+    for line, step, metrics in _logged(run_dir):
+        if cut is not None and step <= cut.step:
             kept.append(line)
             last |= metrics
     if (run_dir / METRICS).exists():
@@ -141,23 +135,29 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
 
 def last_evaluation(run_dir: Path) -> int:
     """The last step at which ``metrics.jsonl`` has an evaluation of the student; -1: none."""
-    found = -1
-    for line in _lines(run_dir / METRICS):
-        if '"eval/' not in line:
+    evaluated = (
+        step
+        for _, step, metrics in _logged(run_dir)
+        if any(key.startswith("eval/") for key in metrics)
+    )
+    return max(evaluated, default=-1)
+
+
+def _logged(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
+    """Line, step and metrics of each line of ``metrics.jsonl``, without lines torn by a kill."""
+    try:
+        lines = read_text(run_dir / METRICS, errors="replace").splitlines()
+    except FileNotFoundError:
+        return
+    for line in lines:
+        try:
+            entry = dict(json.loads(line))
+            step = int(entry.pop("step"))
+            entry.pop("time", None)
+            metrics = {key: float(value) for key, value in entry.items() if value is not None}
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
             continue
-        with suppress(ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            step, metrics = _logged(line)
-            if any(key.startswith("eval/") for key in metrics):
-                found = max(found, step)
-    return found
-
-
-def _logged(line: str) -> tuple[int, dict[str, float]]:
-    """Step and metrics of a line. Raises many things for what is no such line."""
-    entry = dict(json.loads(line))
-    step = int(entry.pop("step"))
-    entry.pop("time", None)
-    return step, {key: float(value) for key, value in entry.items() if value is not None}
+        yield line, step, metrics
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -175,10 +175,3 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return read_text(path, errors="replace").splitlines()
-    except FileNotFoundError:
-        return []

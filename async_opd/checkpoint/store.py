@@ -1,14 +1,14 @@
-"""Checkpoints on disk: complete and unchanged, or not loaded.
+"""Checkpoints on disk: a checkpoint is loaded only if it is complete and unchanged.
 
     .step_N.partial/   the trainer writes its files, the driver cut.json, the manifest last
-          │ every file and folder is on the disk (fsync)
+          │ every file and folder is flushed to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
           │ the newest ``keep`` stay
           ▼
-    step_N.damaged/    a file is missing, strange or changed: passed over, kept for a look
+    step_N.damaged/    a file is missing, unexpected or changed: skipped, kept for inspection
 
-Calls block: they belong into a thread. Only JSON and safetensors: nothing is unpickled.
+Calls block: they belong into a thread. Files are JSON and safetensors; none is unpickled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was verified."""
+    """A verified checkpoint."""
 
     folder: Path
     cut: Cut
@@ -63,7 +63,7 @@ class Checkpoints:
         self._keep = keep
 
     def begin(self, step: int) -> Path:
-        """An empty folder to write into. OSError."""
+        """Makes an empty folder for the files of a checkpoint. OSError."""
         part = self.folder / f".step_{step}.partial"
         make_folder(self.folder)
         remove_tree(part)
@@ -71,12 +71,9 @@ class Checkpoints:
         return part
 
     def commit(self, part: Path, cut: Cut, config: str) -> Path:
-        """Makes the folder a checkpoint and forgets the oldest. OSError: nothing has changed.
-
-        One that is there already has the same weights, and stays.
-        """
+        """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed."""
         target = self.folder / f"step_{cut.step}"
-        if target.exists():
+        if target.exists():  # a checkpoint of this step has the same weights: it stays
             remove_tree(part)
             return target
         _write(part / CUT, _Cut.dump_json(cut))
@@ -92,7 +89,7 @@ class Checkpoints:
         return target
 
     def steps(self) -> list[int]:
-        """Of every checkpoint, the oldest first."""
+        """Steps of all checkpoints, the oldest first."""
         return sorted(_steps(self.folder))
 
     def begun(self) -> set[int]:
@@ -102,14 +99,15 @@ class Checkpoints:
         return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
 
     def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
-        """The newest whose files are what was written; ``notify`` hears of those that are not.
+        """The newest valid checkpoint; ``notify`` gets a message about each damaged one.
 
-        What was never finished is removed. CheckpointError if the folder is a link.
+        Unfinished checkpoints are removed. CheckpointError if the folder is a link.
         """
         try:
             refuse_link(self.folder)
         except OSError as error:
-            raise CheckpointError("checkpoint", str(error), "it could lead anywhere") from error
+            remedy = "put the directory itself there"
+            raise CheckpointError("checkpoint", str(error), remedy) from error
         for part in self.folder.glob(".step_*.partial"):
             remove_tree(part)
         for step in reversed(self.steps()):
@@ -120,33 +118,33 @@ class Checkpoints:
                 damaged = path.with_name(path.name + ".damaged")
                 remove_tree(damaged)
                 path.rename(damaged)
-                notify(f"{error.cause}: it is passed over, and is now {damaged.name}")
+                notify(f"{error.cause}: it is skipped, and is now {damaged.name}")
         return None
 
 
 def load(folder: Path) -> Checkpoint:
-    """Verifies every byte. CheckpointError saying what is wrong."""
+    """Verifies every byte of a checkpoint. CheckpointError with the cause."""
     try:
         refuse_link(folder)
-        strange = [p.name for p in folder.iterdir() if p.is_symlink() or not p.is_file()]
-        if strange:  # reading a pipe or a device might never end
-            raise ValueError(f"{sorted(strange)} are no files")
+        irregular = [p.name for p in folder.iterdir() if p.is_symlink() or not p.is_file()]
+        if irregular:  # reading a pipe or a device might never end
+            raise ValueError(f"{sorted(irregular)} are no regular files")
         manifest = _Manifest.validate_json(read_bytes(folder / MANIFEST))
         found = {path.name for path in folder.iterdir()} - {MANIFEST}
         if found != set(manifest):
-            raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or strange")
+            raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or unexpected")
         for name, entry in manifest.items():
             if _entry(folder / name) != entry:
                 raise ValueError(f"{name} was changed or cut off")
         cut = _Cut.validate_json(read_bytes(folder / CUT))
         if folder.name != f"step_{cut.step}":
-            raise ValueError(f"it says that it is of step {cut.step}")
+            raise ValueError(f"its {CUT} is of step {cut.step}")
         return Checkpoint(folder, cut, read_text(folder / CONFIG))
-    except ValidationError as error:
-        where = f"{CUT} or {MANIFEST} is not what was written ({error.error_count()} faults)"
-        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {where}") from error
     except (OSError, ValueError) as error:
-        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {error}") from error
+        cause = str(error)
+        if isinstance(error, ValidationError):  # a ValueError, whose text quotes the file
+            cause = f"{CUT} or {MANIFEST} has {error.error_count()} invalid values"
+        raise CheckpointError("checkpoint", f"{folder} is no checkpoint: {cause}") from error
 
 
 def _steps(folder: Path) -> Iterator[int]:
@@ -168,7 +166,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _sync(path: Path) -> None:
-    """The file's bytes, or the folder's names, are on the disk when this returns."""
+    """Flushes a file's bytes, or a folder's names, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

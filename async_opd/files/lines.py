@@ -1,7 +1,7 @@
-"""Files of lines that only grow. A line is there as a whole, or not at all.
+"""Files of lines that only grow. A line is in the file as a whole or not at all.
 
-A kill or a full disk may tear the last line. Whoever goes on with the file cuts the torn part off
-first (``whole_lines``): what is appended to it would be lost with it.
+A kill or a full disk may tear the last line. The next writer cuts the torn part off first
+(``whole_lines``): a line appended to it would be unreadable too.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from pathlib import Path
 from async_opd.files.safe_open import regular_file
 
 CHUNK = 1 << 16
+"""Bytes that are read at once, from the end."""
 
 
 def append_line(file: io.RawIOBase, line: bytes) -> None:
-    """Writes all of ``line`` at the end of an unbuffered file, or leaves the file as it was.
-
-    OSError if that cannot be written: a full disk may take a part of it without an error.
-    """
+    """Writes all of ``line`` at the end of an unbuffered file. OSError: the file is as it was."""
     before = file.seek(0, os.SEEK_END)
     rest = memoryview(line)
     try:
         while rest:
-            written = file.write(rest)
+            written = file.write(rest)  # a full disk may take a part without an error
             if not written:
-                raise OSError(f"{len(rest)} of {len(line)} bytes were not written")
+                raise OSError(f"{len(rest)} of {len(line)} bytes were not written: no space left?")
             rest = rest[written:]
     except OSError:
         with suppress(OSError):
@@ -36,18 +34,18 @@ def append_line(file: io.RawIOBase, line: bytes) -> None:
 
 
 def end_torn_line(path: Path) -> None:
-    """What is appended next has a line of its own, and the torn one stays. OSError."""
+    """Ends a torn last line with a newline, so that the next line is whole. OSError."""
     if path.exists() and whole_lines(path) < path.stat().st_size:
         with open(path, "ab", buffering=0, opener=regular_file) as file:
             append_line(file, b"\n")
 
 
-def whole_lines(path: Path, most: int | None = None) -> int:
-    """Bytes of the whole lines among the first ``most`` of a file; 0 if there is none. OSError."""
+def whole_lines(path: Path, limit: int | None = None) -> int:
+    """Bytes of the whole lines within a file's first ``limit`` bytes; 0 for no file. OSError."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             size = file.seek(0, os.SEEK_END)
-            end = size if most is None else min(size, most)
+            end = size if limit is None else min(size, limit)
             while end > 0:
                 start = max(0, end - CHUNK)
                 file.seek(start)

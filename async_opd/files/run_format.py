@@ -11,8 +11,7 @@ import json
 from pathlib import Path
 
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.files.atomic import write_atomically
-from async_opd.files.safe_open import read_text
+from async_opd.files.safe_open import read_text, write_atomically
 
 RUN_FORMAT = 1
 FORMAT_FILE = "run.json"

@@ -1,12 +1,13 @@
-"""Files of a run directory: opened without following links, for their owner's eyes only.
+"""Files of a run directory: links are not followed, new files are readable by their owner only.
 
-    open(path, mode, opener=regular_file)     a file that is there, or a new one (0600)
-    make_folder(path)                         a directory that is there, or a new one (0700)
-    remove_tree(path)                         a directory with all it holds; of a link the link
-    private_files()                           what libraries write meanwhile is private too
+    open(path, mode, opener=regular_file)     opens an existing file, or makes one (0600)
+    write_atomically(path, text)              replaces a file as a whole
+    make_folder(path)                         makes a directory (0700) if there is none
+    remove_tree(path)                         removes a directory with its contents, or a link
+    private_files()                           makes files that libraries write private too
 
-Others may be able to write in the directory. A link in the place of a file would have a run append
-to, or overwrite, whatever it names, and a pipe would hold up for ever who reads it.
+Other users may be able to write in the directory. A run that followed a link there would append
+to, or overwrite, the link's target, and reading a pipe would never end.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ NO_FILE = "is no regular file: remove it"
 
 
 def regular_file(path: str, flags: int) -> int:
-    """An ``opener`` for ``open``. OSError that says so if the last part of the path is no file.
+    """An ``opener`` for ``open`` that never waits. OSError if the path is no regular file.
 
-    A file that is made is its owner's alone; one that is there keeps its mode. Never waits.
+    A new file is readable by its owner only; an existing one keeps its mode.
     """
-    strange = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
-        handle = os.open(path, flags | strange, FILE_MODE)
+        handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, FILE_MODE)
     except OSError as error:
         if error.errno == errno.ELOOP and os.path.islink(path):
             raise OSError(errno.ELOOP, LINK, path) from error
-        if error.errno == errno.ENXIO:  # a pipe that nobody reads, or a socket
+        if error.errno == errno.ENXIO:  # a pipe without a reader, or a socket
             raise OSError(errno.ENXIO, NO_FILE, path) from error
         raise
     mode = os.fstat(handle).st_mode
@@ -49,33 +49,48 @@ def regular_file(path: str, flags: int) -> int:
 
 
 def read_bytes(path: Path) -> bytes:
-    """What a regular file holds. OSError."""
+    """The contents of a regular file. OSError."""
     with open(path, "rb", opener=regular_file) as file:
         return file.read()
 
 
 def read_text(path: Path, errors: str = "strict") -> str:
-    """What a regular file holds, as UTF-8. OSError, UnicodeDecodeError."""
+    """The contents of a regular file, as UTF-8. OSError, UnicodeDecodeError."""
     return read_bytes(path).decode(errors=errors)
 
 
-def make_folder(path: Path) -> None:
-    """A directory of a run, its owner's alone if it is made here.
+def write_atomically(path: Path, text: str, durable: bool = True) -> None:
+    """Writes ``text`` to a new file and renames it to ``path``: readers see the old or the new one.
 
-    OSError if a link, or something else than a directory, is there.
+    ``durable``: the bytes are on the disk before the rename. OSError if they cannot be written.
     """
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    partial.unlink(missing_ok=True)  # left by an earlier process with this id, or by another user
+    try:
+        with open(partial, "x", encoding="utf-8", opener=regular_file) as file:
+            file.write(text)
+            file.flush()
+            if durable:
+                os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a directory (0700) if there is none. OSError for a link, or anything else there."""
     path.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     refuse_link(path)
 
 
 def refuse_link(path: Path) -> None:
-    """OSError that says so if the path is a link."""
+    """OSError if the path is a link."""
     if path.is_symlink():
         raise OSError(errno.ELOOP, LINK, str(path))
 
 
 def remove_tree(path: Path) -> None:
-    """As ``shutil.rmtree`` without errors; of a link, the link and not what it names."""
+    """Removes a directory with its contents, ignoring errors; a link, without its target."""
     if path.is_symlink():
         path.unlink(missing_ok=True)
     else:
@@ -84,7 +99,7 @@ def remove_tree(path: Path) -> None:
 
 @contextmanager
 def private_files() -> Iterator[None]:
-    """Files that this process or a child of it makes meanwhile are their owner's alone."""
+    """Makes files of this process and of children started meanwhile readable by the owner only."""
     before = os.umask(PRIVATE_UMASK)
     try:
         yield

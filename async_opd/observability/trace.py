@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.core.stages import Interval
-from async_opd.files.atomic import write_atomically
-from async_opd.files.safe_open import regular_file
+from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.observability.sinks import Summary
 from async_opd.processes.background import BackgroundWorker
 

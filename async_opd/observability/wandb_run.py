@@ -14,8 +14,7 @@ from typing import Annotated, Self
 from pydantic import Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
-from async_opd.files.atomic import write_atomically
-from async_opd.files.safe_open import read_bytes
+from async_opd.files.safe_open import read_bytes, write_atomically
 
 NAME = "wandb_run.json"
 

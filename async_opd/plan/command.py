@@ -13,7 +13,7 @@ from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RunConfig
 from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
-from async_opd.files.atomic import write_atomically
+from async_opd.files.safe_open import write_atomically
 from async_opd.plan.advice import Advice, advise, current
 from async_opd.plan.inputs import required_plan, setting_of
 from async_opd.plan.measure.measured import MeasuredRates, read_run

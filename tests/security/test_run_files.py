@@ -19,9 +19,8 @@ from async_opd.checkpoint.store import Checkpoints, load
 from async_opd.config.run_config import LogConfig, RunConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import DeadLetter, Header
-from async_opd.files.atomic import write_atomically
 from async_opd.files.run_format import write_run_format
-from async_opd.files.safe_open import private_files, read_bytes, regular_file
+from async_opd.files.safe_open import private_files, read_bytes, regular_file, write_atomically
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_run import NAME, WandbRun
 from async_opd.observability.wandb_sink import WandbSink
