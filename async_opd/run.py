@@ -26,13 +26,13 @@ from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
+from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
     Problem,
     ProcessDied,
     StageError,
-    StageTimeout,
     first_cause,
 )
 from async_opd.core.printable import on_one_line
@@ -232,13 +232,10 @@ async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, ke
 
 
 async def _check_trainer_alive(pipeline: Pipeline) -> None:
-    """StageTimeout if the trainer gives none: it may hang, or have died and have no state."""
+    """StageTimeout if the trainer does not answer: it hangs, or has died and has no state."""
     bound_s = pipeline.config.supervision.timeout_s
-    try:
-        async with asyncio.timeout(bound_s):
-            await pipeline.stages.trainer.report()
-    except TimeoutError as error:
-        raise StageTimeout(TRAINER, f"gave no sign of life within {bound_s:g} s") from error
+    answer = pipeline.stages.trainer.report()
+    await Deadline(TRAINER).within(bound_s, "a heartbeat answer", answer)
 
 
 async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: RunLog) -> None:

@@ -159,9 +159,9 @@ class RollouterStage:
     async def _answers(
         self, member: Member[RolloutReplica], prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
-        """Those of one replica; none if it fails before.
+        """The rollouts of one replica; none if the replica is ejected before.
 
-        A rollout's fault is nobody's death: it would follow its prompt from replica to replica.
+        A RolloutFault ejects no replica: it would follow its prompt from replica to replica.
         """
         number = member.incarnation
 

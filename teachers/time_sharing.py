@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
+from async_opd.core.deadline import Deadline
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.liveness import Progress, ProgressWatchdog
 from async_opd.core.samples import Prompt, Rollout
@@ -155,12 +156,8 @@ class GpuTimeSharing:
         await watchdog.within("going to sleep", host.sleep(), host.progress)
 
     async def _wake(self, host: GpuHost) -> None:
-        try:
-            async with asyncio.timeout(self._timeout_s):
-                await host.wake()
-        except TimeoutError as error:
-            cause = f"waking up took longer than {self._timeout_s:g} s"
-            raise StageTimeout(self._name, cause, f"raise {KEY}; otherwise it hangs") from error
+        remedy = f"raise {KEY} if an engine needs longer to wake up; otherwise it hangs"
+        await Deadline(self._name).within(self._timeout_s, "waking up", host.wake(), remedy)
 
     async def _all(self, what: str, work: Callable[[GpuHost], Awaitable[None]]) -> None:
         """Of all hosts. One that dies meanwhile is its own pool's business."""

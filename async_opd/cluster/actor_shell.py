@@ -22,6 +22,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.faults import to_stage_error
+from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     EngineStartError,
     ProcessRestarts,
@@ -252,17 +253,11 @@ class Remote:
 
     async def _bounded(self, call: Callable[[], Any], timeout_s: float, what: str, key: str) -> Any:
         """Makes the call and waits for its answer; ``key`` sets the bound in the config."""
+        remedy = f"raise {key} if it can take so long; otherwise it hangs" if key else ""
         try:
-            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
-                return await call()
+            return await Deadline(self.name).within(timeout_s, what, call(), remedy)
         except ray.exceptions.RayError as error:
             raise to_stage_error(self.name, what, error, self._restarts) from error
-        except TimeoutError as error:
-            raise StageTimeout(
-                self.name,
-                f"{what} took longer than {timeout_s:g} s",
-                f"raise {key} if it can take so long; otherwise it hangs" if key else "",
-            ) from error
 
     async def pid(self, timeout_s: float) -> int:
         """The id of its process now."""

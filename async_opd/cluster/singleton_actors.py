@@ -12,12 +12,13 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
+from async_opd.core.race import race
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
@@ -269,19 +270,15 @@ class SingletonActors:
         return member.value
 
     async def _built_beside(self, queue: Member[SingletonActor]) -> None:
-        """Scorer and trainer, as long as the queue lives."""
-        death = asyncio.create_task(self.members.watch(queue))
-        building = asyncio.create_task(_gather_or_cancel(self.scorer.build(), self.trainer.build()))
-        try:
-            await asyncio.wait({death, building}, return_when=asyncio.FIRST_COMPLETED)
-            if not building.done():
-                assert queue.failure is not None
-                raise queue.failure
-            building.result()
-        finally:
-            death.cancel()
-            building.cancel()
-            await asyncio.wait({building})
+        """Builds scorer and trainer. Raises the queue's failure as soon as the queue fails."""
+
+        async def queue_failure() -> NoReturn:
+            await self.members.watch(queue)
+            assert queue.failure is not None
+            raise queue.failure
+
+        building = _gather_or_cancel(self.scorer.build(), self.trainer.build())
+        await race(building, queue_failure())
 
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
         """Its object stops; if it does not, or there is none yet, its process ends."""

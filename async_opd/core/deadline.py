@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+import math
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageTimeout
@@ -16,7 +17,7 @@ class Cancellable(Protocol):
 
 
 Timer = Callable[[float, Callable[[], None]], Cancellable]
-"""Calls something after so many seconds, unless cancelled before."""
+"""Calls a function after so many seconds, unless it is cancelled before."""
 Result = TypeVar("Result")
 
 
@@ -26,7 +27,10 @@ def loop_timer(delay: float, call: Any) -> asyncio.TimerHandle:
 
 
 class Deadline:
-    """Waits that end by themselves. ``name`` is what the errors call the one who waits."""
+    """Waits that end after a time in seconds; ``math.inf`` is no bound.
+
+    ``name`` is the stage, replica or actor that the errors name.
+    """
 
     def __init__(self, name: str, timer: Timer | None = None) -> None:
         self._name = name
@@ -42,25 +46,30 @@ class Deadline:
             finally:
                 handle.cancel()
 
-    async def within(self, seconds: float, what: str, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of the work. StageTimeout, and the work cancelled, after so many seconds."""
-        task = asyncio.create_task(work, name=f"{self._name}: {what}")
-        late = asyncio.Event()
+    async def within(
+        self,
+        seconds: float,
+        what: str,
+        work: Awaitable[Result],
+        remedy: str = "see supervision and teachers.*.health",
+    ) -> Result:
+        """The result of the work, which runs in the caller's task.
 
-        def ring() -> None:
-            late.set()
-            task.cancel()
-
-        handle = self._timer(seconds, ring)
+        After so many seconds the work is cancelled, and StageTimeout with ``what`` and ``remedy``
+        is raised once the work has ended. A bound that an inner wait of the work reaches comes
+        through as the error of that wait.
+        """
+        if seconds == math.inf:
+            return await work
         try:
-            await asyncio.wait({task})
-        finally:
-            handle.cancel()
-            task.cancel()
-        if late.is_set() and task.cancelled():
-            raise StageTimeout(
-                self._name,
-                f"{what} took longer than {seconds:g} s",
-                "see supervision and teachers.*.health",
-            )
-        return task.result()
+            async with asyncio.timeout(None) as bound:
+                handle = self._timer(seconds, lambda: bound.reschedule(0))  # a time that is past
+                try:
+                    return await work
+                finally:
+                    handle.cancel()
+        except TimeoutError as error:
+            if not bound.expired():
+                raise
+            cause = f"{what} took longer than {seconds:g} s"
+            raise StageTimeout(self._name, cause, remedy) from error

@@ -220,6 +220,7 @@ class MemberSet(Generic[T]):
         finally:
             for task in tasks:
                 task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)  # none outlives this
 
     async def mend(self, member: Member[T]) -> None:
         """Until an ejected member serves again, itself or another incarnation, or is gone.

@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     ProcessDied,
     StageError,
@@ -216,21 +217,14 @@ class SyncGroups:
     async def _bounded(
         self, what: str, work: Awaitable[Result], timeout_s: float | None = None
     ) -> Result:
-        timeout_s = timeout_s or self._timeout_s
+        deadline = Deadline("weight sync")
         try:
-            async with asyncio.timeout(None if timeout_s == math.inf else timeout_s):
-                return await work
+            return await deadline.within(timeout_s or self._timeout_s, what, work, _SLOW)
         except (ProcessDied, TransferAborted):
             raise
-        except StageTimeout as error:  # another bound than this one
-            words = f"{what}: {error.stage}: {error.cause}"
-            raise SyncTimeout("weight sync", words, error.remedy) from error
-        except TimeoutError as error:
-            raise SyncTimeout(
-                "weight sync",
-                f"{what} took longer than {timeout_s:g} s with {len(self.receivers)} replicas",
-                "raise sync.timeout_s if the model is large; otherwise a replica hangs",
-            ) from error
+        except StageTimeout as error:  # this bound, or one inside of the work
+            inner = "" if error.stage == "weight sync" else f"{what}: {error.stage}: "
+            raise SyncTimeout("weight sync", inner + error.cause, error.remedy) from error
         except Exception as error:
             cause = error.cause if isinstance(error, StageError) else error
             raise WeightSyncError(
@@ -238,6 +232,7 @@ class SyncGroups:
             ) from error
 
 
+_SLOW = "raise sync.timeout_s if the model is large; otherwise a replica hangs"
 _ABORTED_ELSEWHERE = ("weight sync", "the sync failed elsewhere")
 
 

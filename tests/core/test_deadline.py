@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 import pytest
@@ -48,6 +49,40 @@ async def test_late_work_is_cancelled_and_named() -> None:
     timer.ring()
     with pytest.raises(StageTimeout, match="teacher t: score on /0 took longer than 5 s"):
         await asyncio.wait_for(waiting, 5)
+
+
+async def test_late_work_has_ended_when_the_error_is_raised_which_has_the_remedy() -> None:
+    timer, ended = Timer(), asyncio.Event()
+
+    async def slow_to_end() -> None:
+        try:
+            await forever()
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    work = Deadline("a", timer).within(5, "work", slow_to_end(), "raise the bound")
+    waiting = asyncio.create_task(work)
+    await asyncio.sleep(0)
+    timer.ring()
+    with pytest.raises(StageTimeout) as caught:
+        await asyncio.wait_for(waiting, 5)
+    assert ended.is_set()
+    assert caught.value.remedy == "raise the bound"
+
+
+async def test_a_bound_inside_of_the_work_comes_through_as_it_is() -> None:
+    async def inner() -> None:
+        raise TimeoutError("inner")
+
+    with pytest.raises(TimeoutError, match=r"^inner$"):
+        await Deadline("a", Timer()).within(5, "work", inner())
+
+
+async def test_an_infinite_bound_sets_no_timer() -> None:
+    timer = Timer()
+    assert await Deadline("a", timer).within(math.inf, "work", answer()) == 42
+    assert timer.seconds == 0
 
 
 async def test_an_error_of_the_work_comes_through() -> None:
