@@ -1,12 +1,12 @@
-"""Who has taken leases of a queue, and keeps them while its event loop lives.
+"""A consumer that holds leases of a queue and renews them while its event loop runs.
 
     queue ──get──► held ──ack──► done
-                    │ renew: all that are held, three times in queue.lease_s
+                    │ renew: all held leases, three times in queue.lease_s
                     ▼
                   queue
 
-Only what arrived here is renewed: a lease whose answer was lost expires, and its samples go to the
-next one who asks.
+Only leases that arrived here are renewed: a lease whose answer was lost expires, and its samples go
+to the next consumer that asks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from async_opd.core.lease import Ack, Lease
 from async_opd.core.stages import Queue
 
 RENEWALS_SHARE = 1 / 3
-"""Of ``queue.lease_s``, between two renewals: two of them may come late."""
+"""Share of ``queue.lease_s`` between two renewals: two of them may come late."""
 
 
 class LeaseHolder:
@@ -40,7 +40,7 @@ class LeaseHolder:
         ack: Ack = None,
         tokens: int | None = None,
     ) -> Lease:
-        """See Queue.get. Raises what ended the renewals, too."""
+        """See Queue.get. Raises also the error that ended the renewals."""
         if self._renewing is None:
             self._renewing = asyncio.create_task(self._renew(), name=f"{self._consumer} renews")
         elif self._renewing.done():
@@ -57,7 +57,7 @@ class LeaseHolder:
         await self._queue.ack(topic, lease_id)
 
     def close(self) -> None:
-        """No lease is renewed any more, until the next ``get``."""
+        """Stops renewing leases until the next ``get``."""
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None

@@ -1,4 +1,4 @@
-"""What a topic has lent: to whom, under which number, and until when."""
+"""The leases of a topic: the consumer, number and expiry of each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from async_opd.core.lease import Lease
 
 @dataclass(frozen=True)
 class LeaseEntry:
-    """A lease, whose it is, and when it was lent (``time.monotonic``)."""
+    """A lease, its consumer, and when it was granted (``time.monotonic``)."""
 
     lease: Lease
     consumer: str
@@ -22,16 +22,16 @@ class LeaseEntry:
     timer: Cancellable | None
 
     def cancel(self) -> None:
-        """Its time does not run out any more."""
+        """Stops the timer: the lease expires no more."""
         if self.timer is not None:
             self.timer.cancel()
 
 
 class LeaseTable:
-    """Leases are numbered from the time of birth: no number comes twice, whoever restarts."""
+    """Leases by number. Numbers start at the process's time in ns: a restart repeats none."""
 
     def __init__(self, lease_s: float, timer: Timer, expired: Callable[[LeaseEntry], None]) -> None:
-        """``expired`` is told of one neither lent nor renewed for ``lease_s``; it is still lent."""
+        """``expired`` is called with an entry that was not renewed for ``lease_s``."""
         self._lease_s = lease_s
         self._timer = timer
         self._expired = expired
@@ -40,11 +40,11 @@ class LeaseTable:
         self._first = self._next = time.time_ns()
 
     def __len__(self) -> int:
-        """Samples that are lent."""
+        """Samples that are leased."""
         return self._samples
 
     def grant(self, batches: tuple[Batch, ...], consumer: str) -> Lease:
-        """These are the consumer's, for a time."""
+        """Leases the batches to the consumer; the lease's time begins."""
         lease = Lease(self._next, batches)
         self._next += 1
         self._leases[lease.id] = LeaseEntry(
@@ -54,7 +54,7 @@ class LeaseTable:
         return lease
 
     def renew(self, lease_ids: Iterable[int]) -> None:
-        """Their time begins anew; one that is not lent stays so."""
+        """The time of these leases begins anew; numbers without a lease are ignored."""
         for lease_id in lease_ids:
             entry = self._leases.get(lease_id)
             if entry is not None:
@@ -62,7 +62,7 @@ class LeaseTable:
                 self._leases[lease_id] = replace(entry, timer=self._started(lease_id))
 
     def remove(self, lease_id: int) -> Lease | None:
-        """It is lent no longer; None if it was not."""
+        """Removes and returns the lease; None if there is none of this number."""
         entry = self._leases.pop(lease_id, None)
         if entry is None:
             return None
@@ -71,16 +71,16 @@ class LeaseTable:
         return entry.lease
 
     def predates_restart(self, lease_id: int) -> bool:
-        """Whether it was lent by somebody who died before this one was born."""
+        """Whether a queue process that has died granted it, before this one started."""
         return lease_id < self._first
 
     def of(self, consumer: str) -> list[Lease]:
-        """What a consumer has, in the order it got them."""
+        """The leases of a consumer, in the order in which they were granted."""
         return [entry.lease for entry in self._leases.values() if entry.consumer == consumer]
 
     @property
     def batches(self) -> Iterator[Batch]:
-        """All that is lent."""
+        """All leased batches."""
         return (batch for entry in self._leases.values() for batch in entry.lease.batches)
 
     def cancel_timers(self) -> None:

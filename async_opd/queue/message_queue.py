@@ -74,7 +74,7 @@ class MessageQueue:
             raise LeaseExpired(topic, lease_id)
 
     async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
-        """See Topic.renew, for leases of several topics; after how many seconds others expire."""
+        """See Topic.renew. Returns the seconds after which leases expire that are not renewed."""
         for topic, lease_ids in leases.items():
             self._topics[topic].renew(lease_ids)
         return self._lease_s

@@ -1,4 +1,4 @@
-"""What rollouts and samples weigh on their way, from the config and the teachers' files alone.
+"""Bytes of rollouts and samples in the queue, from the config and the teachers' files alone.
 
     bytes of         prompt token   response token
     rollout          4              8, and 4·k with the student's own top-k
@@ -31,22 +31,22 @@ NUMBER = 4
 
 
 def rollout_bytes(kind: ScoreKind, top_k: int) -> int:
-    """Of a rollout, for each response token: its id, its log-probability, the student's top-k."""
+    """Bytes of a rollout per response token: id, log-probability, the student's top-k."""
     return 2 * NUMBER + (NUMBER * top_k if kind == "student_topk" else 0)
 
 
 def score_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0) -> int:
-    """Of a teacher's scores, for each response token.
+    """Bytes of a teacher's scores per response token.
 
-    ``hidden`` is the width of its hidden states, ``itemsize`` the bytes of one number of them.
+    ``hidden`` is the width of the hidden states, ``itemsize`` the bytes of one number of them.
     """
     if kind == "hidden":
         return hidden * itemsize
-    return NUMBER if kind == "sampled" else 2 * NUMBER * (top_k + 1)  # with the rest of the mass
+    return NUMBER if kind == "sampled" else 2 * NUMBER * (top_k + 1)  # + 1: the tail's mass
 
 
 def sample_bytes(kind: ScoreKind, top_k: int, hidden: int = 0, itemsize: int = 0) -> int:
-    """Of a sample, for each response token: the rollout without its top-k, and the scores."""
+    """Bytes of a sample per response token: the rollout without its top-k, and the scores."""
     return 2 * NUMBER + score_bytes(kind, top_k, hidden, itemsize)
 
 
@@ -66,7 +66,7 @@ class Payload:
 
 
 def payloads(config: RunConfig, device: Device) -> list[Payload]:
-    """One for each teacher; none for one whose hidden states' width is not known here."""
+    """The payload of each teacher, but of those whose hidden states' width cannot be read here."""
     kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
     found = []
     for name, teacher in config.teachers.items():
@@ -82,7 +82,7 @@ def payloads(config: RunConfig, device: Device) -> list[Payload]:
 
 
 def _width(model: str) -> int | None:
-    from async_opd.models.lm_head import HeadFiles  # reads tokenizers: the scoring stage does not
+    from async_opd.models.lm_head import HeadFiles  # imports tokenizers, only needed here
     from async_opd.models.model_files import ModelError
 
     try:
@@ -100,11 +100,11 @@ def _itemsize(teacher: EngineTeacher, device: Device) -> int:
 
 @dataclass(frozen=True)
 class Traffic:
-    """What a run moves and holds at most, in bytes.
+    """Upper bounds of what a run moves and holds, in bytes.
 
-    ``rollout``, ``sample``: the longest of each. ``step_rollouts``, ``step_samples``: what one
-    optimizer step takes, each of them into the queue and out of it. ``queue``: what the queue
-    holds, leased samples included, but for copies.
+    ``rollout``, ``sample``: the longest of each. ``step_rollouts``, ``step_samples``: those of one
+    optimizer step, once into the queue and once out of it. ``queue``: all the queue's samples,
+    leased ones included, without temporary copies.
     """
 
     rollout: int
@@ -115,11 +115,11 @@ class Traffic:
 
 
 def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traffic:
-    """Of the teacher with the largest payload; prompts have up to ``prompt_tokens``.
+    """The traffic with the largest payload of all teachers; prompts have up to ``prompt_tokens``.
 
-    The queue holds no more than the staleness budget has in flight, (1 + s) · K · B samples, and in
-    each topic no more than queue.max_mib, or one message; in ``scored`` also two batches, which
-    the trainer takes whatever they weigh.
+    The queue holds at most the (1 + s) · K · B samples of the staleness budget, and each topic at
+    most queue.max_mib, or one message. Topic ``scored`` may also hold two batches, which the
+    trainer takes however large they are (``Topic._has_room``).
     """
     response, batch = config.rollout.max_tokens, config.train.batch_size
     rest = ITEM_BYTES + NUMBER * prompt_tokens
@@ -136,7 +136,7 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
 
 
 def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
-    """What cannot work: (key, what is wrong, remedy). None if all can."""
+    """(key, what is wrong, remedy) if the largest sample exceeds ``queue.max_mib``, else None."""
     longest, mib = max(traffic.rollout, traffic.sample), config.queue.max_mib
     if longest <= mib << 20:
         return None
@@ -150,13 +150,13 @@ def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
 
 
 def calls(prompts: Sequence[Prompt], sampling: SamplingSpec) -> Iterator[list[Prompt]]:
-    """The prompts in parts whose answers, ``sampling.n`` to a prompt, are one message each."""
+    """The prompts in parts; the answers to a part, ``sampling.n`` per prompt, fit one message."""
     answer = ITEM_BYTES + rollout_bytes("sampled", 0) * sampling.max_tokens
     return cut(prompts, lambda p: sampling.n * (answer + NUMBER * len(p.token_ids)))
 
 
 def in_mib(nbytes: int) -> str:
-    """Bytes in the largest unit of which there is one: ``16.0 MiB``."""
+    """Bytes in the largest unit that is at most their number: ``16.0 MiB``."""
     for power, unit in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if nbytes >= 1 << power:
             return f"{nbytes / (1 << power):.1f} {unit}"

@@ -2,7 +2,7 @@
 
     producer ── put (waits for room) ──► [ ready │ leased ] ── get (waits for items) ──► consumer
                                             ▲        │  ack: gone, room is free
-                                            │        │  renew: its time begins anew
+                                            │        │  renew: the lease's time begins anew
                                             └────────┘  nack or expiry: back to the front
 
 Plain asyncio in one event loop. Every change of state wakes exactly the waiters that can go on,
@@ -47,11 +47,9 @@ class _Putter:
 class Topic:
     """One bounded stream of batches.
 
-    ``max_samples`` and ``max_bytes`` count what is ready and what is leased out. Two exceptions
-    keep it alive: an empty topic takes any batch, and a consumer that waits for more items than
-    are ready makes room for the next batch, or a byte bound below one training batch would stop
-    the pipeline for ever. ``notify`` hears of every lease that expired. A lease has at most
-    ``lease_bytes``, or one sample.
+    ``max_samples`` and ``max_bytes`` bound the ready and the leased samples together; see
+    ``_has_room`` for the two exceptions. ``notify`` is called with a message for every lease that
+    expired. A lease has at most ``lease_bytes``, or one sample.
     """
 
     max_samples: int
@@ -75,7 +73,7 @@ class Topic:
     _expired: int = 0
 
     def __post_init__(self) -> None:
-        """Nothing is lent yet."""
+        """The table of leases is empty at first."""
         self._leases = LeaseTable(self.lease_s, self.timer, self._expire)
 
     async def put(self, batch: Batch) -> None:
@@ -102,9 +100,9 @@ class Topic:
     ) -> Lease:
         """Takes up to ``at_most`` samples; waits for ``at_least``, or for ``lease_bytes`` of them.
 
-        So a lease of large samples may have fewer than ``at_least``. ``share`` takes no more than
-        an even share of what is ready among all who wait, ``tokens`` no more than so many tokens,
-        or one sample.
+        So a lease of large samples may have fewer than ``at_least``. With ``share`` the lease has
+        at most an even share of the ready samples among all waiting consumers; it has at most
+        ``tokens`` tokens, or one sample.
         ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
         """
         if not 1 <= at_least <= min(at_most, self.max_samples):
@@ -114,7 +112,7 @@ class Topic:
             )
         self._refuse_if_closed()
         if consumer in self._released:
-            raise _taken_for_dead(consumer)
+            raise _released_consumer(consumer)
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         self._getters.append(_Getter(at_least, at_most, consumer, share, tokens, future))
         self._settle()
@@ -122,14 +120,14 @@ class Topic:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and not future.exception():
-                self.nack(future.result().id)
+                self.nack(future.result().id)  # granted in the turn in which it was cancelled
             self._settle()
             raise
 
     def ack(self, lease_id: int) -> bool:
-        """The lease's samples are done with. False if it had expired or was settled before.
+        """Removes the lease's samples. False if it had expired or was settled before.
 
-        One of a queue that died before this one was born is nobody's: True.
+        True for a lease of a queue process that died before this one started: its samples are gone.
         """
         if self._leases.predates_restart(lease_id):
             return True
@@ -142,11 +140,11 @@ class Topic:
         return True
 
     def renew(self, lease_ids: Iterable[int]) -> None:
-        """Their holder lives: their time begins anew. One that has expired stays so."""
+        """The time of these leases begins anew. A lease that has expired stays expired."""
         self._leases.renew(lease_ids)
 
     def nack(self, lease_id: int) -> bool:
-        """The lease's samples go back to the front. False if it was settled before."""
+        """Puts the lease's samples back to the front. False if it was settled before."""
         lease = self._leases.remove(lease_id)
         if lease is None:
             return False
@@ -159,11 +157,11 @@ class Topic:
 
     @property
     def headers(self) -> tuple[Header, ...]:
-        """Of what is leased out and what is ready."""
+        """The headers of all samples, leased or ready."""
         return tuple(header for batch in self._all for header in batch.headers)
 
     def contents(self, uids: Collection[Uid]) -> tuple[Batch, ...]:
-        """What is leased out or ready of these samples; it stays where it is."""
+        """The leased or ready samples of these uids; they stay where they are."""
         return tuple(part for batch in self._all for part in batch.only(uids))
 
     @property
@@ -171,7 +169,7 @@ class Topic:
         return (*self._leases.batches, *self._ready)
 
     def release(self, consumer: str) -> int:
-        """Every lease of the consumer goes back to the front; it gets nothing from now on.
+        """Puts every lease of the consumer back to the front; its later ``get`` calls fail.
 
         Returns the number of samples that went back.
         """
@@ -179,7 +177,7 @@ class Topic:
         held = self._leases.of(consumer)
         for getter in self._getters:
             if getter.consumer == consumer and not getter.future.done():
-                getter.future.set_exception(_taken_for_dead(consumer))
+                getter.future.set_exception(_released_consumer(consumer))
         for lease in reversed(held):
             self.nack(lease.id)
         self._settle()
@@ -244,7 +242,8 @@ class Topic:
         at_most = getter.at_most
         if getter.share:
             waiting = 1 + sum(not other.future.done() for other in self._getters)
-            at_most = min(at_most, max(getter.at_least, -(-self._ready_count // waiting)))
+            even = -(-self._ready_count // waiting)  # rounded up
+            at_most = min(at_most, max(getter.at_least, even))
         getter.future.set_result(self._grant(at_most, getter.tokens, getter.consumer))
         return True
 
@@ -253,13 +252,15 @@ class Topic:
 
     def _has_room(self, batch: Batch) -> bool:
         held = self._ready_count + len(self._leases)
-        if held == 0:
+        if held == 0:  # a batch above the bounds would never fit: an empty topic takes any batch
             return True
-        starving = bool(self._getters) and not self._has_enough(self._getters[0])
-        fits = (
-            held + len(batch) <= self.max_samples and self._nbytes + batch.nbytes <= self.max_bytes
-        )
-        return fits or starving
+        # A consumer may wait for more samples than the bounds let in, a training batch for example.
+        # Only another put can end its wait, and only its ack makes room: without this exception
+        # both would wait for ever.
+        if self._getters and not self._has_enough(self._getters[0]):
+            return True
+        nbytes = self._nbytes + batch.nbytes
+        return held + len(batch) <= self.max_samples and nbytes <= self.max_bytes
 
     def _grant(self, at_most: int, tokens: int | None, consumer: str) -> Lease:
         batches: list[Batch] = []
@@ -268,6 +269,7 @@ class Topic:
             fits = self._ready[0].first(count, room, tokens)
             if not fits and batches:
                 break
+            # the first sample is granted even if it alone exceeds the bytes or tokens of a lease
             batch, rest = self._ready.popleft().split(max(fits, 1))
             if len(rest):
                 self._ready.appendleft(rest)
@@ -283,14 +285,14 @@ class Topic:
         self.nack(entry.lease.id)
         self.notify(
             f"{len(entry.lease)} samples went back: {entry.consumer or 'a nameless consumer'} took "
-            f"them {time.monotonic() - entry.since:.0f} s ago and gave no sign of life for "
-            f"{self.lease_s:g} s. If it is at work on them still, they are worked on twice, and "
-            f"the second copy is dropped: raise queue.lease_s if it may stand still for so long"
+            f"them {time.monotonic() - entry.since:.0f} s ago and did not renew their lease for "
+            f"{self.lease_s:g} s. If it still works on them, they are worked on twice, and the "
+            f"second copy is dropped: raise queue.lease_s if its event loop may block for so long"
         )
 
 
-def _taken_for_dead(consumer: str) -> QueueClosed:
-    return QueueClosed(f"{consumer} was taken for dead: its leases went to the others")
+def _released_consumer(consumer: str) -> QueueClosed:
+    return QueueClosed(f"{consumer} was released as dead: its leases went to the other consumers")
 
 
 def _fail(future: asyncio.Future[Any]) -> None:

@@ -165,7 +165,7 @@ async def test_an_expired_lease_is_told_with_its_holder_its_size_and_a_remedy() 
     timer.advance(11)
     (line,) = told
     assert line.startswith("2 samples went back: scorer#1 took them 0 s ago")
-    assert "no sign of life for 10 s" in line
+    assert "did not renew their lease for 10 s" in line
     assert "raise queue.lease_s" in line
 
 
@@ -294,14 +294,14 @@ async def test_a_released_consumer_that_still_waits_takes_nothing_along() -> Non
     given.release("x")
     await given.put(batch("a"))
     assert uids(await given.get(1, consumer="y")) == ["a"]
-    with pytest.raises(QueueClosed, match="taken for dead"):
+    with pytest.raises(QueueClosed, match="was released as dead"):
         await waiting
 
 
 async def test_a_released_consumer_gets_nothing_any_more() -> None:
     given = topic()
     given.release("x")
-    with pytest.raises(QueueClosed, match="taken for dead"):
+    with pytest.raises(QueueClosed, match="was released as dead"):
         await given.get(1, consumer="x")
 
 
