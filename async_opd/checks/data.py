@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from async_opd.checks.findings import Findings
+from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
-from async_opd.config.source import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.prompts import filled

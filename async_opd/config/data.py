@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
-from async_opd.config.registry import SOURCES
+from async_opd.config.registry import SOURCES, PromptSource
 from async_opd.config.section import Section
-from async_opd.config.source import PromptSource
 
 if TYPE_CHECKING:
     Source = PromptSource

@@ -17,7 +17,6 @@ from async_opd.config.ending import CheckpointConfig as CheckpointConfig
 from async_opd.config.ending import ShutdownConfig as ShutdownConfig
 from async_opd.config.ending import TimeoutConfig as TimeoutConfig
 from async_opd.config.engine import EngineConfig as EngineConfig
-from async_opd.config.grading import GradingConfig as GradingConfig
 from async_opd.config.loss import ForwardKLConfig as ForwardKLConfig
 from async_opd.config.loss import JSDConfig as JSDConfig
 from async_opd.config.loss import K1Config as K1Config
@@ -119,6 +118,29 @@ class EvalConfig(Section):
     returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
     teachers: bool = True
     """Also measures each teacher on its own data sources once, before training."""
+
+
+class GradingConfig(Section):
+    """Graders run in processes of their own, so that one that hangs can be ended."""
+
+    timeout_s: float = Field(default=60, gt=0)
+    """Longest time for one response. Its grader's process is ended then, and the response is a
+    dead letter; in an evaluation it is left out of the mean, and counted."""
+    processes: PositiveInt = 4
+    """Most grader processes of each student replica (for a reward) and of the driver (for
+    evaluation); so many responses are graded at a time. They start as they are needed."""
+    memory_gb: float = Field(default=16, gt=0)
+    """Most memory of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: files that
+    are mapped do not count). Whatever asks for more in it fails, and the response is a dead letter.
+    What a grader starts has the same bound of its own."""
+    pass_env: list[str] = Field(default=[])
+    """Environment variables that graders get although they hold secrets, such as the key of a
+    judge. They inherit all others whose name or value does not tell of a secret."""
+    allow_eval: bool = False
+    """Allows reasoning-gym tasks whose verifiers evaluate what the model wrote as Python (puzzle24,
+    countdown, n_queens and others, see ``grading/verifiers.py``): a response can then run code as
+    the user. Without it ``check`` refuses them where they grade, and such a row is a dead
+    letter."""
 
 
 class GuardrailConfig(Section):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from async_opd.config.source import PromptSource
+from async_opd.config.registry import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import MAX_ROW_BYTES, row_of, too_large

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
 
-from async_opd.config.source import PromptSource
+from async_opd.config.registry import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 
