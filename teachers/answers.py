@@ -1,7 +1,7 @@
-"""What a replica answered, before anybody relies on it.
+"""Checks of a replica's answer, before it goes into the queue.
 
-Every array of every sample is looked at once: decoding and looking take about a millisecond per
-megabyte, and what passes here can be trained.
+``check`` reads every array of every sample once: decoding and checking take about a millisecond per
+megabyte. The trainer can train on every sample that passes.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from async_opd.core.errors import LengthError, ScoreError, StageError
 from async_opd.core.samples import HiddenStates, Int32, Sample
 
 SLACK = 1e-3
-"""A log-probability may be so much above 0: rounding in half precision."""
+"""A log-probability may exceed 0 by this much: rounding in half precision."""
 
 
 def check(name: str, rollouts: Batch, samples: Batch) -> None:
     """StageError if these cannot be the rollouts' samples; ``name`` is the teacher's.
 
-    Compares headers, and whatever ``Sample`` asks of its arrays; log-probabilities must be float32
-    and at most 0, ids int32, not negative and distinct at each position, states of the type they
-    say.
+    The uids must be those of the rollouts, in order, and every sample must pass the checks of
+    ``Sample``. Log-probabilities are float32 and at most 0, ids int32, not negative and distinct at
+    each position, states of the dtype that the scores name.
     """
     asked = [header.uid for header in rollouts.headers]
     got = [header.uid for header in samples.headers]
     if asked != got:
         raise StageError(
-            name, f"asked to score {len(asked)} rollouts, answered with {len(got)} others"
+            name, f"asked to score {len(asked)} rollouts, it answered with {len(got)} other samples"
         )
     if sum(header.nbytes for header in samples.headers) != samples.nbytes:
         raise StageError(name, f"its answer of {samples.nbytes} bytes does not fit its headers")
     try:
         found = unpack(Sample, [samples])
     except TypeError as error:
-        raise StageError(name, f"answered with something else than samples: {error}") from error
+        raise StageError(name, f"it answered with items that are no samples: {error}") from error
     for sample in found:
         _check(name, sample)
 
@@ -46,7 +46,7 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
 def _check(name: str, sample: Sample) -> None:
     uid = sample.rollout.uid
     try:
-        Sample(sample.rollout, sample.scores)  # lengths, and no NaN: decoding does not look
+        Sample(sample.rollout, sample.scores)  # unpickling skips the checks of lengths and NaN
     except (LengthError, ScoreError) as error:
         raise StageError(name, str(error)) from error
     for key, array in vars(sample.scores).items():
@@ -56,19 +56,21 @@ def _check(name: str, sample: Sample) -> None:
                 found = f"{key} of {uid} is {array.dtype.name} of shape {array.shape}"
                 raise StageError(name, f"{found}, not {dtype} of {dimensions} dimensions")
             if not sound(array):
-                raise StageError(name, f"{key} of {uid} has values that cannot be right")
+                found = f"values from {array.min()} to {array.max()}"
+                bound = "ids are at least 0" if key == "ids" else f"they are at most {SLACK:g}"
+                raise StageError(name, f"{key} of {uid} has {found}, but {bound}")
     ids, logprobs = (getattr(sample.scores, key, None) for key in ("ids", "logprobs"))
     if ids is not None and logprobs is not None and ids.shape != logprobs.shape:
         raise StageError(name, f"{uid} has ids {ids.shape} and logprobs {logprobs.shape}")
-    if ids is not None and (again := repeated(ids)) is not None:
-        raise StageError(name, f"{uid} has token {again[1]} twice at position {again[0]}")
+    if ids is not None and (twice := repeated(ids)) is not None:
+        raise StageError(name, f"{uid} has token {twice[1]} twice at position {twice[0]}")
 
 
 Rule = tuple[str, int, Callable[[NDArray[Any]], bool]]
 
 
 def _rule(sample: Sample, key: str) -> Rule:
-    """Types, dimensions and values that an array of scores may have."""
+    """Dtype and number of dimensions of an array of scores, and whether its values are possible."""
     if isinstance(sample.scores, HiddenStates):
         dtype = sample.scores.dtype
         return ("uint16" if dtype == "bfloat16" else dtype, 2, lambda _: True)
@@ -79,9 +81,9 @@ def _rule(sample: Sample, key: str) -> Rule:
 
 
 def repeated(ids: Int32) -> tuple[int, int] | None:
-    """Position and token of the first that is twice in a support [R, k]; None if all are distinct.
+    """Position and id of the first token that a support [R, k] lists twice; None if none is.
 
-    A gradient would count such a token's mass twice, or not at all.
+    A gradient would count the mass of such a token twice, or not at all.
     """
     ordered = np.sort(ids, axis=1)
     twice = ordered[:, 1:] == ordered[:, :-1]

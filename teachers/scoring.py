@@ -1,17 +1,17 @@
-"""How rollouts become scores: every objective's, out of one kind of engine.
+"""How one kind of engine gives the scores of every objective.
 
     tokens ──engine, whose worker scores the rows that predict the response──► one array ──► Scores
 
-    kind           asked of each of these rows                   scores
+    kind           wanted of each of these rows                  scores
     sampled        the sampled token                             SampledLogprobs
     teacher_topk   the sampled token, the k best, the rest       TopK
     student_topk   that, and the student's k best, the rest      CandidateLogprobs
     hidden         the hidden state                              HiddenStates
 
-Tokens after the last of these rows predict nothing that was sampled, and are not sent. The engine
-can answer prompts as well. vLLM's own ``prompt_logprob_token_ids`` (GPU) is not used: it wants the
-last token, which would not fit where a response ends at the model's limit, knows temperature 1
-only, and gives one run of rows.
+Tokens after the last of these rows predict no sampled token, and are not sent. The engine can
+answer prompts as well. vLLM's own ``prompt_logprob_token_ids`` (GPU) is not used: it requires the
+last token, which does not fit where a response ends at the model's maximal length, supports
+temperature 1 only, and returns one contiguous range of rows.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
 from vllm.inputs import TokensPrompt
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -44,11 +45,11 @@ from teachers.rows import RowRequest, logprobs_of
 from teachers.spec import TeacherEngineSpec
 
 UNKNOWN_LOGPROB = -100.0
-"""Log-probability of a token that the teacher has no row for, where the student's vocabulary is
-padded further, and of a rest of such tokens alone. As good as never (4e-44), and finite: sums and
-gradients stay so."""
+"""Log-probability of a token that the teacher's head has no row for (the student's vocabulary is
+padded further), and of a rest of only such tokens. Its probability is nearly 0 (4e-44), and it is
+finite, so that sums and gradients are finite too."""
 MAX_SEEN_PREFIXES = 1 << 16
-"""Beginnings of sequences that are remembered, by their hashes."""
+"""Number of prefixes whose hashes a replica keeps."""
 DTYPE_NAMES: dict[torch.dtype, StateDtype] = {
     torch.float32: "float32",
     torch.float16: "float16",
@@ -57,7 +58,7 @@ DTYPE_NAMES: dict[torch.dtype, StateDtype] = {
 
 
 def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
-    """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and the worker that scores."""
+    """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and the scoring worker."""
     return spec.kwargs | {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
 
 
@@ -74,39 +75,44 @@ class RequestScoring:
         self._seen_prefixes: BoundedDict[int, None] = BoundedDict(MAX_SEEN_PREFIXES)
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
-        """Its scores; ``request_id`` is new to the engine. An empty response has empty scores."""
+        """The rollout's scores, empty for an empty response. The engine must not know the id."""
         ids = self._ids(rollout)
         wanted = self._wanted(rollout.rows, ids)
         return self._scores(ids, wanted, await self._rows(rollout, wanted, request_id))
 
     async def _rows(self, rollout: Rollout, wanted: RowRequest, request_id: str) -> NDArray[Any]:
-        """The wanted rows: [rows, columns] as the worker gave them, or [rows, H].
+        """The wanted rows as the worker returned them: [rows, width] scores or [rows, H] states.
 
-        The prompt's prefill is shared by the rollouts of a group through the prefix cache. If the
-        cache held a row that is wanted as well, the request goes again without it.
+        Rollouts of one group share the prefill of their prompt through the prefix cache. Where the
+        cache also held a wanted row, the engine did not compute it, and a second request reads no
+        cache.
         """
+        expected = (wanted.rows, self._hidden if wanted.states else wanted.width)
         if not wanted.ranges:
-            return self._empty(wanted)
+            dtype = self._dtype.replace("bfloat16", "int16") if wanted.states else "int32"
+            return np.zeros(expected, dtype)
         ids = rollout.token_ids[: wanted.end]
-        cached, tokens = self._prompt_only(ids, wanted.ranges[0][0]), ids.tolist()
+        cached, tokens = self._may_read_cache(ids, wanted.ranges[0][0]), ids.tolist()
         found = await self._ask(tokens, wanted, request_id, cached=cached)
         if cached and (found is None or len(found) == 0):
             found = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
-        expected = (wanted.rows, self._width(wanted))
         if found is None or found.shape != expected:
             shape = None if found is None else found.shape
-            message = f"scores of shape {shape} in place of {expected} for {request_id}"
-            raise StageError(self._spec.name, message)
+            cause = f"the engine returned scores of shape {shape}, not {expected}, for {request_id}"
+            raise StageError(self._spec.name, cause)
         return found
 
     def _ids(self, rollout: Rollout) -> Int32:
-        """Tokens to score, [R, 1 + k]: column 0 the sampled one, which may come again."""
+        """Tokens to score, [R, 1 + k]: the sampled one, then the student's best, if wanted.
+
+        The sampled token may be among the best too.
+        """
         sampled = rollout.response_ids[:, None]
         if self._spec.kind != "student_topk":
             return np.ascontiguousarray(sampled, np.int32)
         if rollout.topk_ids is None:
-            message = f"rollout {rollout.uid} came without the student's top-k"
-            raise StageError(self._spec.name, message)
+            cause = f"rollout {rollout.uid} came without the student's top-k"
+            raise StageError(self._spec.name, cause)
         return np.hstack([sampled, rollout.topk_ids]).astype(np.int32, copy=False)
 
     def _wanted(self, ranges: tuple[Range, ...], ids: Int32) -> RowRequest:
@@ -119,11 +125,11 @@ class RequestScoring:
             temperature=self._spec.temperature,
         )
 
-    def _prompt_only(self, tokens: Int32, first: int) -> bool:
-        """Whether the prefix cache can hold no row from the ``first`` on.
+    def _may_read_cache(self, tokens: Int32, first: int) -> bool:
+        """Whether no cached block can hold row ``first`` or a later one.
 
-        It holds whole blocks. The first that has such a row is there if another sequence began with
-        the same tokens up to its end.
+        The prefix cache holds whole blocks. It has the block of row ``first`` if another sequence
+        began with the same tokens up to the end of that block.
         """
         end = (first // self._block + 1) * self._block
         if len(tokens) < end:
@@ -144,11 +150,18 @@ class RequestScoring:
             skip_reading_prefix_cache=not cached,
             extra_args=wanted.arguments(),
         )
+        output = await self.final_output(tokens, params, request_id)
+        found: NDArray[Any] | None = output.prompt_token_id_logprobs
+        return found
+
+    async def final_output(
+        self, tokens: list[int], params: SamplingParams, request_id: str
+    ) -> RequestOutput:
+        """The engine's finished output of a request. StageError if it ends without one."""
         request = TokensPrompt(prompt_token_ids=tokens)
         async for output in self._engine.generate(request, params, request_id):
             if output.finished:
-                found: NDArray[Any] | None = output.prompt_token_id_logprobs
-                return found
+                return output
         raise StageError(self._spec.name, f"the engine ended {request_id} without a final output")
 
     def _scores(self, ids: Int32, wanted: RowRequest, found: NDArray[Any]) -> Scores:
@@ -166,15 +179,7 @@ class RequestScoring:
         candidates = np.ascontiguousarray(ids[:, 1:])
         return CandidateLogprobs(candidates, finite(support), finite(sampled), rest)
 
-    def _width(self, wanted: RowRequest) -> int:
-        return self._hidden if wanted.states else wanted.width
-
-    def _empty(self, wanted: RowRequest) -> NDArray[Any]:
-        bits = {"float32": np.float32, "float16": np.float16, "bfloat16": np.int16}
-        dtype = bits[self._dtype] if wanted.states else np.int32
-        return np.zeros((0, self._width(wanted)), dtype)
-
 
 def finite(logprobs: Float32) -> Float32:
-    """-inf becomes ``UNKNOWN_LOGPROB``."""
+    """Values below ``UNKNOWN_LOGPROB``, -inf among them, become ``UNKNOWN_LOGPROB``."""
     return np.maximum(logprobs, np.float32(UNKNOWN_LOGPROB), dtype=np.float32)

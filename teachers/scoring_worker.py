@@ -1,12 +1,12 @@
-"""The worker of a teacher's engine: vLLM's, and scores of response rows out of its own head.
+"""The worker of a teacher's engine: vLLM's, extended by scores of response rows from its own head.
 
     request with extra_args ──► vLLM's model runner ──hidden states──► RowScores
         ──► prompt_token_id_logprobs of the request's output: one array, no Python lists
 
 vLLM computes prompt log-probabilities for every row of a prompt, request by request, and turns them
-into Python lists. A teacher needs the response's rows, as arrays. Both of vLLM's model runners hand
-their hidden states to a place that can be replaced: the older one (CPU, and models that the newer
-does not support) to ``_get_prompt_logprobs_dict``, the newer one (GPU; not run yet) to its
+into Python lists. A teacher needs the response's rows, as arrays. Both of vLLM's model runners pass
+their hidden states to an attribute that can be replaced: the older one (CPU, and models that the
+newer does not support) to ``_get_prompt_logprobs_dict``, the newer one (GPU; not run yet) to its
 ``prompt_logprobs_worker``. docs/adr/0005-scoring-in-the-worker.md has the measurements.
 """
 
@@ -28,18 +28,18 @@ else:
 
 
 class ScoringWorker(Worker):
-    """Chosen by ``worker_cls``; every other request is vLLM's own affair."""
+    """``worker_cls`` names it; requests without a ``RowRequest`` are vLLM's alone."""
 
     def load_model(self, **options: Any) -> None:
-        """Loads, and then listens to the model runner."""
+        """Loads the model, and extends its runner by the scoring."""
         super().load_model(**options)
         install_scoring(self.model_runner)
 
     def reload_from(self, directory: str) -> None:
-        """Takes new weights in place, from a directory in Hugging Face format.
+        """Replaces the weights in place, from a directory in Hugging Face format.
 
-        On CPU the head has a packed copy, which would stay the old one: see
-        ``rollouter.transports.engine``.
+        On a CPU the head computes with a packed copy of its weights. The loop packs it again, as
+        ``reload_weights`` would leave the old one: see ``rollouter.transports.engine``.
         """
         self.reload_weights(weights_path=directory)
         for module in self.model_runner.model.modules():
@@ -48,21 +48,21 @@ class ScoringWorker(Worker):
 
 
 def install_scoring(runner: Any) -> None:
-    """RuntimeError for a model runner that is none of the two known ones."""
+    """Extends the runner by the scoring. RuntimeError for a runner of neither known kind."""
     rows = RowScores(runner.model.compute_logits, runner.model_config.get_vocab_size())
     if getattr(runner, "prompt_logprobs_worker", None) is not None:
         runner.prompt_logprobs_worker = PromptLogprobRequests(runner.prompt_logprobs_worker, rows)
     elif hasattr(runner, "_get_prompt_logprobs_dict"):
         LegacyRunnerHook(runner, rows)
-    elif not hasattr(runner, "prompt_logprobs_worker"):
+    elif not hasattr(runner, "prompt_logprobs_worker"):  # None: a rank without the head
         raise RuntimeError(
-            f"{type(runner).__name__} of this vLLM has no place to score from: teachers need "
-            "vllm >= 0.32, < 0.34"
+            f"{type(runner).__name__} of this vLLM has neither prompt_logprobs_worker nor "
+            "_get_prompt_logprobs_dict: teachers need vllm >= 0.32, < 0.34"
         )
 
 
 class LegacyRunnerHook:
-    """Stands in two methods of the older model runner."""
+    """Replaces two methods of the older model runner, and calls the originals."""
 
     def __init__(self, runner: Any, rows: RowScores) -> None:
         self._runner = runner
@@ -75,7 +75,7 @@ class LegacyRunnerHook:
 
     @torch.inference_mode()
     def prompt_logprobs(self, hidden: torch.Tensor, scheduled: dict[str, int]) -> Any:
-        """Called once in each step, with the states of all its tokens."""
+        """The runner calls it once in each step, with the hidden states of all its tokens."""
         self._rows.keep_only(self._runner.requests)
         chunks = []
         for request_id, tokens in scheduled.items():
@@ -85,7 +85,7 @@ class LegacyRunnerHook:
             if wanted is None:
                 continue
             start = request.num_computed_tokens
-            if start < wanted.end:
+            if start < wanted.end:  # a step after the last row has none of them
                 self._rows.add(request_id, wanted)
                 offset = self._runner.query_start_loc.np[
                     self._runner.input_batch.req_id_to_index[request_id]
@@ -95,10 +95,10 @@ class LegacyRunnerHook:
         return self._prompt_logprobs(hidden, scheduled)
 
     def sample_tokens(self, grammar: Any) -> Any:
-        """Puts the answers of this step into its output."""
+        """Adds the answers of this step to its output."""
         output = self._sample_tokens(grammar)
         if self._answers:
-            inner = getattr(output, "_model_runner_output", output)  # asynchronous on a GPU
+            inner = getattr(output, "_model_runner_output", output)  # wrapped on a GPU
             inner.prompt_token_id_logprobs_dict = {
                 request_id: found.cpu() for request_id, found in self._answers.items()
             }
@@ -107,33 +107,33 @@ class LegacyRunnerHook:
 
 
 class PromptLogprobRequests:
-    """Stands in front of the newer model runner's ``prompt_logprobs_worker``."""
+    """Wraps the newer model runner's ``prompt_logprobs_worker``."""
 
-    def __init__(self, theirs: Any, rows: RowScores) -> None:
-        self._theirs = theirs
+    def __init__(self, inner: Any, rows: RowScores) -> None:
+        self._inner = inner
         self._rows = rows
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._theirs, name)
+        return getattr(self._inner, name)
 
     def add_request(self, request_id: str, index: int, params: Any) -> None:
-        """A request begins."""
-        self._theirs.add_request(request_id, index, params)
+        """Opens the request, if it wants rows."""
+        self._inner.add_request(request_id, index, params)
         wanted = RowRequest.of(params.extra_args)
         if wanted is not None:
             self._rows.add(request_id, wanted)
 
     def remove_request(self, request_id: str) -> None:
-        """A request is over, or gone."""
-        self._theirs.remove_request(request_id)
+        """Forgets a request that ended or was aborted."""
+        self._inner.remove_request(request_id)
         self._rows.forget(request_id)
 
     @torch.inference_mode()
     def compute_prompt_token_id_logprobs(
         self, head: Any, hidden: torch.Tensor, batch: Any, prompt_lens: Any
     ) -> dict[str, torch.Tensor]:
-        """Called once in each step, with the states of all its tokens."""
-        answers: dict[str, torch.Tensor] = self._theirs.compute_prompt_token_id_logprobs(
+        """The runner calls it once in each step, with the hidden states of all its tokens."""
+        answers: dict[str, torch.Tensor] = self._inner.compute_prompt_token_id_logprobs(
             head, hidden, batch, prompt_lens
         )
         chunks = []

@@ -1,4 +1,4 @@
-"""What it takes to build a teacher replica; imports nothing heavy, so that anyone may hold it."""
+"""What a teacher replica is built from. Imports no vLLM, so that every process may import it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from async_opd.config.loss import ScoreKind
 class TeacherEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
-    ``kind`` is what it returns for a rollout; ``top_k`` is 0 where it needs none. ``temperature``
-    is that of its log-probabilities; hidden states have none.
+    ``kind`` is the kind of scores that it returns; ``top_k`` is 0 for kinds without one.
+    ``temperature`` applies to its log-probabilities, not to hidden states.
     """
 
     name: str

@@ -1,20 +1,19 @@
-"""What servers are asked, and how their JSON becomes arrays of the response positions.
+"""Requests to servers, and their JSON answers as arrays of the response positions.
 
     api      scores from            sampled token and top-k of a position
     vllm     /v1/completions        prompt_logprobs, one object a token of the sequence
     sglang   /generate              input_token_logprobs, input_top_logprobs, from the first row on
 
-Nothing a server says is believed: what does not fit what it was asked raises ValueError, of which
-msgspec's errors are a kind. Every request says how long its answer can be, and of how many values
-(``AnswerLimits``): while JSON is decoded nothing else runs, and an object of 2 letters takes 70
-bytes.
+No answer is trusted: one that does not fit its request raises ValueError (msgspec's errors are of
+that kind). Every request bounds the bytes and values of its answer (``AnswerLimits``), because
+decoding JSON blocks the process, and an object of 2 letters takes 70 bytes once decoded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 import numpy as np
@@ -34,21 +33,22 @@ from async_opd.core.stages import SamplingSpec
 from teachers.answers import SLACK, repeated
 
 FRAME_BYTES = 1 << 20
-"""Of an answer, beside its entries."""
+"""Bytes of an answer beside its entries."""
 ENTRY_BYTES = 160
-"""Of one token: its id, log-probability, rank and text, with the names of all these."""
+"""Bytes of one token: its id, log-probability, rank and text, with the names of these fields."""
 TOKEN_BYTES = 256
-"""Of a position besides: the text of a token may be long, not that of all the best."""
+"""Further bytes of a position: one token's text may be long, not the text of all the best."""
 FRAME_MARKS = 1 << 12
+"""Brackets, or commas, of an answer beside its entries."""
 TEXT_MARKS = 64
-"""Of a position: brackets, or commas, that are the text of its tokens."""
+"""Brackets, or commas, in the text of a position's tokens."""
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 @dataclass(frozen=True)
 class AnswerLimits:
-    """What an answer can have: bytes, ``{`` and ``[``, and commas, those in texts included."""
+    """Maximal number of bytes, of ``{`` and ``[``, and of commas; those in texts count too."""
 
     nbytes: int = FRAME_BYTES
     opened: int = FRAME_BYTES
@@ -56,7 +56,7 @@ class AnswerLimits:
 
     @classmethod
     def of(cls, tokens: int, top_k: int) -> Self:
-        """An honest answer about so many tokens: an entry has one bracket and up to 4 commas."""
+        """Limits of an answer about so many tokens: an entry has one bracket and up to 4 commas."""
         entries = tokens * (top_k + 1)
         texts = FRAME_MARKS + TEXT_MARKS * tokens
         nbytes = FRAME_BYTES + TOKEN_BYTES * tokens + ENTRY_BYTES * entries
@@ -64,45 +64,30 @@ class AnswerLimits:
 
 
 class AnswerCounter:
-    """Counts what has come of an answer, against the most that can be meant."""
+    """Compares the part of an answer that has arrived with the limits."""
 
     def __init__(self, limits: AnswerLimits) -> None:
-        self._left = {
-            "bytes": limits.nbytes,
-            "objects and lists": limits.opened,
-            "values": limits.commas,
-        }
-        self._most = dict(self._left)
+        self._limits = (limits.nbytes, limits.opened, limits.commas)
+        self._found = [0, 0, 0]
 
     def excess(self, piece: bytes) -> str | None:
-        """What there is too much of with this piece."""
-        found = (len(piece), piece.count(b"{") + piece.count(b"["), piece.count(b","))
-        for what, count in zip(self._left, found, strict=True):
-            self._left[what] -= count
-            if self._left[what] < 0:
-                return f"more than {self._most[what]} {what}"
+        """The limit that the answer exceeds with this piece, in words; None if it exceeds none."""
+        counts = (len(piece), piece.count(b"{") + piece.count(b"["), piece.count(b","))
+        self._found = [found + more for found, more in zip(self._found, counts, strict=True)]
+        whats = ("bytes", "objects and lists", "values")
+        for what, found, limit in zip(whats, self._found, self._limits, strict=True):
+            if found > limit:
+                return f"more than {limit} {what}"
         return None
 
 
 @dataclass(frozen=True)
 class Request:
-    """A path below the server's URL, the JSON body, and the most that an answer can have."""
+    """A path below the server's URL, the JSON body, and the limits of the answer."""
 
     path: str
     body: dict[str, Any]
     limits: AnswerLimits
-
-
-class Api(Protocol):
-    """One kind of server."""
-
-    def score(self, rollout: Rollout, top_k: int) -> Request: ...
-
-    def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores: ...
-
-    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request: ...
-
-    def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]: ...
 
 
 class _Logprob(msgspec.Struct):
@@ -128,13 +113,19 @@ class VllmApi:
         self._model = served_model
 
     def score(self, rollout: Rollout, top_k: int) -> Request:
-        """Log-probabilities of all tokens up to the last sampled; one token is generated."""
+        """Asks for log-probabilities of all tokens up to the last sampled one.
+
+        The server also generates one token, the fewest that it accepts.
+        """
         tokens = _needed(rollout)
         body = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
         return self._request(AnswerLimits.of(len(tokens), top_k), prompt=tokens, **body)
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
-        """The sampled token comes first, and once only if it is one of the best."""
+        """Scores of the sampled positions. ValueError if the answer lacks one, or k best at it.
+
+        A row lists the sampled token and the k best: k entries where it is one of them, else k + 1.
+        """
         rows, expected = self._choice(answer).prompt_logprobs or [], rollout.positions[-1][1]
         if len(rows) != expected:
             raise ValueError(f"log-probabilities of {len(rows)} tokens instead of {expected}")
@@ -144,7 +135,8 @@ class VllmApi:
         for token, at in zip(rollout.response_ids.tolist(), sampled_at, strict=True):
             row = rows[at]
             if row is None or token not in row or not max(1, top_k) <= len(row) <= top_k + 1:
-                raise ValueError(f"{len(row or ())} tokens at a position, or not the sampled one")
+                count = len(row or ())
+                raise ValueError(f"{count} tokens at position {at}, or not the sampled {token}")
             sampled.append(row[token].logprob)
             entries = [(other, entry.logprob) for other, entry in row.items()]
             if len(row) == top_k + 1:
@@ -153,7 +145,7 @@ class VllmApi:
         return scores_of(sampled, [i for i, _ in best], [p for _, p in best], top_k)
 
     def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
-        """One answer, as token ids."""
+        """Asks for one response, as token ids."""
         return self._request(
             AnswerLimits.of(sampling.max_tokens + len(prompt.token_ids), 0),
             prompt=prompt.token_ids.tolist(),
@@ -165,7 +157,7 @@ class VllmApi:
         )
 
     def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
-        """The answer's tokens."""
+        """The response's tokens, and why it ended."""
         choice = self._choice(answer)
         if choice.token_ids is None:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
@@ -200,12 +192,15 @@ class _Generated(msgspec.Struct):
 
 
 class SglangApi:
-    """An SGLang server. Not yet run against a real one: tests have answers in its format."""
+    """An SGLang server. Tests use answers in its format; it has not run with a real one yet."""
 
     _decoder = msgspec.json.Decoder(_Generated)
 
     def score(self, rollout: Rollout, top_k: int) -> Request:
-        """Log-probabilities of the tokens from the first row on; the first one is always empty."""
+        """Asks for log-probabilities of the tokens from the first row on.
+
+        The first of them has none: the server has no row that predicts it.
+        """
         tokens = _needed(rollout)
         body = {
             "input_ids": tokens,
@@ -217,7 +212,10 @@ class SglangApi:
         return Request("/generate", body, AnswerLimits.of(len(tokens), top_k))
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
-        """Entries are [log-probability, token, text], one for each token from the first row on."""
+        """Scores of the sampled positions. ValueError if the answer is about other tokens.
+
+        Entries are [log-probability, token, text], one for each token from the first row on.
+        """
         meta = self._decoder.decode(answer).meta_info
         first = rollout.rows[0][0]
         asked = _needed(rollout)[first:]
@@ -226,7 +224,7 @@ class SglangApi:
             found = f"{len(meta.input_token_logprobs)} and {len(tops)}"
             raise ValueError(f"log-probabilities of {found} tokens instead of {len(asked)}")
         if [token for _, token, _ in meta.input_token_logprobs[1:]] != asked[1:]:
-            raise ValueError("log-probabilities of other tokens than those it was asked for")
+            raise ValueError("log-probabilities of other tokens than those of the request")
         places = (indices(rollout.positions) - first).tolist()
         sampled = [_number(meta.input_token_logprobs[place]) for place in places]
         best = [entry for place in places for entry in (tops[place] or [])[:top_k]]
@@ -235,7 +233,7 @@ class SglangApi:
         return scores_of(sampled, [e[1] for e in best], [_number(e) for e in best], top_k)
 
     def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
-        """One answer, as token ids."""
+        """Asks for one response, as token ids."""
         params = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -247,12 +245,15 @@ class SglangApi:
         return Request("/generate", body, limits)
 
     def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
-        """The answer's tokens."""
+        """The response's tokens, and why it ended."""
         generated = self._decoder.decode(answer)
         if generated.output_ids is None:
             raise ValueError("no output_ids")
         finish = generated.meta_info.finish_reason
         return generated.output_ids, "stop" if finish and finish.type == "stop" else "length"
+
+
+Api = VllmApi | SglangApi
 
 
 def _needed(rollout: Rollout) -> list[int]:
@@ -267,33 +268,32 @@ def _number(entry: _Entry) -> float:
 
 
 def scores_of(sampled: list[float], ids: list[int], logprobs: list[float], top_k: int) -> Scores:
-    """SampledLogprobs, or TopK with ``top_k``; no server tells the mass of the rest."""
+    """SampledLogprobs, or TopK with ``top_k``; no server returns the mass of the rest."""
     own = _logprobs(sampled)
     if not top_k:
         return SampledLogprobs(own)
     shape = (len(sampled), top_k)
-    found = np.asarray(ids, np.int32).reshape(shape)  # within it: decoding looks
-    again = repeated(found)
-    if again is not None:
-        raise ValueError(f"token {again[1]} twice among the best of position {again[0]}")
+    found = np.asarray(ids, np.int32).reshape(shape)  # ``TokenId`` keeps them within int32
+    if (twice := repeated(found)) is not None:
+        raise ValueError(f"token {twice[1]} twice among the best of position {twice[0]}")
     return TopK(found, _logprobs(logprobs).reshape(shape), own)
 
 
 def _logprobs(values: list[float]) -> Float32:
-    """ValueError for one above 0."""
+    """Float32 of the values. ValueError for one above 0 by more than rounding."""
     highest = max(values, default=0.0)
     if highest > SLACK:
         raise ValueError(f"a log-probability of {highest:g}, which is above 0")
-    with np.errstate(over="ignore"):  # -inf is refused with the sample
+    with np.errstate(over="ignore"):  # ``Sample`` refuses -inf
         return np.asarray(values, np.float32)
 
 
 def highest_id(scores: Scores) -> int:
-    """The largest token id of the teacher's best, -1 without any."""
+    """The largest token id among the teacher's best; -1 for scores without any."""
     ids: Int32 | None = getattr(scores, "ids", None)
     return -1 if ids is None or not ids.size else int(ids.max())
 
 
 def make_api(api: Literal["vllm", "sglang"], served_model: str) -> Api:
-    """The API of the config."""
+    """The API that the config names."""
     return VllmApi(served_model) if api == "vllm" else SglangApi()

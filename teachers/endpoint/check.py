@@ -1,6 +1,7 @@
-"""Are the servers there, do they serve the model, do they know the student's tokens?
+"""Checks of teachers' servers: they answer, serve the model, and have the student's tokens.
 
-Asked before anything of a run starts, all servers at the same time, each for a bounded time.
+``check_endpoints`` runs before anything of a run starts. It checks all servers at the same time,
+each within ``health.timeout_s``.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 
 CHECK = Uid("check")
-REMEDY = "is it busy? its first answer may take long: raise teachers.*.health.timeout_s"
+REMEDY = "its first answer may take long, or it is busy: raise teachers.*.health.timeout_s"
 TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
 
 def check_endpoints(config: RunConfig, where: str) -> list[Problem]:
-    """What is wrong with the servers of all teachers."""
+    """The problems of all teachers' servers."""
     return asyncio.run(_check_all(config, where))
 
 
@@ -48,7 +49,7 @@ async def _check_all(config: RunConfig, where: str) -> list[Problem]:
 async def _check(
     config: RunConfig, teacher: EndpointTeacher, name: str, url: str
 ) -> list[StageError]:
-    """The first thing that is wrong with one server: the others would follow from it."""
+    """The first problem of one server, if it has any: later checks depend on earlier ones."""
     replica = EndpointReplica(endpoint_spec(config, teacher, name, url))
     timeout_s = teacher.health.timeout_s
     try:
@@ -66,7 +67,7 @@ async def _check(
 async def _fault(
     replica: EndpointReplica, config: RunConfig, teacher: EndpointTeacher
 ) -> tuple[str, str] | None:
-    """What is wrong, and the remedy. Raises StageError for a server that does not answer."""
+    """A problem and its remedy. Raises StageError for a server that does not answer."""
     await replica.ready()
     served = await _served(replica)
     if teacher.served_model not in served:
@@ -98,14 +99,14 @@ class _TokenizeAnswer(msgspec.Struct):
 
 
 async def _served(replica: EndpointReplica) -> dict[str, int | None]:
-    """Models by name, with their length if the server tells."""
+    """Names of the served models, each with its maximal length or None."""
     answer = await replica.call("GET", "/v1/models")
     models = replica.read(lambda: msgspec.json.decode(answer, type=_Models))
     return {model.id: model.max_model_len for model in models.data}
 
 
 async def _tokens(replica: EndpointReplica, model: str) -> list[int] | None:
-    """The server's tokens of the text, None if it does not tell: not all have this route."""
+    """The server's tokens of ``TEXT``; None if it does not have this route."""
     body = {"model": model, "prompt": TEXT, "add_special_tokens": False}
     try:
         answer = await replica.call("POST", "/tokenize", body)
@@ -115,7 +116,7 @@ async def _tokens(replica: EndpointReplica, model: str) -> list[int] | None:
 
 
 def _rollout(ids: list[int]) -> Rollout:
-    """Half of it prompt, half response; the student's last token among them."""
+    """The first half of the ids as the prompt, the second as the response."""
     half = len(ids) // 2
     prompt = Prompt(CHECK, "check", "check", np.asarray(ids[:half], np.int32))
     return Rollout.answer(rollout_uid(CHECK, 0), prompt, ids[half:], "stop")

@@ -1,4 +1,4 @@
-"""What it takes to talk to a teacher's servers."""
+"""What a client of a teacher's server is built from."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from async_opd.models.tokenizer import Text, read_json
 class EndpointSpec:
     """One server. ``top_k`` is 0 where only the sampled token is scored.
 
-    ``vocabulary`` is the student's, None if it is not known.
+    ``vocabulary`` is the student's number of tokens, None if its ``config.json`` has none.
     """
 
     name: str
@@ -31,22 +31,22 @@ class EndpointSpec:
     key_env: str | None = None
 
     def key(self) -> str | None:
-        """The servers' key, from the environment of this process: it is never sent to another.
+        """The servers' key, read from the environment of this process; no message contains it.
 
-        StageError if the environment has none.
+        StageError if the variable is not set.
         """
         if self.key_env is None:
             return None
         key = os.environ.get(self.key_env)
         if not key:
-            cause = "a process that asks the servers lacks the variable of api_key_env"
+            cause = "the process that calls the servers lacks the variable that api_key_env names"
             remedy = "export it on every node before ray start; the driver's is not passed on"
             raise StageError(self.name, cause, remedy)
         return key
 
 
 def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: str) -> EndpointSpec:
-    """One of a teacher's servers."""
+    """The spec of one of a teacher's servers."""
     vocabulary = read_json(Path(config.student.model) / "config.json").get("vocab_size")
     return EndpointSpec(
         name=name,

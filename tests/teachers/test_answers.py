@@ -98,12 +98,12 @@ def test_a_token_that_is_twice_in_a_support_is_named() -> None:
 
 def test_other_samples_than_those_asked_for_are_an_error() -> None:
     asked = Batch.pack([make_rollout("p/0"), make_rollout("p/2")])
-    with pytest.raises(StageError, match="answered with 2 others"):
+    with pytest.raises(StageError, match="answered with 2 other samples"):
         check("t", asked, answer(SOUND[0]))
 
 
 def test_rollouts_are_no_samples() -> None:
-    with pytest.raises(StageError, match="something else than samples"):
+    with pytest.raises(StageError, match="items that are no samples"):
         check("t", ASKED, ASKED)
 
 

@@ -356,7 +356,7 @@ async def test_garbage_is_an_error_with_a_remedy() -> None:
         return web.Response(body=GARBAGE["too few positions"])
 
     async with served(garbage) as replica:
-        with pytest.raises(StageError, match="cannot be scores") as caught:
+        with pytest.raises(StageError, match="does not fit the request") as caught:
             await replica.score(Batch.pack([make_rollout()]))
     assert "teachers.*.api" in caught.value.remedy
 

@@ -167,7 +167,7 @@ async def test_a_rollout_that_begins_like_another_does_not_read_the_cache(
 
 @pytest.mark.parametrize("kind", ["sampled", "teacher_topk", "student_topk", "hidden"])
 async def test_scores_of_another_shape_are_an_error(kind: str) -> None:
-    with pytest.raises(StageError, match=r"shape \(3, 9\) in place of \(2, \d+\) for r"):
+    with pytest.raises(StageError, match=r"shape \(3, 9\), not \(2, \d+\), for r"):
         await score(Engine(np.zeros((3, 9), np.int32)), kind)
 
 

@@ -14,7 +14,7 @@ import torch
 from async_opd.config.run_config import ForwardKLConfig, JSDConfig, ReverseKLConfig, TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs
-from teachers.agreement import Agreement
+from teachers.meter import ScoringMeter
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.batches.packing import pack
 from trainer.learner import Learner
@@ -278,13 +278,13 @@ def test_agreement_has_the_definition_of_the_scoring_stage() -> None:
     model = teacher()
     batch = [scored(model, index, 4, "t") for index in range(3)]
     found = learner({"t": head_of(model, "t")}).train_batch(batch).metrics["teacher/t/agreement"]
-    agreement = Agreement()
+    meter = ScoringMeter()
     for sample in batch:
         logprobs = (gap_of(sample, model, 1.0).numpy() + sample.rollout.rollout_logprobs).astype(
             np.float32
         )
-        agreement.add([Sample(sample.rollout, SampledLogprobs(logprobs))])
-    counters = agreement.drain()
+        meter.add([Sample(sample.rollout, SampledLogprobs(logprobs))])
+    counters = meter.report().counters
     assert found == pytest.approx(counters["gap"] / counters["gap_tokens"], abs=1e-4)
 
 

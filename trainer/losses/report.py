@@ -17,7 +17,7 @@ and log p - log mu of the sampled tokens, where the trainer alone has the teache
 
     teacher/<name>/agreement           its mean over this teacher's tokens, in nats
 
-which for other scores is the scoring stage's (``teachers/agreement.py``).
+which for other scores is the scoring stage's (``teachers/meter.py``).
 """
 
 from __future__ import annotations

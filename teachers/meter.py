@@ -1,0 +1,81 @@
+"""What a teacher's replica reports of its scoring: counters, busy intervals, agreement."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TypeVar
+
+import numpy as np
+
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import first_cause
+from async_opd.core.samples import Rollout, Sample, SampledLogprobs
+from async_opd.core.stages import StageReport
+from async_opd.observability.activity import Activity
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+COUNTERS = ("tokens", "samples", "batches", "gap", "gap_tokens")
+
+
+class ScoringMeter:
+    """Counts what was scored since the last report.
+
+    ``gap`` is the sum of log p(teacher) - log q(rollout) over ``gap_tokens`` sampled tokens, in
+    nats. It leaves out scores without the sampled tokens' log-probabilities (hidden states): the
+    trainer, which has the teacher's head, reports theirs (``trainer/losses/report.py``).
+    """
+
+    def __init__(self) -> None:
+        self.activity = Activity("score")
+        self._counters = dict.fromkeys(COUNTERS, 0.0)
+
+    async def score(self, batch: Batch, score: Callable[[Rollout], Awaitable[Sample]]) -> Batch:
+        """The samples of a batch of rollouts, in order; see ``gather_or_cancel``."""
+        rollouts = unpack(Rollout, [batch])
+        with self.activity.busy():
+            samples = await gather_or_cancel(score, rollouts)
+        self._counters["batches"] += 1
+        self.add(samples)
+        return Batch.pack(samples)
+
+    def add(self, samples: Iterable[Sample]) -> None:
+        """Counts these samples."""
+        counters = self._counters
+        for sample in samples:
+            counters["samples"] += 1
+            counters["tokens"] += sample.rollout.tokens
+            scores = sample.scores
+            name = "logprobs" if isinstance(scores, SampledLogprobs) else "sampled_logprobs"
+            teacher = getattr(scores, name, None)
+            if teacher is not None:
+                gaps = teacher - sample.rollout.rollout_logprobs
+                counters["gap"] += float(np.sum(gaps, dtype=np.float64))
+                counters["gap_tokens"] += len(gaps)
+
+    def report(self) -> StageReport:
+        """The report since the last one."""
+        counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
+        return StageReport(
+            counters=counters,
+            gauges={"in_flight": float(self.activity.depth)},
+            busy=self.activity.drain(),
+            waits_for="" if self.activity.depth else "rollouts",
+        )
+
+
+async def gather_or_cancel(
+    work: Callable[[Item], Awaitable[Result]], items: Sequence[Item]
+) -> list[Result]:
+    """Results in order. The first error cancels the other works, and is raised."""
+
+    async def one(item: Item) -> Result:
+        return await work(item)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(item)) for item in items]
+    except ExceptionGroup as errors:
+        raise first_cause(errors) from errors
+    return [task.result() for task in tasks]
