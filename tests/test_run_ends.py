@@ -96,7 +96,7 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
 
 def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
     for resume in (False, True):
-        with run_lock(tmp_path), pytest.raises(ConfigError, match="a run is going on"):
+        with run_lock(tmp_path), pytest.raises(ConfigError, match="another process runs in"):
             run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume)
 
 

@@ -289,7 +289,7 @@ async def test_a_teacher_that_never_works_again_ends_the_run() -> None:
 async def test_a_host_that_does_not_come_to_rest_ends_the_run_in_time() -> None:
     made = colocated(BOTH, sleep_timeout_s=0.2)
     made.hosts["rollout"][0].hangs = True
-    with pytest.raises(StageTimeout, match=r"could not sleep: .* no sign of life for 0\.2 s"):
+    with pytest.raises(StageTimeout, match=r"could not sleep: .* no new token for 0\.2 s"):
         await done(made)
 
 

@@ -26,10 +26,10 @@ from async_opd.processes.reaper import ProcessReaper, process_reaper
 
 @asynccontextmanager
 async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
-    """Starts or joins the cluster; shuts our part of it down on the way out.
+    """Starts or joins the cluster; on leaving, shuts down what the run started in it.
 
-    What a local one starts is a family, whose head and agents are noted by who knows when all are
-    there. It works in a directory of its own, with a token of its own: see ``RayFolder``.
+    A process reaper kills the processes of a local cluster. Its caller tracks Ray's head and agents
+    once all of them have started. The cluster has its own directory and token: ``RayFolder``.
 
     Processes that Ray starts import nothing from the working directory by themselves.
 

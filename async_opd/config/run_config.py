@@ -98,7 +98,7 @@ class QueueConfig(Section):
     max_mib: PositiveInt = 4096
     """Most MiB of a topic, those leased out included."""
     lease_s: float = Field(default=600, gt=0)
-    """A stage that gives no sign of life for so long loses what it has taken to the next one. While
+    """A stage that does not renew its leases for so long loses their samples to the next one. While
     it lives it renews its leases, however long it works on them."""
 
 

@@ -11,11 +11,11 @@
     │   │   └── SyncTimeout   (also a StageTimeout)
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
-    │   ├── RolloutFault   a prompt or its grader is to blame, nobody died: a dead letter
+    │   ├── RolloutFault   a prompt or its grader fails, its process works on: a dead letter
     │   ├── CheckpointError
     │   └── StageTimeout   (also a TimeoutError)
-    ├── QueueClosed        the topic was closed: no sample will come any more
-    ├── LengthError        a message whose arrays do not agree with each other (also a ValueError)
+    ├── QueueClosed        the topic was closed: no more samples will come
+    ├── LengthError        a message whose arrays differ in length (also a ValueError)
     └── ScoreError         scores or log-probabilities that are no numbers (also a ValueError)
 
 All of them are picklable: they cross process boundaries through Ray.
@@ -83,40 +83,43 @@ class WeightSyncError(StageError):
 
 
 class ProcessDied(StageError):
-    """The process of an actor died before it had answered a call."""
+    """The process of an actor died before it answered a call."""
 
 
 class ProcessRestarts(ProcessDied):
-    """The same, and another process takes its place: the call can be made again."""
+    """The process of an actor died and Ray starts another one: the call can be made again."""
 
 
 class TransferAborted(WeightSyncError):
-    """A transfer of weights broke off before the first of them was replaced."""
+    """A transfer of weights broke off before any weight was replaced."""
 
 
 class LeaseExpired(StageError):
-    """Samples were acknowledged after their lease had expired: others may work on them too."""
+    """Samples were acknowledged after their lease had expired: another consumer may have them."""
 
     def __init__(self, topic: str, lease_id: int) -> None:
         super().__init__(
             f"topic {topic}",
-            f"lease {lease_id} had expired before it was acknowledged: its holder gave no sign of "
-            "life for queue.lease_s",
-            "raise queue.lease_s above the longest time that its process may stand still",
+            f"lease {lease_id} had expired before it was acknowledged: its holder did not renew it "
+            "for queue.lease_s",
+            "raise queue.lease_s above the longest time that the holder's event loop may block",
         )
         self.args = (topic, lease_id)
 
 
 class NoReplica(StageError):
-    """Work for a pool without any replica: waiting would never end."""
+    """A pool with work has no replica left: waiting would never end."""
 
 
 class RolloutFault(StageError):
-    """One rollout cannot be had; who tried is well. ``stage``: prompt, student or grader."""
+    """One rollout cannot be sampled or graded; the replica works on.
+
+    ``stage`` is prompt, student or grader.
+    """
 
 
 class CheckpointError(StageError):
-    """A checkpoint could not be written, or is not what was written."""
+    """A checkpoint could not be written, or differs from what was written."""
 
 
 class StageTimeout(StageError, TimeoutError):
@@ -132,7 +135,7 @@ class QueueClosed(AsyncOPDError):
 
 
 class LengthError(AsyncOPDError, ValueError):
-    """A message whose arrays do not agree with each other."""
+    """A message whose arrays differ in length."""
 
 
 class ScoreError(AsyncOPDError, ValueError):

@@ -1,4 +1,4 @@
-"""Work goes through a gate; who closes it waits until what is inside has come out."""
+"""A gate that work passes; closing it waits until no work is inside."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ class Gate:
         return self._open.is_set()
 
     async def empty(self) -> None:
-        """Returns when nothing is inside."""
+        """Returns when no work is inside."""
         await self._empty.wait()
 
     async def close(self) -> None:
-        """Nothing enters any more; returns when nothing is inside."""
+        """Lets no work enter any more; returns when none is inside."""
         self._open.clear()
         await self._empty.wait()
 
     def open(self) -> None:
-        """Who waited enters."""
+        """Lets work enter, first of all the work that waits."""
         self._open.set()

@@ -12,7 +12,7 @@ Ack = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Lease:
-    """Batches taken from a topic. They come back unless renewed or acknowledged in time."""
+    """Batches taken from a topic, which go back to it unless renewed or acknowledged in time."""
 
     id: int
     batches: tuple[Batch, ...]

@@ -1,7 +1,7 @@
-"""Waits that last as long as responses do: bounded by signs of life, not by the clock alone.
+"""Waits that last as long as responses do: bounded by progress, not by the clock alone.
 
-work ────────────────────────────────────────► its result
-tokens, asked for again and again ──none new──► StageTimeout
+work ─────────────────────────────────────► its result
+progress reports, polled ──no new token──► StageTimeout
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from async_opd.core.race import race
 Result = TypeVar("Result")
 
 PROBES_PER_TIMEOUT = 4
-"""Signs of life that are asked for within the bound."""
+"""Progress reports that are asked for within the bound."""
 MAX_RECOMPUTED = 2
-"""Times that a token may be computed: a request that an engine preempts begins again."""
+"""How often a token may be computed: a request that an engine preempts begins anew."""
 
 
 @dataclass(frozen=True)
 class Progress:
     """``tokens`` computed since some moment; only differences mean anything.
 
-    ``most`` is what may still come of what is under way now: prompts and ``max_tokens``.
-    ``silent`` are those who did not answer, each with its error.
+    ``most`` bounds the tokens that the work under way may still compute: prompts and
+    ``max_tokens``. ``unresponsive`` are the stages or replicas without an answer, with the error.
     """
 
     tokens: int
     most: int = 0
-    silent: tuple[str, ...] = field(default=(), compare=False)
+    unresponsive: tuple[str, ...] = field(default=(), compare=False)
 
 
 ANSWER_S = 20.0
-"""Of several, one that does not answer in time does not hold up the others' answers."""
+"""Seconds for one of several to answer: a member that hangs does not hold up the others."""
 MAX_NAMED = 8
-"""Of those who did not answer, in an error."""
+"""Unresponsive members that an error names."""
 
 
 def answer_s(quiet_s: float, depth: int = 1) -> float:
-    """Seconds for each of several to answer, so that all together answer within a look.
+    """Seconds for each of several members to answer, so that all answer within one probe.
 
-    ``depth`` 1: they are asked by ``ProgressWatchdog``, with ``quiet_s``. 2: by one of those,
-    which needs the time to say what the others of its own have answered.
+    ``depth`` 1: ``ProgressWatchdog`` asks them, with ``quiet_s``. 2: one of those members asks
+    them, and needs the rest of its own time to pass on the answers.
     """
     return min(ANSWER_S, quiet_s / PROBES_PER_TIMEOUT / 2) / depth
 
@@ -55,11 +55,12 @@ Ask = Callable[[], Coroutine[Any, Any, Progress]]
 
 
 class ProgressWatchdog:
-    """Of ``name``, for ``quiet_s`` seconds without any new token; ``key`` sets them in the config.
+    """Ends waits of ``name`` after ``quiet_s`` seconds without a new token.
 
-    Tokens beyond ``MAX_RECOMPUTED`` times those that were to come are no sign of life: what goes
-    round in circles ends, too. So a wait takes at most these tokens at the speed at which they
-    come, and ``quiet_s``; to notice may take as long again, where who is asked does not answer.
+    ``key`` is the config key of ``quiet_s``. Tokens beyond ``MAX_RECOMPUTED`` times those that
+    were to come are no progress: work that repeats itself without end is ended, too. So a wait
+    takes at most these tokens at the speed at which they come, and ``quiet_s``; it takes up to
+    twice ``quiet_s`` if the progress reports do not come in time.
     """
 
     def __init__(self, name: str, quiet_s: float, key: str, timer: Timer | None = None) -> None:
@@ -71,51 +72,56 @@ class ProgressWatchdog:
     async def within(
         self, what: str, work: Awaitable[Result], ask: Ask, most: int | None = None
     ) -> Result:
-        """The work's result. ``most`` tokens are to come; by default as the first answer says."""
+        """The work's result. ``most`` tokens are to come; by default those of the first report.
+
+        StageTimeout, and the work is cancelled, when it makes no progress.
+        """
         return await race(work, self._wait_for_silence(what, ask, most))
 
     async def _wait_for_silence(self, what: str, ask: Ask, most: int | None) -> NoReturn:
-        """Raises when there was no sign of life for too long."""
+        """Raises StageTimeout when no report of the last ``quiet_s`` seconds had a new token."""
         every = self._quiet_s / PROBES_PER_TIMEOUT
-        quiet = looks = came = 0
+        quiet = probes = came = 0
         last: Progress | None = None
-        silent: tuple[str, ...] = ()
+        unresponsive: tuple[str, ...] = ()
         while quiet < PROBES_PER_TIMEOUT:
             await self._deadline.pause(every)
             found = await self._asked(ask)
-            looks, quiet = looks + 1, quiet + 1
+            probes, quiet = probes + 1, quiet + 1
             if isinstance(found, str):
-                silent = (found,)
+                unresponsive = (found,)
                 continue
-            silent = found.silent
+            unresponsive = found.unresponsive
             if last is not None:
                 new = max(0, found.tokens - last.tokens)
                 most = last.most if most is None else most
                 quiet = 0 if new and came + new <= MAX_RECOMPUTED * most else quiet
                 came += new
             last = found
+        names = "; ".join(unresponsive[:MAX_NAMED])
         raise StageTimeout(
             self._name,
-            f"{what}: no sign of life for {self._quiet_s:g} s; {came} tokens came before, "
-            f"{came / (looks * every):.3g} a second, of at most {most or 0}"
-            + (f"; at last no answer from {'; '.join(silent[:MAX_NAMED])}" if silent else ""),
+            f"{what}: no new token for {self._quiet_s:g} s; {came} tokens came before, "
+            f"{came / (probes * every):.3g} a second, of at most {most or 0}"
+            + (f"; no answer to the last probe from {names}" if names else ""),
             f"raise {self._key} if tokens can be so far apart; otherwise it hangs",
         )
 
     async def _asked(self, ask: Ask) -> Progress | str:
-        """Words where who is asked does not answer, or has failed: that is no sign of life."""
+        """The progress report, or the error in words if none came in time."""
         try:
             return await self._deadline.within(
-                self._quiet_s / PROBES_PER_TIMEOUT, "a sign of life", ask()
+                self._quiet_s / PROBES_PER_TIMEOUT, "a progress report", ask()
             )
         except (AsyncOPDError, OSError) as error:
-            return _words(self._name, error)
+            return _described(self._name, error)
 
 
 class CombinedProgress:
-    """The progress of several as one: what each has come further since it was asked before.
+    """The progress of several members as one: the sum of what each has computed between reports.
 
-    Who does not answer within ``answer_s`` has come no further. One that was restarted begins at 0.
+    A member that does not answer within ``answer_s`` adds nothing. The count of a member that was
+    restarted begins at 0 again, and is not subtracted.
     """
 
     def __init__(
@@ -129,22 +135,22 @@ class CombinedProgress:
         self._tokens = 0
 
     async def __call__(self) -> Progress:
-        """Of all of them."""
+        """The progress of all members."""
         self._questions += 1
         number = self._questions
         found = await asyncio.gather(
             *(self._one(name, ask, number) for name, ask in self.asks.items())
         )
-        silent = tuple(words for one in found for words in one.silent)
-        return Progress(self._tokens, sum(one.most for one in found), silent)
+        unresponsive = tuple(words for one in found for words in one.unresponsive)
+        return Progress(self._tokens, sum(one.most for one in found), unresponsive)
 
     async def _one(self, name: str, ask: Ask, number: int) -> Progress:
-        """The newest of one: an answer to a question before that of the newest says nothing."""
+        """The newest report of one member: a late answer to an earlier question is dropped."""
         deadline = Deadline(name, self._timer)
         try:
-            now = await deadline.within(self._answer_s, "a sign of life", ask())
+            now = await deadline.within(self._answer_s, "a progress report", ask())
         except (AsyncOPDError, OSError) as error:
-            return Progress(0, 0, (_words(name, error),))
+            return Progress(0, 0, (_described(name, error),))
         newest, last = self._seen.get(name, (0, Progress(0)))
         if number < newest:
             return last
@@ -153,7 +159,7 @@ class CombinedProgress:
         return now
 
 
-def _words(name: str, error: Exception) -> str:
-    """Who did not answer, and why, in one line."""
+def _described(name: str, error: Exception) -> str:
+    """The unresponsive member and its error, in one line."""
     cause = error.cause if isinstance(error, StageError) else f"{type(error).__name__}: {error}"
     return f"{name}: {' '.join(cause.split())}"

@@ -1,4 +1,4 @@
-"""Long work on large arrays, beside the event loop."""
+"""Long work on large arrays in a worker thread, so that the event loop goes on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 LARGE = 1 << 20
-"""Bytes that are looked at or copied in about a millisecond: as long as a thread takes to begin."""
+"""Bytes that are read or copied in about a millisecond: as long as a thread takes to begin."""
 
 
 async def offload(nbytes: int, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -1,8 +1,8 @@
-"""Text that others wrote, for a terminal or a log: it can neither command nor forge anything.
+"""Escapes foreign text for a terminal or a log: it can neither command nor forge anything.
 
 A server's, a grader's or a model's text may hold escape sequences (which set a terminal's title,
-clear it, write its clipboard), characters that turn the order of letters around, and line breaks
-after which it looks like somebody else's.
+clear it, write its clipboard), characters that reverse the order of letters, and line breaks
+after which it looks like a line of the run.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def escaped(text: str) -> str:
 
 
 def indented(text: str) -> str:
-    """The same, and every line but the first is indented, by two spaces at least."""
+    """``escaped``, and every line but the first is indented by two spaces at least."""
     return _UNINDENTED.sub("\n    ", escaped(text))
 
 
 def on_one_line(text: str) -> str:
-    r"""The same for a name: newlines and tabs are escapes, too."""
+    r"""``escaped`` for a name: newlines and tabs are escapes, too."""
     return escaped(text).replace("\n", r"\n").replace("\t", r"\t")

@@ -193,7 +193,7 @@ def _finish(file: TextIO | None) -> str | None:
     """What is missing on the terminal, if something is."""
     if not isinstance(file, NonBlockingStream) or file.finish():
         return None
-    return f"the console is not complete, nobody read it: {file.left_out} lines were left out"
+    return f"the console is not complete: {file.dropped} lines were dropped, the reader was behind"
 
 
 def terminal_on(file: TextIO | None, plain: bool = False) -> Console:

@@ -1,4 +1,4 @@
-"""Work that may block, done by a thread of its own from a queue that is bounded."""
+"""Work that may block, done by a thread of its own from a bounded queue."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ Item = TypeVar("Item")
 
 
 class BackgroundWorker(Generic[Item]):
-    """Calls ``work`` with the items that wait, in order; whoever puts them never waits.
+    """Calls ``work`` with the waiting items, in order; ``put`` never waits.
 
-    ``most`` bounds the sum of ``size`` over the items that are not yet done. The thread ends with
-    the process even while ``work`` blocks.
+    ``most`` bounds the sum of ``size`` over the items that are not yet done; a larger item is
+    accepted when no other waits. The thread ends with the process even while ``work`` blocks.
     """
 
     def __init__(
@@ -36,11 +36,11 @@ class BackgroundWorker(Generic[Item]):
 
     @property
     def waiting(self) -> int:
-        """The size of everything that is not yet done."""
+        """The sum of ``size`` over the items that are not yet done."""
         return self._waiting
 
     def put(self, item: Item) -> bool:
-        """Whether there was room for it. Raises the error that ended the work, if one did."""
+        """Whether there was room for the item. Raises the error that ended the work, if any."""
         with self._changed:
             self._check()
             size = self._size(item)
@@ -55,7 +55,7 @@ class BackgroundWorker(Generic[Item]):
         return True
 
     def close(self, timeout_s: float) -> bool:
-        """Takes nothing more; whether all is done within the time. Raises as ``put`` does."""
+        """Accepts no more items; whether all are done within the time. Raises as ``put`` does."""
         with self._changed:
             self._closed = True
             self._changed.notify()

@@ -1,4 +1,4 @@
-"""Calls into an engine end when its process does, also those that would never be answered.
+"""Ends calls into an engine when its process ends, also calls that would never be answered.
 
     work ─────────┬──► its result
     process ends ─┴──► ProcessDied
@@ -21,11 +21,15 @@ Result = TypeVar("Result")
 
 
 class ExitWatch:
-    """Of the processes whose ``sentinels`` become readable at their end (multiprocessing's)."""
+    """Watches processes by their ``sentinels``, which become readable when a process ends.
+
+    ``sentinels`` are multiprocessing's.
+    """
 
     def __init__(self, name: str, sentinels: Iterable[int]) -> None:
         self._name = name
-        self._sentinels = [os.dup(sentinel) for sentinel in sentinels]  # theirs may be closed
+        # copies: the engine's client closes its own, whose numbers may then be other files
+        self._sentinels = [os.dup(sentinel) for sentinel in sentinels]
         self._ended = asyncio.Event()
         self._watched = False
 
@@ -45,7 +49,7 @@ class ExitWatch:
                 asyncio.get_running_loop().add_reader(sentinel, self._end)
 
     def _end(self) -> None:
-        """Once; then nothing is watched any more."""
+        """Called once; the other sentinels are watched no more."""
         self._ended.set()
         for sentinel in self._sentinels:
             asyncio.get_running_loop().remove_reader(sentinel)

@@ -1,4 +1,4 @@
-"""How long an event loop was held up: how late a timer fired."""
+"""The lag of an event loop: how late a timer fires."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ INTERVAL_S = 0.05
 
 
 class LoopLag:
-    """Sets a timer again and again in the running loop, from when it is made."""
+    """Measures the lag of the running loop by timers, one every ``interval_s``."""
 
     def __init__(self, interval_s: float = INTERVAL_S) -> None:
         self._interval_s = interval_s
@@ -17,12 +17,12 @@ class LoopLag:
         self._set()
 
     def drain(self) -> float:
-        """Seconds, the longest since the last call. A hold-up may be longer by the interval."""
+        """The longest lag since the last call, in seconds; too short by up to the interval."""
         worst_s, self._worst_s = self._worst_s, 0.0
         return max(worst_s, self._loop.time() - self._due)
 
     def stop(self) -> None:
-        """No more timers."""
+        """Sets no more timers."""
         self._timer.cancel()
 
     def _set(self) -> None:

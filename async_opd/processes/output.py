@@ -1,10 +1,10 @@
-"""Standard output or standard error, for who must not wait until somebody reads it.
+"""Standard output or standard error that never blocks its writer.
 
     write ──► a bounded queue ──► a thread ──► the descriptor, which may block for ever
 
-What comes while the queue is full is left out and counted, and the count is written when there is
-room again. The descriptor is a copy: Python's own buffers, and the locks that a thread which blocks
-would hold when the process ends, have no part in it.
+Text that comes while the queue is full is dropped and its lines counted; the count is written when
+there is room again. The descriptor is a copy: Python's own buffers are not used, whose locks a
+blocked thread would hold when the process ends.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import TextIO, cast
 from async_opd.processes.background import BackgroundWorker
 
 MAX_CHARACTERS = 1 << 20
-"""What may wait for the reader."""
+"""Characters that may wait for the reader."""
 WRITE_BYTES = 1 << 16
 CLOSE_S = 2.0
-"""The wait for the reader when the run ends."""
+"""Seconds that the end of the run waits for the reader."""
 
 
 class NonBlockingStream(io.TextIOBase):
-    """A text file over the descriptor of another one. Never waits, but in ``finish``.
+    """A text file over the descriptor of another one. Only ``finish`` waits.
 
-    What the thread's last write raised is raised by the next one here.
+    An error of the thread's last write is raised by the next ``write`` here.
     """
 
     def __init__(self, file: TextIO, most: int = MAX_CHARACTERS) -> None:
-        self.left_out = 0
+        self.dropped = 0
         self._unreported = 0
         self._encoding = file.encoding or "utf-8"
         self._terminal = file.isatty()
         self._descriptor = os.dup(file.fileno())
-        self._writer = BackgroundWorker("outlet", self._drain, most, len)
+        self._writer = BackgroundWorker("output", self._drain, most, len)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -46,7 +46,7 @@ class NonBlockingStream(io.TextIOBase):
 
     @property
     def waiting(self) -> int:
-        """Characters that nobody has read yet, and that the system has no room for."""
+        """Characters that the system has not taken yet, because its buffer is full."""
         return self._writer.waiting
 
     def isatty(self) -> bool:
@@ -66,28 +66,28 @@ class NonBlockingStream(io.TextIOBase):
         if not text:
             return 0
         if self._unreported and self._writer.put(
-            f"({self._unreported} lines left out: not read)\n"
+            f"({self._unreported} lines dropped: the reader was behind)\n"
         ):
             self._unreported = 0
         if self._unreported or not self._writer.put(text):
             lines = text.count("\n")
-            self.left_out += lines
+            self.dropped += lines
             self._unreported += lines
         return len(text)
 
     def finish(self, timeout_s: float = CLOSE_S) -> bool:
-        """Takes nothing more; whether everything was written within the time. OSError."""
+        """Accepts no more text; whether all of it was written within the time. OSError."""
         if not self._writer.close(timeout_s):
             return False
         os.close(self._descriptor)
-        return not self.left_out
+        return not self.dropped
 
     def _drain(self, texts: list[str]) -> None:
         data = memoryview("".join(texts).encode(self._encoding, "backslashreplace"))
         while data:
             try:
                 data = data[os.write(self._descriptor, data[:WRITE_BYTES]) :]
-            except BlockingIOError:  # somebody made it so: the descriptor is shared
+            except BlockingIOError:  # another process that shares the file made it non-blocking
                 select.select([], [self._descriptor], [])
 
 
@@ -100,7 +100,7 @@ def nonblocking(file: TextIO) -> TextIO:
 
 
 def write_stderr(text: str) -> None:
-    """A line on standard error, which may be gone, or be read by nobody. Never raises."""
+    """Writes a line to standard error, which may be closed or never read. Never raises."""
     with suppress(OSError, ValueError):
         stream = nonblocking(sys.stderr)
         stream.write(f"{text}\n")

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that ends. Linux only."""
+"""The parent-death signal: a child process ends when its parent ends. Linux only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 SAFE_PATH = "PYTHONSAFEPATH"
-"""Of the environment: Python leaves the working directory out of where it imports from."""
+"""The environment variable that makes Python import nothing from the working directory."""
 
 
 def set_parent_death_signal() -> None:
@@ -21,7 +21,7 @@ def set_parent_death_signal() -> None:
 def set_parent_death_signal_in_child() -> None:
     """``set_parent_death_signal`` for children made by multiprocessing.
 
-    Nothing happens outside of them: who started other processes is not known.
+    It does nothing in other processes, whose starter is unknown.
     """
     if multiprocessing.parent_process() is not None:
         set_parent_death_signal()

@@ -1,11 +1,11 @@
-"""All processes that a run starts end when it does, however it ends: one of ours sees to it.
+"""The process reaper: a shell process that kills all processes of a run when its driver ends.
 
-    driver ──pipe──► sh: waits for its end ──► kill -9 of the family
+    driver ──pipe──► sh: waits for the driver's end ──► kill -9 of the run's processes
 
-The family is who carries its mark in the environment, which a process inherits from the one that
-started it: Ray's head, actors, engines, and what these start; and who was noted, because a process
-that changes its title may lose its environment, as Ray's agents do. It takes Linux and GNU grep;
-without them Ray's processes notice by themselves that the driver is gone, within a minute or two.
+A process of the run has the run's marker variable in its environment, which it inherits from its
+parent: Ray's head, actors, engines, and their children. Processes that change their title may lose
+their environment, as Ray's agents do: these are tracked by process id. The reaper needs Linux and
+GNU grep; without them Ray's processes notice within a minute or two that the driver has ended.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from uuid import uuid4
 
 import psutil
 
-NAME = "ASYNC_OPD_FAMILY"
+MARKER = "ASYNC_OPD_RUN"
+"""The marker variable. Each run has a value of its own."""
 END_S = 10.0
-"""The watcher's rounds take about one second."""
+"""Seconds that ``kill_all`` waits for the reaper, whose rounds take about one second."""
 SCRIPT = """
 noted=
 while read -r pid start; do
@@ -46,56 +47,57 @@ for round in 1 2 3 4 5 6 7 8 9; do
 done
 [ -z "$1" ] || rm -rf -- "$1"
 """
-"""A number may be another process's by then, its start says so. The second part until nobody was
-found twice: who is killed may just have started another, and in the middle of an exec a process
-has no environment. Last, the directory that they all worked in."""
+"""First the tracked processes, whose start times tell whether the id is another process's by now.
+Then the marked ones, until two rounds in succession find none: a killed process may just have
+started another one, and a process has no environment in the middle of an exec. Last, the directory
+in which they all worked is removed."""
 
 
 @dataclass(frozen=True)
 class ProcessReaper:
-    """A family and its watcher."""
+    """The processes of a run and the shell that kills them."""
 
-    watcher: subprocess.Popen[bytes]
+    shell: subprocess.Popen[bytes]
 
     def track_descendants(self) -> None:
-        """Everybody below this process now belongs to it, with or without its mark."""
-        assert self.watcher.stdin is not None
+        """Tracks all descendants of this process, with or without the marker variable."""
+        assert self.shell.stdin is not None
         for pid in (process.pid for process in psutil.Process().children(recursive=True)):
-            if pid != self.watcher.pid:
-                with suppress(OSError, IndexError):  # it, or the watcher, ended meanwhile
+            if pid != self.shell.pid:
+                with suppress(OSError, IndexError):  # the process, or the shell, has ended
                     start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-                    self.watcher.stdin.write(f"{pid} {start}\n".encode())
-                    self.watcher.stdin.flush()
+                    self.shell.stdin.write(f"{pid} {start}\n".encode())
+                    self.shell.stdin.flush()
 
     def kill_all(self) -> None:
-        """kill -9 of everybody, now; returns within seconds."""
-        assert self.watcher.stdin is not None
-        self.watcher.stdin.close()
+        """kill -9 of all processes of the run; returns within ``END_S`` seconds."""
+        assert self.shell.stdin is not None
+        self.shell.stdin.close()
         with suppress(subprocess.TimeoutExpired):
-            self.watcher.wait(END_S)
+            self.shell.wait(END_S)
 
 
 @contextmanager
 def process_reaper(folder: Path | None = None) -> Iterator[ProcessReaper]:
-    """What is started within ends with this process, if it does not end before.
+    """Processes started within the context are killed when this process ends in it.
 
-    Then the ``folder``, theirs alone, goes too; not if this process leaves the context.
+    Then ``folder``, which only they use, is removed too. Leaving the context kills none of them.
     """
     value = uuid4().hex
-    watcher = subprocess.Popen(
-        ["sh", "-c", SCRIPT, f"{NAME}={value}", str(folder or "")],
+    shell = subprocess.Popen(
+        ["sh", "-c", SCRIPT, f"{MARKER}={value}", str(folder or "")],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is for the run
     )
-    before = os.environ.get(NAME)
-    os.environ[NAME] = value
+    before = os.environ.get(MARKER)
+    os.environ[MARKER] = value
     try:
-        yield ProcessReaper(watcher)
+        yield ProcessReaper(shell)
     finally:
-        os.environ.pop(NAME)
+        os.environ.pop(MARKER)
         if before is not None:
-            os.environ[NAME] = before
-        watcher.kill()
-        watcher.communicate()
+            os.environ[MARKER] = before
+        shell.kill()
+        shell.communicate()

@@ -1,4 +1,4 @@
-"""One process at a time in a run directory."""
+"""The run lock: one process at a time works in a run directory."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from async_opd.files.safe_open import FOLDER_MODE
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """ConfigError if another process has claimed the folder.
+    """Holds the lock of the folder. ConfigError if another process holds it.
 
-    The kernel ends the claim with the process, however it ends. A file system without locks grants
-    it to everybody.
+    The kernel releases the lock when the process ends, also by a signal. On a file system without
+    locks every process holds it.
     """
     folder.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -33,6 +33,6 @@ def _lock(handle: int, folder: Path) -> None:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        message = f"a run is going on in {folder}"
-        remedy = "wait for its end, or take another --run-dir"
+        message = f"another process runs in {folder}"
+        remedy = "wait until it ends, or choose another --run-dir"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)]) from None

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: asked once, a run ends by itself; asked again, or too slow, it is ended.
+"""SIGINT and SIGTERM: the first cancels the run; a second SIGINT, or a late end, kills it.
 
 first signal ──► the work is cancelled: checkpoint, model, engines down ──► exit
      └── grace_s over, or a second SIGINT ──► children killed ──► exit at once
@@ -17,14 +17,14 @@ from typing import Any
 import psutil
 
 EXIT_CODE = 130
-"""Of a process that is ended, if its last words fail."""
+"""The exit code of a killed process whose ``on_forced_exit`` fails."""
 
 
 class SignalHandler:
     """Handles both signals in the running loop, for the task ``work``.
 
-    ``on_forced_exit(why)`` is called before a process that does not end in time is ended, with the
-    exit code that it returns.
+    ``on_forced_exit(why)`` is called before the process is killed because the work did not end in
+    time; it returns the exit code.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class SignalHandler:
             loop.add_signal_handler(number, self.signal, number)
 
     def signal(self, number: int) -> None:
-        """A signal came."""
+        """Called for each SIGINT or SIGTERM."""
         if self._timer is None:
             why = f"not ended {self._grace_s:g} s after the signal (shutdown.grace_s)"
             self._timer = threading.Timer(self._grace_s, self._end, [why])
@@ -50,12 +50,12 @@ class SignalHandler:
             self._end("by a second SIGINT")
 
     def over(self) -> None:
-        """The work is done: nobody needs to be ended."""
+        """Stops the timer of the forced exit: the work is done."""
         if self._timer is not None:
             self._timer.cancel()
 
     def _end(self, why: str) -> None:
-        """Also from the timer's thread, when the event loop is stuck."""
+        """Kills the children and exits; called by the timer's thread if the event loop hangs."""
         code = EXIT_CODE
         try:
             for process in psutil.Process().children(recursive=True):

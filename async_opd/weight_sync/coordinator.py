@@ -1,23 +1,24 @@
 """One weight sync, as a state machine over the sender and its receivers.
 
-    IDLE ── snapshot(v) ──► READY ── push ──► MET ──► PAUSED ──► each replica: receive, name, resume
-                                     ▲         │         │                    │
-                                     │         └─────────┴──── a part fails ──┤ all have v
-                                     │                              │         ▼
-                                     └── those still behind ◄── SORTED OUT   IDLE
+    IDLE ─ snapshot(v) ─► READY ─ push ─► CONNECTED ─► PAUSED ─► each replica: receive, finish,
+                                  ▲           │           │               resume ─┬─► IDLE, at v
+                                  │           └───────────┴──── a part fails ─────┘
+                                  │                                   ▼
+                                  └── replicas still behind ◄── FAILURES HANDLED
 
     READY       the trainer has copied its weights out and trains on
-    MET         the group is a collective group; it stays one until a member of it fails
+    CONNECTED   the group is a collective group, until a member of it fails
     PAUSED      every replica of the group holds its requests in flight (on_sync says how)
-    SORTED OUT  whose weights were not touched generates on with the old ones; who failed, did not
-                answer in time, or may hold half of the new weights, fails as a member of its pool:
-                it is never resumed, but rebuilt, and ``rejoin``s with the newest snapshot
+    FAILURES    replicas whose weights are unchanged generate on with the old ones and are behind;
+    HANDLED     a replica that failed, did not answer in time, or may hold half of the new weights
+                fails as a member of its pool: it is never resumed, but rebuilt, and ``rejoin``s
+                with the newest snapshot
 
-All replicas are one group, or, rolling, each is a group of its own: then the others go on
-generating with their old weights meanwhile. A push without any replica left is done: whoever
-rejoins has its weights. A failure that no replica is to blame for is the sender's; ``tries``
-bounds it. A sender that is dead, or that hangs beyond the bound of its own collective, ends the
-push: ProcessDied.
+All replicas are one group. With ``rolling`` each replica is a group of its own, and the others go
+on generating with their old weights meanwhile. A push without any replica left succeeds: replicas
+that rejoin get its weights. A failure without a failed replica is the sender's; ``tries`` bounds
+how often it may come. A sender that is dead, or that hangs beyond the bound of its own collective,
+ends the push with ProcessDied.
 """
 
 from __future__ import annotations
@@ -63,10 +64,9 @@ class BroadcastSync:
     ) -> None:
         """Every member that serves takes part; its value is a WeightReceiver.
 
-        ``workers[i]`` is the number of ranks that member i contributes to its group.
-
-        ``timeout_s`` bounds each part; of the pause, which with ``finish`` lasts as long as the
-        longest response, it bounds the time without a token.
+        ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
+        bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
+        bounds the time without a new token.
         """
         self._groups = SyncGroups(
             sender,
@@ -83,17 +83,17 @@ class BroadcastSync:
         self._snapshot: tuple[int, WeightMeta] | None = None
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
 
-    # ── who takes part ─────────────────────────────────────────────────────────────────────────
+    # ── members ────────────────────────────────────────────────────────────────────────────────
 
     @property
     def _alive(self) -> set[int]:
         return {member.index for member in self._members.serving}
 
     async def rejoin(self, index: int, receiver: WeightReceiver, workers: int) -> None:
-        """The next incarnation of a member, which has the newest weights afterwards.
+        """Gives the newest weights to the next incarnation of a member. Raises WeightSyncError.
 
-        Raises WeightSyncError. Its group meets anew before the next push. The member has to serve
-        before anything else is awaited: a push that begins then would pass it over.
+        Its group connects again before the next push. The caller has to make the member serve
+        before it awaits anything else: a push that begins in between would leave the member out.
         """
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
@@ -105,14 +105,14 @@ class BroadcastSync:
                     raise _worst(failures)
 
     async def connect(self) -> None:
-        """The rendezvous. Raises WeightSyncError if a member does not come in time."""
+        """Connects all groups. Raises WeightSyncError if a member does not connect in time."""
         for number, group in self._numbered_groups(self._alive).items():
             failures = await self._groups.rendezvous(number, group)
             if failures:
                 raise _worst(failures)
 
     async def forget(self) -> None:
-        """The sender was restarted: it has no snapshot and belongs to no group."""
+        """Forgets snapshot and groups: the sender was restarted and has neither."""
         async with self._lock:
             self._snapshot = None
             self._groups.forget_groups()
@@ -128,7 +128,7 @@ class BroadcastSync:
                 raise _hangs(error) from error
 
     async def push(self) -> SyncReport:
-        """Brings the snapshot to every replica that is alive, group by group."""
+        """Sends the snapshot to every member that serves, group by group."""
         async with self._lock:
             if self._snapshot is None:
                 raise WeightSyncError("weight sync", "push without a snapshot")
@@ -138,7 +138,7 @@ class BroadcastSync:
             return self._report(self._clock() - started, rounds)
 
     async def _push(self, version: int, meta: WeightMeta) -> int:
-        """Until nobody is behind. Returns how many rounds that took."""
+        """Updates groups until no member that serves is behind. Returns the number of rounds."""
         behind = set(self._alive)
         rounds = blameless = 0
         while behind:
@@ -153,7 +153,9 @@ class BroadcastSync:
                     lost |= await self._handle_failures(number, failures)
                     worst = _worst(failures)
                 behind -= set(group) - set(failures)
-            behind &= self._alive
+            behind &= self._alive  # a rebuilt member gets its weights by rejoin
+            # After a round that ejected a replica the next one goes without it. A round that failed
+            # without a replica at fault may fail for ever: ``tries`` bounds these.
             blameless += worst is not None and not lost
             if worst is not None and blameless >= self._tries:
                 raise worst
@@ -178,7 +180,10 @@ class BroadcastSync:
     # ── one group ───────────────────────────────────────────────────────────────────────────────
 
     async def _handle_failures(self, number: int, failures: Failures) -> bool:
-        """The group is no group any more; who is to blame is lost. Whether there was somebody."""
+        """Disbands the group and fails the members at fault. Whether there were any.
+
+        A member whose error is TransferAborted is not at fault: its weights are unchanged.
+        """
         self._groups.disband(number)
         dead = {i for i, e in failures.items() if not isinstance(e, TransferAborted)} - {SENDER}
         for index in sorted(dead):
@@ -192,7 +197,7 @@ class BroadcastSync:
         return bool(dead)
 
     def _numbered_groups(self, indices: set[int]) -> dict[int, list[int]]:
-        """The groups by number: all together, or each alone."""
+        """The groups by number: one of all members, or with ``rolling`` one of each."""
         group = sorted(indices)
         if self._rolling:
             return {index: [index] for index in group}
@@ -200,12 +205,12 @@ class BroadcastSync:
 
 
 def _hangs(error: StageTimeout) -> ProcessDied:
-    """A sender that does not answer is as good as dead, and restarted like one."""
+    """The error of a sender that does not answer: it is restarted like one that died."""
     return ProcessDied(TRAINER, f"it hangs: {error.cause}", error.remedy)
 
 
 def _worst(failures: Failures) -> Exception:
-    """The failure that says most: the last of a receiver's own, or else the sender's."""
+    """The failure to raise: a receiver's own if there is one, else the sender's."""
     order = sorted(failures.items(), key=lambda item: isinstance(item[1], TransferAborted))
     receivers = [error for index, error in order if index != SENDER]
     found = receivers[0] if receivers else failures[SENDER]

@@ -1,7 +1,7 @@
-"""What both ends of a weight transfer must agree on. Pure data and arithmetic.
+"""The data that both ends of a weight transfer share, and their plan of chunks.
 
 sender (trainer)                       receivers (engines of the rollout replicas)
-listen, tell where and a secret  ──►   join the group at rank_offset + own rank
+listen, send address and secret  ──►   join the group at rank_offset + own rank
 for each chunk of the plan:            for each chunk of the plan:
     pack, broadcast               ──►      receive, unpack, load
 """
@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where a transfer group meets. The sender is rank 0 of ``world_size``.
+    """Where the members of a transfer group connect. The sender is rank 0 of ``world_size``.
 
-    ``secret`` is what members show before they are let in: with gloo the key of
-    ``async_opd.weight_sync.rendezvous``, with NCCL the group's unique id, in which host and port
-    are too.
+    ``secret`` authenticates a member: with gloo it is the key of
+    ``async_opd.weight_sync.rendezvous``, with NCCL the group's unique id, which also holds host and
+    port.
     """
 
     host: str

@@ -1,10 +1,10 @@
-"""One group of a weight sync: replicas that meet, pause, and take one broadcast together.
+"""A sync group: replicas that rendezvous, pause, and receive one broadcast together.
 
-    meet ──► pause ──► each replica: receive, name, resume
-      └────────┴────────────┴──► who failed, by index: the rest has the new version
+    rendezvous ──► pause ──► each replica: receive, finish, resume
+        └────────────┴────────────┴──► failures by index; all other members run the new version
 
-Nobody's weights are touched before the broadcast. What becomes of who failed, and when a group
-meets again, is ``async_opd.weight_sync.coordinator``'s affair.
+The broadcast is the first part that changes weights. ``async_opd.weight_sync.coordinator`` decides
+what happens to the members that failed, and when a group is connected again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 Result = TypeVar("Result")
 
 SENDER = -1
-"""The sender's place among the members of a group, where receivers have their index."""
+"""The sender's key among the members of a group; a receiver's key is its index."""
 
 
 class WeightSender(Protocol):
     """The trainer's end. ``group`` numbers the collective groups it is rank 0 of."""
 
     async def open(self, group: int, world_size: int) -> Rendezvous:
-        """Opens the meeting point of a group; it is there when this returns."""
+        """Opens the rendezvous of a group, which accepts connections when this returns."""
         ...
 
     async def connect(self, group: int) -> None:
@@ -54,25 +54,25 @@ class WeightReceiver(Protocol):
     """One rollout replica's end."""
 
     async def alive(self) -> None:
-        """Returns if it works, raises or hangs if not."""
+        """Returns if the replica works; raises or hangs if it does not."""
 
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None: ...
     async def pause(self, on_sync: str) -> None:
-        """Stops; ``finish`` waits for what is in flight, however long its responses become."""
+        """Stops generating; ``finish`` waits for all requests in flight, however long they are."""
 
     async def progress(self) -> Progress:
-        """The tokens of its engine."""
+        """The tokens that the engine has computed."""
         ...
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Takes the new weights. TransferAborted if it failed and still has all of the old."""
+        """Receives the new weights. TransferAborted if it failed and all old weights are intact."""
 
     async def finish(self, version: int) -> None: ...
     async def resume(self) -> None: ...
 
 
 Failures = dict[int, Exception]
-"""What went wrong in a group, by receiver (or ``SENDER``)."""
+"""The errors of a group, by receiver (or ``SENDER``)."""
 
 
 class SyncGroups:
@@ -100,20 +100,20 @@ class SyncGroups:
         self._clock = clock
 
     def replace_receiver(self, index: int, receiver: WeightReceiver, workers: int) -> None:
-        """Another receiver in place of one that was lost; its group meets anew."""
+        """Puts another receiver in place of a removed one; its groups have to connect again."""
         self.receivers[index], self._workers[index] = receiver, workers
         self._connected = {n: group for n, group in self._connected.items() if index not in group}
 
     def forget_groups(self) -> None:
-        """The sender was restarted: it belongs to no group."""
+        """Forgets all groups: the sender was restarted and belongs to none."""
         self._connected.clear()
 
     def disband(self, number: int) -> None:
-        """The group is no group any more."""
+        """Forgets the group; it has to connect again before its next broadcast."""
         self._connected.pop(number, None)
 
     def restart_timings(self) -> None:
-        """From zero."""
+        """Sets all timings to zero."""
         self.timings = dict.fromkeys(self.timings, 0.0)
 
     async def snapshot(self, version: int) -> WeightMeta:
@@ -123,14 +123,17 @@ class SyncGroups:
     async def update(
         self, number: int, group: list[int], version: int, meta: WeightMeta
     ) -> Failures:
-        """Meets if it has to, pauses, sends. Who is not among the failures has the version."""
+        """Connects the group if needed, pauses it and broadcasts to it.
+
+        Every member absent from the result now runs ``version``.
+        """
         who = _names(group)
         if self._connected.get(number) != group:
             failures = await self.rendezvous(number, group)
-            if failures:
+            if failures:  # a member that hangs has failed too, though others raised the errors
                 return failures | await self._unresponsive(group, failures)
         started = self._clock()
-        if self._on_sync == "finish":
+        if self._on_sync == "finish":  # bounded per member by progress: responses may be long
             drains = {index: self._drained(index) for index in group}
             failures = await self._each(f"pausing {who}", drains, math.inf)
         else:
@@ -138,8 +141,10 @@ class SyncGroups:
             failures = await self._each(f"pausing {who}", pauses)
         paused = self._clock()
         self.timings["sync/pause_s"] += paused - started
-        if failures:
+        if failures:  # no weight has changed yet: the members that paused can generate on
             return failures | await self._resumed(group, failures)
+        # Sender and receivers together: a broadcast is a collective, in which all take part.
+        # Each receiver resumes as soon as it has finished (_receive), not when the last one has.
         works: dict[int, Awaitable[None]] = {SENDER: self._sender.send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
         failures = await self._each(f"the broadcast to {who}", works)
@@ -147,18 +152,18 @@ class SyncGroups:
         return failures
 
     async def _drained(self, index: int) -> None:
-        """It has paused, after the responses in flight: bounded by the time between tokens."""
+        """Pauses after the requests in flight have ended; bounds the time between their tokens."""
         receiver = self.receivers[index]
         watchdog = ProgressWatchdog(f"student/{index}", self._timeout_s, "sync.timeout_s")
         await watchdog.within("finishing", receiver.pause(self._on_sync), receiver.progress)
 
     async def rendezvous(self, number: int, group: list[int]) -> Failures:
-        """The rendezvous of a group: nobody's weights are touched."""
+        """Connects a group. A failed rendezvous changes no weights."""
         self.disband(number)
         who, sizes = _names(group), [self._workers[index] for index in group]
         opening = self._sender.open(number, 1 + sum(sizes))
         try:
-            rendezvous = await self._bounded(f"opening the meeting point of {who}", opening)
+            rendezvous = await self._bounded(f"opening the rendezvous of {who}", opening)
         except (WeightSyncError, ProcessDied) as error:
             return {SENDER: error}
         offsets = [1 + sum(sizes[:place]) for place in range(len(sizes))]
@@ -171,7 +176,11 @@ class SyncGroups:
         return {index: _rendezvous_failure(index, error) for index, error in failures.items()}
 
     async def _receive(self, index: int, version: int, meta: WeightMeta, started: float) -> None:
-        """One receiver's part; it generates again at its end, unless it may hold half of both."""
+        """One receiver's part of an update, after which it generates again.
+
+        It is not resumed after an error in the middle of a transfer, when old and new weights may
+        be mixed; after TransferAborted it has all of the old ones.
+        """
         receiver = self.receivers[index]
         try:
             await receiver.receive(meta)
@@ -183,17 +192,20 @@ class SyncGroups:
         self.stalls[index] = self._clock() - started
 
     async def _resumed(self, group: list[int], failures: Failures) -> Failures:
-        """Those that were paused in vain go on with the old weights; they are behind."""
+        """Resumes the paused members with their old weights; the result names them as behind."""
         healthy = [index for index in group if index not in failures]
         works = {index: self.receivers[index].resume() for index in healthy}
         failed = await self._each(f"resuming {_names(healthy)}", works)
         return {index: TransferAborted(*_ABORTED_ELSEWHERE) for index in healthy} | failed
 
     async def _unresponsive(self, group: list[int], failures: Failures) -> Failures:
-        """Those of a group that did not meet, with the errors of who does not even answer."""
+        """The members of a group whose rendezvous failed, with the errors of unresponsive ones.
+
+        A member whose own failure is a timeout is known to hang, and is not asked again.
+        """
         left = [i for i in group if not isinstance(failures.get(i), StageTimeout)]
         works = {index: self.receivers[index].alive() for index in left}
-        failed = await self._each(f"a sign of life of {_names(left)}", works)
+        failed = await self._each(f"a heartbeat of {_names(left)}", works)
         return {
             index: failures.get(index, TransferAborted(*_ABORTED_ELSEWHERE)) for index in left
         } | failed
@@ -203,7 +215,7 @@ class SyncGroups:
     async def _each(
         self, what: str, works: Mapping[int, Awaitable[None]], timeout_s: float | None = None
     ) -> Failures:
-        """Waits for all of them, each bounded; the errors by key."""
+        """Waits for all works, each within ``timeout_s``; returns the errors by key."""
         bounded = (self._bounded(what, work, timeout_s) for work in works.values())
         results = await asyncio.gather(*bounded, return_exceptions=True)
         failures: Failures = {}
@@ -237,7 +249,12 @@ _ABORTED_ELSEWHERE = ("weight sync", "the sync failed elsewhere")
 
 
 def _rendezvous_failure(index: int, error: Exception) -> Exception:
-    """A failure of a rendezvous: it takes nobody's weights, and a sender that waits hangs not."""
+    """The failure of a member, as the coordinator has to treat it after a rendezvous.
+
+    A rendezvous changes no weights, so a receiver's error is TransferAborted: it stays a member. A
+    receiver that hangs keeps its timeout and is ejected. A sender that waited for a receiver in
+    vain does not hang: its timeout becomes a WeightSyncError, and only its death is kept.
+    """
     if isinstance(error, ProcessDied if index == SENDER else StageTimeout):
         return error
     kind = WeightSyncError if index == SENDER else TransferAborted
@@ -247,4 +264,4 @@ def _rendezvous_failure(index: int, error: Exception) -> Exception:
 def _names(group: Sequence[int]) -> str:
     if len(group) == 1:
         return f"student/{group[0]}"
-    return f"student/{group[0]}…{group[-1]}" if group else "nobody"
+    return f"student/{group[0]}…{group[-1]}" if group else "no replica"

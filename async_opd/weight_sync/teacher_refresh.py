@@ -1,11 +1,11 @@
-"""Teachers that are the student itself take its weights every few versions.
+"""Refreshes teachers that are the student itself with its weights every few versions.
 
-    snapshot(v) ──► inner snapshot, a copy in ``<directory>/version_<v>`` where some are due
-    push        ──► those load the copy ──► inner push
+    snapshot(v) ──► inner snapshot, and a copy in ``<directory>/version_<v>`` if a teacher needs it
+    push        ──► these teachers load the copy ──► inner push
 
-Teachers come first: what the students sample with version v is scored by no older teacher than v
-asks for. The newest copy of each teacher stays, for replicas that are rebuilt, and those that
-belong to a checkpoint: a run that goes on from one has the teachers that it had then.
+Teachers load before the students: a rollout of version v is scored by the teacher that version v
+asks for, or a newer one. Two kinds of copies are kept: the newest of each teacher, for replicas
+that are rebuilt, and those of checkpoints: a run that resumes has the teachers that it had then.
 """
 
 from __future__ import annotations
@@ -25,18 +25,21 @@ Load = Callable[[str, int, str], Awaitable[None]]
 
 @dataclass(frozen=True)
 class WeightCopies:
-    """Where copies are. ``initial`` is version 0, ``checkpoints()`` the versions of those kept."""
+    """The folders of the copies. ``initial`` is version 0.
+
+    ``checkpoints()`` are the weight versions of the checkpoints that are kept.
+    """
 
     directory: Path
     initial: Path
     checkpoints: Callable[[], Collection[int]]
 
     def of(self, version: int) -> Path:
-        """The copy of a version."""
+        """The folder of a version."""
         return self.directory / f"version_{version}" if version else self.initial
 
     def tidy(self, used: Collection[Path]) -> None:
-        """Removes all others."""
+        """Removes all copies but the used ones."""
         for copy in self.directory.glob("version_*"):
             if copy not in used:
                 remove_tree(copy)
@@ -78,12 +81,15 @@ class RefreshingSync:
             await self._copied(its, again)
 
     async def _copied(self, version: int, again: bool) -> None:
-        """There is a copy of the version; of one that is gone the checkpoint's weights."""
+        """Writes a copy of the version.
+
+        A resumed run keeps a copy that is there, and else writes the checkpoint's weights.
+        """
         copy = self._copies.of(version)
         if again and copy.is_dir():
             return
         if again:
-            self._notify(f"{copy} is gone: its teachers take the checkpoint's weights")
+            self._notify(f"{copy} does not exist: its teachers load the checkpoint's weights")
         await self._save(str(copy))
 
     async def push(self) -> SyncReport:
@@ -104,7 +110,7 @@ class RefreshingSync:
         return replace(report, metrics={**report.metrics, "sync/teachers_s": seconds})
 
     def _used(self) -> set[Path]:
-        """What teachers would be rebuilt from, and what they had at each checkpoint."""
+        """The copies that the teachers have now, and those that they had at each checkpoint."""
         kept = self._copies.checkpoints()
         then = (version - version % every for version in kept for every in self._every.values())
         return {self._copies.of(version) for version in (*self._has.values(), *then)}

@@ -74,7 +74,7 @@ async def test_it_ends_when_none_came_for_the_bound_and_names_it(wait: Wait) -> 
     await wait.passes(looks=PROBES_PER_TIMEOUT)
     with pytest.raises(StageTimeout) as caught:
         await asyncio.wait_for(wait.task, 5)
-    assert "finishing: no sign of life for 40 s; 900 tokens came before" in caught.value.cause
+    assert "finishing: no new token for 40 s; 900 tokens came before" in caught.value.cause
     assert "raise sync.timeout_s" in caught.value.remedy
 
 
@@ -212,11 +212,11 @@ async def test_who_did_not_answer_is_named_with_the_reason() -> None:
         timer.advance(1)
     with pytest.raises(StageTimeout) as caught:
         await asyncio.wait_for(wait, 5)
-    assert "no answer from student/0: its process died; scorer: a sign" in caught.value.cause
+    assert "probe from student/0: its process died; scorer: a progress report" in caught.value.cause
 
 
 async def test_one_that_never_answers_is_named_with_the_reason(wait: Wait) -> None:
     wait.answers = False
     await wait.passes(looks=2 * PROBES_PER_TIMEOUT)
-    with pytest.raises(StageTimeout, match="no answer from student/0: a sign of life took longer"):
+    with pytest.raises(StageTimeout, match="probe from student/0: a progress report took longer"):
         await asyncio.wait_for(wait.task, 5)

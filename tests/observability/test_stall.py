@@ -81,7 +81,7 @@ async def test_a_run_without_any_ends_and_says_what_the_pools_waited_for() -> No
     await world.passes(PROBES_PER_TIMEOUT)
     with pytest.raises(StageTimeout) as caught:
         await asyncio.wait_for(world.wait, 5)
-    assert "waited for a batch: no sign of life for 40 s" in caught.value.cause
+    assert "waited for a batch: no new token for 40 s" in caught.value.cause
     assert "train: scored samples" in caught.value.cause
     assert "timeouts.stall_s" in caught.value.remedy
 

@@ -52,7 +52,7 @@ def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -
     stream = NonBlockingStream(file, most=PIPE_BYTES)
     for _ in range(100):
         stream.write("x" * PIPE_BYTES + "\n")
-    assert stream.left_out > 90
+    assert stream.dropped > 90
     assert not stream.finish(0.01)
 
 
@@ -68,7 +68,7 @@ def test_a_reader_who_comes_late_is_told_how_much_is_missing(pipe: tuple[int, Te
     while stream.waiting and time.monotonic() < until:
         time.sleep(0)
     stream.write("here again\n")
-    assert read(ours, "again\n") == "(7 lines left out: not read)\nhere again\n"
+    assert read(ours, "again\n") == "(7 lines dropped: the reader was behind)\nhere again\n"
 
 
 def test_a_reader_who_is_gone_is_an_error_of_a_later_write(pipe: tuple[int, TextIO]) -> None:
@@ -131,4 +131,4 @@ def test_a_run_whose_output_nobody_reads_goes_on_and_ends(tmp_path: Path, consol
     assert done.returncode == 0
     assert json.loads((tmp_path / "lag.json").read_text()) < 1
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "completed"
-    assert ("nobody read it" in (tmp_path / "run.log").read_text()) == (console == "plain")
+    assert ("the reader was behind" in (tmp_path / "run.log").read_text()) == (console == "plain")

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 
-from async_opd.processes.reaper import NAME, process_reaper
+from async_opd.processes.reaper import MARKER, process_reaper
 from tests.processes.test_signals import is_gone
 
 PROGRAM = """
@@ -71,8 +71,8 @@ def test_a_family_can_be_ended_before_its_first_process_is() -> None:
 
 def test_the_mark_is_there_only_within() -> None:
     with process_reaper():
-        outer = os.environ[NAME]
+        outer = os.environ[MARKER]
         with process_reaper():
-            assert os.environ[NAME] != outer
-        assert os.environ[NAME] == outer
-    assert NAME not in os.environ
+            assert os.environ[MARKER] != outer
+        assert os.environ[MARKER] == outer
+    assert MARKER not in os.environ

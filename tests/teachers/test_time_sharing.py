@@ -178,7 +178,7 @@ async def test_a_host_that_generates_nothing_and_does_not_rest_ends_the_run() ->
     await world.starts()
     world.teachers.wave.set()
     assert world.running is not None
-    words = "student/0 could not sleep: going to sleep: no sign of life for 0.04 s"
+    words = "student/0 could not sleep: going to sleep: no new token for 0.04 s"
     with pytest.raises(StageTimeout, match=words) as caught:
         await asyncio.wait_for(world.running, 5)
     assert "raise timeouts.request_s" in caught.value.remedy

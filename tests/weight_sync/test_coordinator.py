@@ -206,7 +206,7 @@ async def test_finish_loses_a_replica_that_generates_nothing_and_names_the_key()
     await weights.snapshot(1)
     await weights.push()
     assert list(lost(weights)) == [1]
-    assert "student/1: finishing: no sign of life for 0.04 s" in lost(weights)[1]
+    assert "student/1: finishing: no new token for 0.04 s" in lost(weights)[1]
     assert "raise sync.timeout_s if tokens can be so far apart" in lost(weights)[1]
 
 

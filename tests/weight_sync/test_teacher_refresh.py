@@ -152,7 +152,7 @@ async def test_a_copy_that_is_gone_is_told_and_the_checkpoints_weights_take_its_
     await again(world.sync(a=3), 7)
     assert world.loads() == ["a 6 version_6"]
     assert world.told == [
-        f"{tmp_path}/version_6 is gone: its teachers take the checkpoint's weights"
+        f"{tmp_path}/version_6 does not exist: its teachers load the checkpoint's weights"
     ]
 
 
