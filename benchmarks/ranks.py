@@ -100,7 +100,7 @@ def measured(ranks: int, sizes: argparse.Namespace) -> Seen:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> Seen:
         model = student(sizes.layers)
         mesh = None if spec is None else join_mesh(spec, CPU)
-        learner = Learner(model, objective, TRAIN, CPU, mesh=mesh, rank_group=rank_group)
+        learner = Learner(Rank(model, objective, TRAIN, CPU, mesh=mesh), rank_group=rank_group)
         batches = [batch(seed, sizes.batch, sizes.tokens) for seed in range(sizes.steps)]
         seconds = []
         for samples in batches:

@@ -1,12 +1,12 @@
-"""Where samples become batches: the one place that decides what is trained.
+"""Makes batches of scored samples; no other place decides which sample is trained.
 
     topic scored ──lease──► held ──fresh, whole groups──► B samples, by uid ──► step ──► ack
                               │
                               └──older than max_version_lag──► topic stale (headers)
 
 Consumes leases of scored samples, produces batches, waits for scored samples. The samples of the
-next batch are fetched and decoded while the step before is computed. A sample that comes twice
-(its lease expired, or a dead replica's group was sampled again) is dropped and counted.
+next batch are fetched and decoded while the step before is computed. A duplicate of a sample (its
+lease expired, or the group of a dead replica was resampled) is dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from async_opd.queue.lease_holder import LeaseHolder
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The samples of one step, sorted by uid, and how many were too old and went back for it."""
+    """The samples of one step, sorted by uid; ``requeued`` samples were too old for it."""
 
     headers: tuple[Header, ...]
     samples: tuple[Sample, ...]
@@ -41,7 +41,7 @@ class TrainBatch:
 class _HeldSample:
     header: Header
     sample: Sample
-    lease: int | None  # none: it came out of a checkpoint
+    lease: int | None  # None for a sample from a checkpoint
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class _FetchedLease:
 
 
 MIN_REMEMBERED = 1 << 16
-"""Trained uids whose copies are recognized, at least. One that comes after so many others stops the
-run: the ledger does not expect it."""
+"""Least number of trained uids whose duplicates are recognized. A duplicate of an older one would be
+trained, and the ledger, which does not expect it, would stop the run."""
 REMEMBERED_BUDGETS = 4
-"""How often everything that may be in flight can be trained before a copy comes."""
+"""Budgets of samples in flight that can be trained before the duplicate of a sample arrives."""
 
 
 class Batcher:
-    """Takes exactly ``batch_size`` samples for each step, of whole groups of ``group_size``.
+    """Takes exactly ``batch_size`` samples for each step, in whole groups of ``group_size``.
 
     With ``max_version_lag`` a sample whose staleness exceeds it is not trained: its header goes to
-    topic ``stale``. ``group_size`` 1 takes samples in the order they come. ``remembered`` trained
-    uids are known again.
+    topic ``stale``. ``group_size`` 1 takes samples in the order in which they arrive. Duplicates of
+    the last ``remembered`` trained uids are recognized.
     """
 
     def __init__(
@@ -89,13 +89,13 @@ class Batcher:
         self._group_size = group_size
         self._held: dict[Uid, _HeldSample] = {}
         self._taken: list[_HeldSample] = []
-        self._open: Counter[int] = Counter()  # lease -> its samples that are not settled yet
-        self._settled: BoundedDict[Uid, None] = BoundedDict(remembered)  # uids that are trained
-        self._dropped: set[Uid] = set()  # uids that will never be
+        self._open: Counter[int] = Counter()  # lease -> number of its samples not settled
+        self._settled: BoundedDict[Uid, None] = BoundedDict(remembered)  # trained uids
+        self._dropped: set[Uid] = set()  # uids that will never be trained
         self._next: asyncio.Task[list[_FetchedLease]] | None = None
 
     async def take(self, version: int) -> TrainBatch:
-        """Waits for a batch that may be trained at the trainer's weight ``version``."""
+        """Waits for a batch whose samples are fresh enough at the trainer's weight ``version``."""
         requeued = 0
         while True:
             requeued += await self._requeue_stale(version)
@@ -112,33 +112,33 @@ class Batcher:
         )
 
     async def done(self) -> None:
-        """The batch taken last is trained."""
+        """Settles the batch that was taken last: it is trained."""
         self._settled.update((held.header.uid, None) for held in self._taken)
         trained, self._taken = self._taken, []
         await self._settle(trained)
 
     @property
     def held(self) -> tuple[Sample, ...]:
-        """Samples that are here and not trained, those taken for a step included."""
+        """Samples fetched and not trained, those taken for a step included."""
         return tuple(held.sample for held in (*self._taken, *self._held.values()))
 
     async def queued(self, uids: Collection[Uid]) -> AsyncIterator[list[Sample]]:
-        """What topic ``scored`` has of these, leased or not, message by message; it stays there."""
+        """Samples of these uids in topic ``scored``, leased or not, by message; none is removed."""
         found = [header for header in await self._queue.headers(SCORED) if header.uid in uids]
         for part in cut(found, lambda header: header.nbytes):
             batches = await self._queue.contents(SCORED, {header.uid for header in part})
             yield await asyncio.to_thread(unpack, Sample, batches)
 
     def hold(self, samples: Sequence[Sample]) -> None:
-        """Samples that a checkpoint kept; they are taken before any others."""
+        """Adds the samples of a checkpoint; they are taken before all others."""
         for sample in samples:
             self._held[sample.rollout.uid] = _HeldSample(sample.header, sample, None)
 
     async def drop(self, lost: Uid, others: Iterable[Uid] = ()) -> bool:
-        """Whether a lost sample, and others of its group, will never be trained.
+        """Excludes a lost sample and others of its group from training; returns whether it could.
 
-        False if a copy of the lost one is held, or any of them taken for a step or trained. Nothing
-        changes then. Otherwise those held are let go, and those still to come are not held.
+        False, and no change, if the lost one is held or any of them is taken for a step or trained.
+        Otherwise those that are held are acknowledged, and so are those that arrive later.
         """
         gone = {lost, *others}
         taken = gone & {held.header.uid for held in self._taken}
@@ -149,13 +149,13 @@ class Batcher:
         return True
 
     def close(self) -> None:
-        """Stops fetching ahead; no lease is renewed any more."""
+        """Stops the fetch under way and the renewal of leases."""
         self._leases.close()
         if self._next is not None:
             self._next.cancel()
 
     async def _requeue_stale(self, version: int) -> int:
-        """Samples that are too old leave; their headers go to topic ``stale``."""
+        """Moves the headers of samples that are too old to topic ``stale``; returns their number."""
         if self._max_lag is None:
             return 0
         old = [h for h in self._held.values() if h.header.staleness(version) > self._max_lag]
@@ -167,7 +167,7 @@ class Batcher:
         return len(old)
 
     def _choose(self) -> list[_HeldSample]:
-        """One batch of whole groups, those that were complete first; empty if there is none."""
+        """One batch of the groups that were complete first; empty if there are too few."""
         groups: defaultdict[Uid, list[_HeldSample]] = defaultdict(list)
         chosen: list[_HeldSample] = []
         for uid, held in self._held.items():
@@ -181,35 +181,36 @@ class Batcher:
 
     async def _receive(self) -> None:
         """Waits for more samples and holds them."""
-        if self._next is None:
-            self._next = asyncio.create_task(self._fetch(), name="fetching scored samples")
         try:
-            fetched = await self._next
+            fetched = await self._fetch_ahead()
         finally:
             self._next = None
-        again, dropped = [], []
+        duplicates, dropped = [], []
         self._open.update({one.lease.id: len(one.lease) for one in fetched})
         for held in (held for one in fetched for held in one.held):
             uid = held.header.uid
             if uid in self._dropped:
                 dropped.append(held)
             elif uid in self._settled or uid in self._held:
-                again.append(held)
+                duplicates.append(held)
             else:
                 self._held[uid] = held
-        self.duplicates += len(again)
-        await self._settle(again + dropped)
+        self.duplicates += len(duplicates)
+        await self._settle(duplicates + dropped)
 
-    def _fetch_ahead(self) -> None:
+    def _fetch_ahead(self) -> asyncio.Task[list[_FetchedLease]]:
+        """The fetch under way; starts one if there is none."""
         if self._next is None:
-            self._next = asyncio.create_task(self._fetch(), name="fetching ahead")
+            self._next = asyncio.create_task(self._fetch(), name="fetching scored samples")
+        return self._next
 
     async def _fetch(self) -> list[_FetchedLease]:
-        """As many samples as the next batch lacks, or any that may complete its groups.
+        """Leases as many samples as the next batch lacks; in groups, up to a whole batch of them.
 
-        In one lease, or of large ones in several.
+        Large samples come in several leases.
         """
         missing = max(self._batch_size - len(self._held), 1)
+        # With groups, samples of other groups than the missing ones may arrive first.
         most = missing if self._group_size == 1 else self._batch_size
         fetched: list[_FetchedLease] = []
         while missing > 0:
@@ -220,13 +221,14 @@ class Batcher:
         return fetched
 
     async def _settle(self, items: Iterable[_HeldSample]) -> None:
-        """Acknowledges every lease of which nothing is left, once: others settle meanwhile."""
+        """Counts the samples off their leases; acknowledges each lease without any left, once."""
         for held in items:
             if held.lease is not None:
                 self._open[held.lease] -= 1
+        # The leases leave ``_open`` before the first await, in which another call may settle.
         finished = [lease for lease, left in self._open.items() if not left]
         for lease in finished:
             del self._open[lease]
         for lease in finished:
-            with suppress(LeaseExpired):  # its samples come again, and are recognized
+            with suppress(LeaseExpired):  # its samples return as duplicates
                 await self._leases.ack(SCORED, lease)

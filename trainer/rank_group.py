@@ -1,11 +1,11 @@
-"""The trainer's ranks but the first, as rank 0 sees them: it orders, they do the same as it.
+"""The trainer's ranks 1 … N-1, to which rank 0 dispatches what it computes itself.
 
     rank 0 ──dispatch(method, arguments of each)──► rank 1 … N-1
        │ does the same itself                        │
        ▼                                             ▼
     own result ◄──────────── results ────────────────┘
 
-The first rank decides; the others hold shards and compute.
+Rank 0 decides what is computed; the other ranks hold shards and compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from async_opd.core.errors import StageError
 T = TypeVar("T")
 
 GRACE_S = 10.0
-"""A rank that dies breaks the others' collectives, and is found dead a moment later."""
+"""Seconds after an error of rank 0 in which the failure of another rank is taken for its cause: a
+rank that dies breaks the others' collectives before its own death is known."""
 
 
 class RankGroup(Protocol):
@@ -27,42 +28,43 @@ class RankGroup(Protocol):
 
     @property
     def ranks(self) -> int:
-        """All of them, the first one too."""
+        """Number of ranks, rank 0 included."""
 
     def dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        """Has each do something, with arguments of its own; call what is returned for the results.
+        """Starts the method in each rank with its own arguments; returns a call for the results.
 
-        From a thread beside the event loop. Calling it raises what the first that failed raised.
-        StageError after a failure, or after ``mark_broken``: then they are out of step.
+        Both calls are made from a thread other than the event loop's. The second blocks until every
+        rank has returned, and raises the error of the first one that failed. StageError after a
+        failure or ``mark_broken``: the ranks are no longer in step.
         """
         ...
 
     def mark_broken(self) -> None:
-        """Rank 0 has failed in the middle of what they all do: no more orders."""
+        """Refuses every later dispatch: rank 0 failed in a computation that all ranks share."""
 
     async def failure(self) -> StageError:
-        """Returns when one of them has died or failed."""
+        """Waits until a rank has died or failed; returns its error."""
         ...
 
 
 class SingleRank:
-    """There is one rank."""
+    """The group of a trainer with one rank: nothing is dispatched."""
 
     ranks = 1
 
     def dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        """There is nobody."""
+        """There is no other rank: no results."""
         return list
 
     def mark_broken(self) -> None:
-        """There is nobody."""
+        """There is no other rank to refuse."""
 
     async def failure(self) -> StageError:
-        """Never."""
+        """Never returns."""
         return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
 
 
@@ -72,9 +74,10 @@ SINGLE_RANK = SingleRank()
 async def run_with_ranks(
     rank_group: RankGroup, work: Coroutine[Any, Any, T], grace_s: float = GRACE_S
 ) -> T:
-    """The result of work that the others take part in, or their failure, which may be its cause.
+    """The result of rank 0's ``work``; raises another rank's failure where there is one.
 
-    Where another rank has failed, the work itself may hang in a collective until its bound.
+    That failure may be the cause of the work's own error, or leave the work hanging in a collective
+    until the collective's timeout: so it is raised first, and the work is cancelled.
     """
     if rank_group.ranks == 1:
         return await work
@@ -82,7 +85,7 @@ async def run_with_ranks(
     own.add_done_callback(_retrieve_exception)
     try:
         await asyncio.wait((own, failure), return_when=asyncio.FIRST_COMPLETED)
-        if own.done() and own.exception() is not None:
+        if own.done() and own.exception() is not None:  # perhaps because another rank died
             await asyncio.wait((failure,), timeout=grace_s)
         if failure.done() and not (own.done() and own.exception() is None):
             raise failure.result()
@@ -93,6 +96,6 @@ async def run_with_ranks(
 
 
 def _retrieve_exception(task: asyncio.Future[Any]) -> None:
-    """What it raises is known already, or comes too late."""
+    """Marks the error as seen: it is raised already, or replaced by another rank's failure."""
     if not task.cancelled():
         task.exception()

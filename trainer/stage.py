@@ -6,7 +6,7 @@
                                        capture ──► checkpoint
 
 Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Computation runs
-in a thread, so that the event loop answers while it trains.
+in a thread, so that the event loop answers calls during a step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ T = TypeVar("T")
 class TrainerStage:
     """Implements ``stages.Trainer`` and ``weight_sync.sync_group.WeightSender``.
 
-    One rank trains, or several in lock-step (``trainer.rank_group``); this stage is rank 0's.
+    One rank trains, or several in lock-step (``trainer.rank_group``); the stage runs in rank 0's
+    process.
     """
 
     def __init__(
@@ -74,9 +75,9 @@ class TrainerStage:
         """Waits for one batch, trains on it, acknowledges it."""
         self._waits_for = "scored samples"
         clock = asyncio.get_running_loop().time
-        asked = clock()
+        started = clock()
         taken = await self._batcher.take(self._version)
-        wait_s = clock() - asked
+        wait_s = clock() - started
         self._waits_for = ""
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._weights:
@@ -103,16 +104,16 @@ class TrainerStage:
         return await self._batcher.drop(lost, others)
 
     async def save(self, directory: str) -> None:
-        """Writes the student in Hugging Face format."""
+        """Writes the student to the directory in Hugging Face format."""
         async with self._weights:
             await self._compute(self._learner.save, self._model_dir, directory)
 
     async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """In a thread; with the other ranks, where there are some."""
+        """Runs the work in a thread; raises another rank's failure if there is one before."""
         return await run_with_ranks(self._rank_group, asyncio.to_thread(work, *args, **named))
 
     async def report(self) -> StageReport:
-        """What happened since the last report."""
+        """Tokens and busy time since the last report; the current version and what is waited for."""
         tokens, self._tokens = self._tokens, 0
         return StageReport(
             counters={"tokens": float(tokens)},
@@ -124,7 +125,7 @@ class TrainerStage:
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────
 
     async def capture(self) -> Captured:
-        """Copies its state to host memory, between two steps; see Trainer.capture."""
+        """Copies the trainer's state to host memory, between two steps; see Trainer.capture."""
         from trainer.saving.state import TrainerState
 
         async with self._weights:
@@ -134,17 +135,17 @@ class TrainerStage:
         return Captured(self._step, self._trained, self._skipped)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
-        """Writes what was captured, in a thread; see Trainer.checkpoint."""
+        """Writes the captured state, in a thread; see Trainer.checkpoint."""
         from trainer.saving.state import write_state
 
         state, self._captured = self._captured, None
         if state is None:
-            raise CheckpointError("trainer", "a checkpoint of what was not captured")
+            raise CheckpointError("trainer", "checkpoint was called without a capture before it")
         samples = await self._scored(state, in_flight)
         await asyncio.to_thread(write_state, Path(directory), state, samples)
 
     async def restore(self, directory: str) -> frozenset[Uid]:
-        """Goes on from a checkpoint; see Trainer.restore."""
+        """Sets the state that a checkpoint holds; see Trainer.restore."""
         from trainer.saving.state import read_state
 
         state = await asyncio.to_thread(read_state, Path(directory))
@@ -155,12 +156,13 @@ class TrainerStage:
         return frozenset(sample.rollout.uid for sample in state.samples)
 
     async def _scored(self, state: TrainerState, in_flight: frozenset[Uid]) -> list[Sample]:
-        """What was held, and what lies in the queue. Tokens of later versions are left out.
+        """The scored samples of these uids that the batcher held or the queue has, by uid.
 
-        What a queue that dies meanwhile had is sampled again.
+        A sample with a token of a later version than the state's is left out: its prompt is in
+        flight in the checkpoint and is sampled again at a resume.
         """
         found = {sample.rollout.uid: sample for sample in state.samples}
-        with suppress(StageError):
+        with suppress(StageError):  # the queue died: its samples are resampled at a resume
             async for samples in self._batcher.queued(in_flight - found.keys()):
                 found |= {sample.rollout.uid: sample for sample in samples}
         return [
@@ -170,45 +172,45 @@ class TrainerStage:
             and all(span.version <= state.version for span in sample.rollout.version_spans)
         ]
 
-    # ── turns with teachers on the same GPU ────────────────────────────────────────────────────
+    # ── time sharing with teachers on the same GPU ─────────────────────────────────────────────
 
     async def idle(self) -> None:
-        """Returns when no step is under way."""
+        """Waits until no step is under way."""
         await self._gate.empty()
 
     async def sleep(self) -> None:
-        """Finishes the step, and gives back the memory of activations; the next one waits.
+        """Finishes the step under way and frees cached GPU memory; the next step waits for ``wake``.
 
-        Weights and the optimizer's state stay on the GPU.
+        Weights and optimizer state stay on the GPU.
         """
         await self._gate.close()
         await self._compute(self._learner.free_cache)
 
     async def wake(self) -> None:
-        """Trains again."""
+        """Lets the next step begin."""
         self._gate.open()
 
     async def progress(self) -> Progress:
-        """The tokens of this rank; ``most`` are those of the step under way, of all ranks."""
+        """Tokens that rank 0 has computed; ``most`` are the batch's, which all ranks share."""
         return Progress(self._learner.computed_tokens, self._pending_tokens)
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
     async def open(self, group: int, world_size: int) -> Rendezvous:
-        """Opens the meeting point for the engines' workers of one wave."""
+        """Opens the rendezvous for the engines' workers of one sync group."""
         return await asyncio.to_thread(self._publisher.open, group, world_size)
 
     async def connect(self, group: int) -> None:
-        """Joins the wave's transfer group as rank 0."""
+        """Joins the transfer group of that sync group as rank 0."""
         await asyncio.to_thread(self._publisher.connect, group)
 
     async def snapshot(self, version: int) -> WeightMeta:
-        """Copies the weights out; they are ``version`` from now on."""
+        """Copies the weights; the trainer's weight version is ``version`` from now on."""
         async with self._weights:
             meta = await self._compute(self._publisher.snapshot)
             self._version = version
         return meta
 
     async def send(self, group: int) -> None:
-        """Broadcasts the snapshot to one wave, while training goes on."""
+        """Broadcasts the snapshot to one sync group, while training goes on."""
         await asyncio.to_thread(self._publisher.send, group)

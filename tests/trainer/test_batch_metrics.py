@@ -14,6 +14,7 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import CPU_ROW_TOKENS, Learner
 from trainer.losses import build_objective
+from trainer.rank import Rank
 
 SIZES = [5, 1, 0, 9, 3, 7]
 
@@ -24,7 +25,9 @@ def samples(prompt: int = 3) -> list[Sample]:
 
 def learner(**train: Any) -> Learner:
     config = TrainConfig.model_validate({"warmup_steps": 0, **train})
-    return Learner(tiny_model(), build_objective(ForwardKLConfig()), config, torch.device("cpu"))
+    return Learner(
+        Rank(tiny_model(), build_objective(ForwardKLConfig()), config, torch.device("cpu"))
+    )
 
 
 def test_tokens_are_those_of_prompts_and_responses() -> None:

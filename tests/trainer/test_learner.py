@@ -19,7 +19,7 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
-from trainer.rank import BackwardResult, Follower
+from trainer.rank import BackwardResult, Follower, Rank
 from trainer.rank_group import SingleRank
 
 SIZES = [5, 1, 0, 9, 3, 7]
@@ -32,7 +32,7 @@ def samples(k: int = 6) -> list[Sample]:
 def learner(seed: int = 0, kind: str = "forward_kl", **train: Any) -> Learner:
     config = TrainConfig.model_validate({"lr": 1e-3, "warmup_steps": 0, "steps": 50, **train})
     loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
-    return Learner(tiny_model(seed), build_objective(loss), config, torch.device("cpu"))
+    return Learner(Rank(tiny_model(seed), build_objective(loss), config, torch.device("cpu")))
 
 
 def gradients(batch: list[Sample], kind: str, budget: int) -> dict[str, torch.Tensor]:
@@ -146,7 +146,7 @@ def test_a_finite_step_in_between_resets_the_count_of_those_left_out() -> None:
     made = learner(on_nonfinite="skip", max_skipped=1)
     for batch in (poisoned(), samples(), poisoned()):
         made.train_batch(batch)
-    with pytest.raises(StageError, match=r"after 1 steps left out: loss nan.*p0/0"):
+    with pytest.raises(StageError, match=r"after 1 skipped steps: loss nan.*p0/0"):
         made.train_batch(poisoned())
 
 
@@ -324,7 +324,7 @@ def test_published_weights_have_the_names_of_the_checkpoint(tmp_path: Any) -> No
 
 
 class Watched(SingleRank):
-    """Notes that the ranks are given up."""
+    """Records that the ranks are marked broken."""
 
     broken = False
 
@@ -334,9 +334,8 @@ class Watched(SingleRank):
 
 def of_a_rank_group(rank_group: Watched) -> Learner:
     objective = build_objective(ForwardKLConfig())
-    return Learner(
-        tiny_model(), objective, TrainConfig(), torch.device("cpu"), rank_group=rank_group
-    )
+    rank = Rank(tiny_model(), objective, TrainConfig(), torch.device("cpu"))
+    return Learner(rank, rank_group=rank_group)
 
 
 def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -> None:
@@ -382,9 +381,8 @@ def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
     rank_group = Recorded()
     config = TrainConfig.model_validate({"tokens_per_micro_batch": 1})
     objective = build_objective(ForwardKLConfig())
-    Learner(
-        tiny_model(), objective, config, torch.device("cpu"), rank_group=rank_group
-    ).train_batch(batch)
+    rank = Rank(tiny_model(), objective, config, torch.device("cpu"))
+    Learner(rank, rank_group=rank_group).train_batch(batch)
     assert [method for method, _ in rank_group.dispatched] == ["take", "take", "backward", "apply"]
     assert [len(parts) for method, (*given,) in rank_group.dispatched[:2] for parts in given] == [
         2,

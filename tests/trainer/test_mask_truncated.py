@@ -17,6 +17,7 @@ from tests.trainer.test_token_weights import close, gradients, with_reward
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.rank import Rank
 
 REDUCTIONS = get_args(Reduction)
 MASKED = RewardConfig(mask_truncated=True)
@@ -83,7 +84,7 @@ def test_a_batch_that_was_cut_off_whole_changes_no_weight() -> None:
     loss = ForwardKLConfig(mask_truncated=True)
     train = TrainConfig(weight_decay=0, warmup_steps=0)
     shares = TokenWeighting.of(loss, None, 20)
-    made = Learner(tiny_model(), build_objective(loss), train, torch.device("cpu"), shares)
+    made = Learner(Rank(tiny_model(), build_objective(loss), train, torch.device("cpu")), shares)
     report = made.train_batch(batch(range(6)))
     assert report.metrics["loss/total"] == 0.0
     before, after = tiny_model().state_dict(), made.model.state_dict()

@@ -54,7 +54,8 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, Any]:
         assert spec is not None
         learner = Learner(
-            model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU), rank_group=rank_group
+            Rank(model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)),
+            rank_group=rank_group,
         )
         found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
         state = learner.state()
@@ -97,7 +98,7 @@ def found(tied: bool, folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def alone(tied: bool) -> tuple[list[dict[str, float]], Tensors, Learner]:
     """Metrics of every step of one rank, its state after the first, and itself."""
-    learner = Learner(model(tied), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    learner = Learner(Rank(model(tied), build_objective(ForwardKLConfig()), TRAIN, CPU))
     metrics = trained(learner, BATCHES[:1])
     state = learner.state()
     return [*metrics, *trained(learner, BATCHES[1:])], state, learner
@@ -110,7 +111,9 @@ def half() -> tuple[dict[str, float], dict[str, float]]:
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
         mesh = None if spec is None else join_mesh(spec, CPU)
-        learner = Learner(model(False), objective, train, CPU, mesh=mesh, rank_group=rank_group)
+        learner = Learner(
+            Rank(model(False), objective, train, CPU, mesh=mesh), rank_group=rank_group
+        )
         return learner.train_batch(BATCHES[0]).metrics
 
     def follow(spec: RankSpec) -> Follower:
@@ -151,7 +154,7 @@ def test_restored_ranks_repeat_their_steps_bit_for_bit(found: dict[str, Any]) ->
 def test_one_rank_goes_on_from_the_state_of_two(
     found: dict[str, Any], tied: bool, alone: Alone
 ) -> None:
-    learner = Learner(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    learner = Learner(Rank(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU))
     learner.restore(1, found["state"])
     trained(learner, BATCHES[1:])
     expected = dict(alone[2].named_weights())
@@ -188,6 +191,6 @@ def test_in_bfloat16_what_the_loss_is_told_of_its_tokens_is_not_rounded(half: An
 
 
 def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:
-    learner = Learner(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, CPU)
+    learner = Learner(Rank(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, CPU))
     with pytest.raises(CheckpointError, match="another model"):
         learner.restore(1, {k: v for k, v in found["state"].items() if "norm" not in k})

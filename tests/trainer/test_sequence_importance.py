@@ -332,7 +332,8 @@ def step(
     """Metrics of two steps (the last one's), and the weights after them."""
     mesh = None if spec is None else join_mesh(spec, CPU)
     train = TRAIN.model_copy(update={"tokens_per_micro_batch": row})
-    learner = Learner(tiny_model(), OBJECTIVE, train, CPU, mesh=mesh, rank_group=rank_group)
+    rank = Rank(tiny_model(), OBJECTIVE, train, CPU, mesh=mesh)
+    learner = Learner(rank, rank_group=rank_group)
     for _ in range(2):
         metrics = learner.train_batch(samples).metrics
     return metrics, [tensor.numpy() for _, tensor in learner.named_weights()]

@@ -233,8 +233,8 @@ def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
 
 def test_a_step_counts_sampled_tokens_as_the_response_and_all_tokens_as_work() -> None:
     batch = samples("teacher_topk", [[("student", 2), ("tool", 3), ("student", 1)]])
-    learner = Learner(tiny_model(), build_objective(FAMILIES["top-k, bucket"]), TrainConfig(), CPU)
-    metrics = learner.train_batch(batch).metrics
+    rank = Rank(tiny_model(), build_objective(FAMILIES["top-k, bucket"]), TrainConfig(), CPU)
+    metrics = Learner(rank).train_batch(batch).metrics
     assert (metrics["train/response_tokens"], metrics["train/tokens"]) == (3, 7)
 
 

@@ -15,6 +15,7 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.rank import Rank
 
 BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 1, 0, 9, 3])]
 Gradients = dict[str, torch.Tensor]
@@ -25,7 +26,7 @@ def gradients(batch: list[Sample], kind: str, dtype: torch.dtype, budget: int) -
     """The gradients an optimizer step would have used, before clipping bites."""
     train = TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9)
     loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
-    made = Learner(tiny_model().to(dtype), build_objective(loss), train, torch.device("cpu"))
+    made = Learner(Rank(tiny_model().to(dtype), build_objective(loss), train, torch.device("cpu")))
     kept: Gradients = {}
     made._rank.optimizer.step = lambda: kept.update(  # type: ignore[method-assign]
         {name: p.grad.clone() for name, p in made.model.named_parameters()}

@@ -19,7 +19,7 @@ from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.batches.packing import pack
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import BackwardResult
+from trainer.rank import BackwardResult, Rank
 from trainer.teacher_heads import TeacherHead, read_head
 
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def head_of(model: Any, name: str) -> TeacherHead:
 def learner(heads: dict[str, TeacherHead], config: Any = None, **train: Any) -> Learner:
     config = config or ForwardKLConfig(support="full_vocab")
     settings = TrainConfig.model_validate({"warmup_steps": 0, **train})
-    return Learner(tiny_model(), build_objective(config), settings, CPU, heads=heads)
+    return Learner(Rank(tiny_model(), build_objective(config), settings, CPU, heads))
 
 
 def exact(kind: str, batch: list[Sample], teachers: dict[str, Any]) -> float:

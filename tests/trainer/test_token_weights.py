@@ -22,6 +22,7 @@ from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.losses.reduction import token_weights
+from trainer.rank import Rank
 
 LENGTHS = [5, 1, 0, 3]
 
@@ -154,10 +155,12 @@ def gradients(
     """The gradients a step would have used, and its metrics; float64."""
     config = ForwardKLConfig(**loss)
     made = Learner(
-        tiny_model().double(),
-        build_objective(config, reward),
-        TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9),
-        torch.device("cpu"),
+        Rank(
+            tiny_model().double(),
+            build_objective(config, reward),
+            TrainConfig(tokens_per_micro_batch=budget, max_grad_norm=1e9),
+            torch.device("cpu"),
+        ),
         TokenWeighting.of(config, reward, 20, teachers),
     )
     kept: Gradients = {}
@@ -276,10 +279,7 @@ def test_a_rewarded_answer_becomes_more_likely() -> None:
     config = ForwardKLConfig(weight=0)
     train = TrainConfig(lr=1e-2, warmup_steps=0, schedule="constant")
     made = Learner(
-        tiny_model(),
-        build_objective(config, reward),
-        train,
-        torch.device("cpu"),
+        Rank(tiny_model(), build_objective(config, reward), train, torch.device("cpu")),
         TokenWeighting.of(config, reward, 20),
     )
     good, bad = (

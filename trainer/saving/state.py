@@ -1,8 +1,8 @@
-"""The trainer's part of a checkpoint: two safetensors files, nothing that is unpickled.
+"""The trainer's part of a checkpoint: two safetensors files; reading them unpickles nothing.
 
     trainer.safetensors   model/<parameter> · optimizer/<parameter>/<moment> · rng/<device>
                           and in its metadata the optimizer step and the weight version
-    scored.safetensors    samples that are scored and not trained, with their teacher payloads
+    scored.safetensors    samples that are scored and not trained, with their teachers' scores
 
 Learning rates are a function of the step (``trainer.schedule``): there is no schedule to store.
 """
@@ -21,17 +21,17 @@ from safetensors.torch import save_file
 from async_opd.core.errors import CheckpointError
 from async_opd.core.samples import Sample
 from trainer.saving.sample_file import read_samples, write_samples
-from trainer.student.sharding import full_tensor, join_gather, shard_like
+from trainer.student.sharding import full_tensor, shard_like
 
 Tensors = dict[str, torch.Tensor]
 FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
-"""What a file raises that is a safetensors file and not one of ours."""
+"""Errors of reading a safetensors file that ``write_state`` did not write."""
 STATE_FILE, SCORED_FILE = "trainer.safetensors", "scored.safetensors"
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """A copy in host memory: the trainer goes on changing its own."""
+    """A copy of the trainer's state in host memory; later steps do not change it."""
 
     step: int
     version: int
@@ -40,14 +40,14 @@ class TrainerState:
 
 
 def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Parameters, persistent buffers, the optimizer's moments and random states, on the host.
+    """Parameters, persistent buffers, optimizer moments and random states, copied to the host.
 
-    Whole ones: if the model is sharded, the other ranks call ``join_state_gather`` meanwhile. So
-    it can be loaded with any number of ranks.
+    All are full tensors, so that any number of ranks can load them. If the model is sharded, every
+    other rank gathers its ``training_state`` meanwhile.
     """
     tensors = {
         name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
-        for name, tensor in _state(model, optimizer)
+        for name, tensor in training_state(model, optimizer)
     }
     tensors["rng/cpu"] = torch.get_rng_state()
     if next(model.parameters()).is_cuda:
@@ -55,15 +55,11 @@ def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
     return tensors
 
 
-def join_state_gather(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """What ``copy_state`` takes of another rank."""
-    join_gather(tensor.detach() for _, tensor in _state(model, optimizer))
-
-
 def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """The reverse, in place. CheckpointError if they are of another model.
+    """Writes the tensors of ``copy_state`` into model, optimizer and random generators, in place.
 
-    A sharded model's other ranks call it with the ``state_shapes`` of rank 0's.
+    Of a sharded model every other rank calls it meanwhile, with the ``state_shapes`` of rank 0's
+    tensors. CheckpointError, with up to five names, for tensors of another model.
     """
     own = dict(model_state(model))
     stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
@@ -71,7 +67,12 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
         name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
     ]
     if wrong:
-        raise CheckpointError("trainer", f"the checkpoint is of another model: {wrong[:5]}")
+        raise CheckpointError(
+            "trainer",
+            f"the checkpoint is of another model: {wrong[:5]} are missing, unknown or of another "
+            "shape",
+            "resume with the student.model that the checkpoint was written with",
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(shard_like(tensors[f"model/{name}"], tensor))
@@ -91,7 +92,7 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
 
 
 def state_shapes(model: Any, tensors: Tensors) -> Tensors:
-    """What a sharded model's other ranks need for ``load_state``: of what is sharded its shape."""
+    """What ranks 1 … N-1 give to ``load_state``: sharded tensors on ``meta``, the others whole."""
     parts = {f"model/{name}" for name, _ in model.named_parameters()}
     return {
         name: t.to("meta") if t.ndim and (name in parts or name.startswith("optimizer/")) else t
@@ -100,7 +101,7 @@ def state_shapes(model: Any, tensors: Tensors) -> Tensors:
 
 
 def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) -> None:
-    """Both files. CheckpointError if they cannot be written."""
+    """Writes both files. CheckpointError if they cannot be written."""
     numbers = {"step": str(state.step), "version": str(state.version)}
     try:
         save_file(state.tensors, folder / STATE_FILE, metadata=numbers)
@@ -110,7 +111,7 @@ def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) ->
 
 
 def read_state(folder: Path) -> TrainerState:
-    """Both files. CheckpointError if they are not what ``write_state`` wrote."""
+    """Reads both files. CheckpointError if ``write_state`` did not write them."""
     try:
         with safe_open(folder / STATE_FILE, "pt") as file:
             numbers = file.metadata()
@@ -122,8 +123,8 @@ def read_state(folder: Path) -> TrainerState:
         raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
 
 
-def _state(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything but random states, in the same order on every rank."""
+def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Model and optimizer tensors under their names, in the same order on every rank."""
     yield from ((f"model/{name}", tensor) for name, tensor in model_state(model))
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
@@ -131,7 +132,7 @@ def _state(model: Any, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, 
 
 
 def model_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters, tied ones once, and the buffers that a state dict holds."""
+    """Parameters, tied ones once, and the persistent buffers (those that a state dict has)."""
     yield from model.named_parameters()
     persistent = model.state_dict(keep_vars=True)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)

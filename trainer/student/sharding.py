@@ -9,7 +9,6 @@ order. Without sharding they cost nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -87,12 +86,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """All of it; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def join_gather(tensors: Iterable[torch.Tensor]) -> None:
-    """This rank's part of what rank 0 makes ``full_tensor``, in the same order."""
-    for tensor in tensors:
-        full_tensor(tensor)
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
