@@ -56,8 +56,8 @@ class _FetchedLease:
 
 
 MIN_REMEMBERED = 1 << 16
-"""Least number of trained uids whose duplicates are recognized. A duplicate of an older one would be
-trained, and the ledger, which does not expect it, would stop the run."""
+"""Least number of trained uids whose duplicates are recognized. A duplicate of an older one would
+be trained, and the ledger, which does not expect it, would stop the run."""
 REMEMBERED_BUDGETS = 4
 """Budgets of samples in flight that can be trained before the duplicate of a sample arrives."""
 
@@ -155,7 +155,7 @@ class Batcher:
             self._next.cancel()
 
     async def _requeue_stale(self, version: int) -> int:
-        """Moves the headers of samples that are too old to topic ``stale``; returns their number."""
+        """Moves headers of samples that are too old to topic ``stale``; returns their number."""
         if self._max_lag is None:
             return 0
         old = [h for h in self._held.values() if h.header.staleness(version) > self._max_lag]

@@ -113,7 +113,7 @@ class TrainerStage:
         return await run_with_ranks(self._rank_group, asyncio.to_thread(work, *args, **named))
 
     async def report(self) -> StageReport:
-        """Tokens and busy time since the last report; the current version and what is waited for."""
+        """Tokens and busy time since the last report, the version, and what the stage waits for."""
         tokens, self._tokens = self._tokens, 0
         return StageReport(
             counters={"tokens": float(tokens)},
@@ -179,7 +179,7 @@ class TrainerStage:
         await self._gate.empty()
 
     async def sleep(self) -> None:
-        """Finishes the step under way and frees cached GPU memory; the next step waits for ``wake``.
+        """Finishes the step under way, frees cached GPU memory; the next step waits for ``wake``.
 
         Weights and optimizer state stay on the GPU.
         """
