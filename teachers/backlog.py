@@ -1,6 +1,6 @@
-"""What the teachers of one host hold until it is their turn.
+"""The score backlog: leases and requests that wait until their teachers have the GPUs.
 
-topic rollouts/<teacher> ──lease──► held ──turn──► jobs: leases joined, requests
+topic rollouts/<teacher> ──lease──► held ──scoring phase──► calls: joined leases, requests
 """
 
 from __future__ import annotations
@@ -17,72 +17,82 @@ BacklogRequest = Callable[[], Awaitable[None]]
 
 
 class ScoreBacklog:
-    """Leases and requests by teacher. ``backlog_size`` rollouts in all make it full.
+    """Leases and requests of the teachers of one GPU host, by teacher.
 
-    Each teacher holds at most a wave; what is scored counts until its samples are in the queue.
+    ``backlog_size`` rollouts of all teachers make it full. Each teacher holds at most as many;
+    scored rollouts count until their samples are in the queue.
     """
 
     def __init__(self, teachers: Sequence[str], backlog_size: int) -> None:
         self._size = backlog_size
         self._leases: dict[str, deque[Lease]] = {name: deque() for name in teachers}
         self._requests: dict[str, deque[BacklogRequest]] = {name: deque() for name in teachers}
-        self._taken = dict.fromkeys(teachers, 0)  # rollouts held, or scored and not in the queue
-        self._left: float = math.inf  # rollouts that this shift may still take
+        self._taken = dict.fromkeys(
+            teachers, 0
+        )  # rollouts held, or scored and not yet in the queue
+        self._left: float = math.inf  # rollouts that this scoring phase may still take
         self._changed = asyncio.Condition()
 
     @property
     def held(self) -> dict[str, int]:
-        """Rollouts that wait for their teacher's turn."""
+        """Number of rollouts that each teacher holds."""
         return {name: sum(len(lease) for lease in leases) for name, leases in self._leases.items()}
 
     @property
     def longest(self) -> str | None:
-        """The teacher with a request, else the one that holds most; None if there is no work."""
+        """A teacher with a request, else the one that holds most; None if there is no work."""
         asked = [name for name, requests in self._requests.items() if requests]
         held = self.held
         most = max(held, key=lambda name: held[name])
         return asked[0] if asked else most if held[most] and self._left > 0 else None
 
     def begin(self) -> None:
-        """A shift: it takes what is held now, or a wave, and leaves what comes later."""
+        """Begins a scoring phase, which takes the rollouts held now, or ``backlog_size`` if more.
+
+        Later ones stay for the next phase: otherwise a phase would last as long as rollouts arrive.
+        """
         self._left = max(self._size, sum(self.held.values()))
 
     def end(self) -> None:
-        """It is over."""
+        """Ends the scoring phase."""
         self._left = math.inf
 
     async def room(self, teacher: str) -> int:
-        """Waits until the teacher may hold more; how many."""
+        """Waits until the teacher may hold more rollouts; returns how many."""
         await self._until(lambda: self._taken[teacher] < self._size)
         return self._size - self._taken[teacher]
 
     async def hold(self, teacher: str, lease: Lease) -> None:
-        """Rollouts that wait from now on."""
+        """Adds the rollouts of a lease."""
         self._leases[teacher].append(lease)
         self._taken[teacher] += len(lease)
-        await self._tell()
+        await self._notify()
 
     async def add_request(self, teacher: str, request: BacklogRequest) -> None:
-        """Work that is not rollouts."""
+        """Adds other work than rollouts."""
         self._requests[teacher].append(request)
-        await self._tell()
+        await self._notify()
 
     async def wait_for_work(self) -> None:
-        """Returns when there is work."""
+        """Returns when a teacher has a request or a rollout."""
         await self._until(lambda: self.longest is not None)
 
     async def wait_for_backlog(self) -> None:
-        """Returns when there is a wave, or a request."""
+        """Returns when ``backlog_size`` rollouts are held, or a teacher has a request."""
         await self._until(
             lambda: sum(self.held.values()) >= self._size or any(self._requests.values())
         )
 
     def next_request(self, teacher: str) -> BacklogRequest | None:
-        """A request, if there is one."""
+        """Removes and returns the oldest request; None without any."""
         return self._requests[teacher].popleft() if self._requests[teacher] else None
 
     def next_leases(self, teacher: str, at_most: int, tokens: float = math.inf) -> list[Lease]:
-        """Whole leases of at most so many rollouts, tokens and bytes; one if there is any."""
+        """Removes and returns whole leases, the oldest first; none if the phase may take no more.
+
+        They have at most ``at_most`` rollouts, ``tokens`` tokens and ``MESSAGE_BYTES`` in all. The
+        first lease is returned whatever its size.
+        """
         leases = self._leases[teacher]
         taken: list[Lease] = []
         rollouts, nbytes = at_most, MESSAGE_BYTES
@@ -97,14 +107,14 @@ class ScoreBacklog:
         return taken
 
     async def mark_queued(self, teacher: str, rollouts: int) -> None:
-        """Their samples are in the queue."""
+        """The samples of so many rollouts are in the queue: the teacher may hold as many more."""
         self._taken[teacher] -= rollouts
-        await self._tell()
+        await self._notify()
 
-    async def _tell(self) -> None:
+    async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
 
-    async def _until(self, so: Callable[[], bool]) -> None:
+    async def _until(self, holds: Callable[[], bool]) -> None:
         async with self._changed:
-            await self._changed.wait_for(so)
+            await self._changed.wait_for(holds)

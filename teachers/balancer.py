@@ -1,10 +1,10 @@
-"""Picks the replica for the next piece of work: the one with the fewest outstanding tokens.
+"""Picks the replica for the next call: the one with the fewest outstanding tokens.
 
-    reserve ──► [ waiting, oldest first ] ──room──► place on the least loaded replica ──► release
+    reserve ──► [ waiting, oldest first ] ──room──► reservation on the least loaded ──► release
 
-Each replica holds at most ``max_in_flight`` pieces of work; the rest waits here. Members that serve
-get work, those that are ejected or rebuilt get none, while work goes on. Decisions are local and
-take O(log replicas): no remote call, no lock, one event loop.
+Each replica has at most ``max_in_flight`` calls; further ones wait in ``Balancer``. Only members in
+the state SERVING get work; members may be ejected and rebuilt at any time. A decision is local and
+takes O(log replicas): no remote call, no lock, one event loop.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from async_opd.processes.members import Member, MemberSet
 Replica = TypeVar("Replica")
 
 REMEMBERED_KEYS = 8192
-"""Keys whose replica is remembered; the oldest is forgotten first."""
+"""Number of keys with a preferred replica; the key that was set longest ago is dropped first."""
 
 
 @dataclass(slots=True)
 class _MemberLoad(Generic[Replica]):
-    """What an incarnation of a member has in flight; ``sequence`` is its valid heap entry's."""
+    """The calls in flight of one incarnation of a member.
+
+    ``sequence`` is the number of its valid entry in the heap, 0 without one.
+    """
 
     member: Member[Replica]
     max_in_flight: int
@@ -45,7 +48,7 @@ class _MemberLoad(Generic[Replica]):
 
 @dataclass(slots=True, eq=False)
 class Reservation(Generic[Replica]):
-    """A place on a member, until it is released."""
+    """Room for one call on a member, until ``Balancer.release``."""
 
     member: Member[Replica]
     tokens: int
@@ -54,7 +57,7 @@ class Reservation(Generic[Replica]):
 
     @property
     def outstanding(self) -> int:
-        """Tokens in flight on the place's member, its own included."""
+        """Tokens in flight on the same member, those of this reservation included."""
         return self._load.tokens
 
 
@@ -66,12 +69,12 @@ class _Waiter(Generic[Replica]):
 
 
 class Balancer(Generic[Replica]):
-    """Counts what each member of a set has in flight."""
+    """Counts the calls and tokens in flight on each member of a set."""
 
     def __init__(self, members: MemberSet[Replica], max_in_flight: int) -> None:
         name = members.name
         if max_in_flight < 1:
-            raise ValueError(f"{name}: {max_in_flight} in flight per replica would stop all work")
+            raise ValueError(f"{name}: with {max_in_flight} in flight per replica no work is done")
         self._members = members
         self._max_in_flight = max_in_flight
         self._loads = {member: _MemberLoad(member, max_in_flight) for member in members.all}
@@ -81,7 +84,8 @@ class Balancer(Generic[Replica]):
         self._waiters: deque[_Waiter[Replica]] = deque()
         self._preferred: BoundedDict[Hashable, Member[Replica]] = BoundedDict(REMEMBERED_KEYS)
         if not members.all:
-            raise self._none_left()
+            cause = f"no replica: 0 replicas x {max_in_flight} in flight each can serve 0 requests"
+            raise NoReplica(name, cause, "take at least 1")
         for load in self._loads.values():
             self._changed(load)
         members.listen(self._follow)
@@ -89,11 +93,11 @@ class Balancer(Generic[Replica]):
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def reserve(self, tokens: int, key: Hashable | None = None) -> Reservation[Replica]:
-        """Takes a place for work of about so many tokens; waits while all members are full.
+        """Reserves room for a call of about so many tokens; waits while all members are full.
 
-        Work with an equal ``key`` (rollouts of one prompt) prefers the member that had the last of
-        it, as long as that one has at most ``tokens`` more outstanding than the least loaded:
-        waiting behind more would cost more than the shared prefill saves. Raises NoReplica.
+        A call prefers the member that had the last call with its ``key`` (rollouts of one prompt),
+        while that member has at most ``tokens`` more outstanding than the least loaded one: a
+        longer wait would cost more than the shared prefill saves. Raises NoReplica.
         """
         if not self._members.left:
             raise self._none_left()
@@ -105,25 +109,27 @@ class Balancer(Generic[Replica]):
         try:
             return await future
         except asyncio.CancelledError:
+            # cancelled after ``_serve`` gave it room, and before it could resume
             if future.done() and not future.cancelled() and not future.exception():
                 self.release(future.result())
             raise
 
-    def release(self, place: Reservation[Replica]) -> None:
-        """Gives the place back; a second time does nothing."""
-        if not place._held:
+    def release(self, reservation: Reservation[Replica]) -> None:
+        """Ends the reservation; a second call does nothing."""
+        if not reservation._held:
             return
-        place._held = False
-        load = place._load
+        reservation._held = False
+        load = reservation._load
         load.in_flight -= 1
-        load.tokens -= place.tokens
+        load.tokens -= reservation.tokens
         self._changed(load)
         self._serve()
 
     def _follow(self, event: Event) -> None:
-        """The next incarnation of a member has nothing in flight; without any, waiting work fails.
+        """Applies an event: a new incarnation has nothing in flight, a member gone gets no work.
 
-        Places on a member that is gone, or was rebuilt, stay held by who has them.
+        When the last member is gone, waiting calls fail. Reservations on a dead incarnation stay
+        valid until their callers release them.
         """
         member = self._members[event.member]
         if event.incarnation != self._loads[member].incarnation:
@@ -137,7 +143,7 @@ class Balancer(Generic[Replica]):
                     waiter.future.set_exception(self._none_left())
             self._waiters.clear()
 
-    # ── what is going on ───────────────────────────────────────────────────────────────────────
+    # ── measurements ───────────────────────────────────────────────────────────────────────────
 
     @property
     def outstanding_tokens(self) -> tuple[int, ...]:
@@ -146,12 +152,12 @@ class Balancer(Generic[Replica]):
 
     @property
     def in_flight(self) -> int:
-        """Pieces of work in flight on all members."""
+        """Calls in flight on all members, their dead incarnations left out."""
         return sum(load.in_flight for load in self._loads.values())
 
     @property
     def waiting(self) -> int:
-        """Pieces of work that wait for a place."""
+        """Calls that wait for room."""
         return sum(not waiter.future.done() for waiter in self._waiters)
 
     # ── inside ─────────────────────────────────────────────────────────────────────────────────
@@ -169,11 +175,11 @@ class Balancer(Generic[Replica]):
     def _by_affinity(
         self, best: _MemberLoad[Replica], tokens: int, key: Hashable
     ) -> _MemberLoad[Replica]:
-        liked = self._loads[self._preferred.get(key, best.member)]
-        if not liked.has_room or liked.tokens - best.tokens > tokens:
-            liked = best
-        self._preferred[key] = liked.member
-        return liked
+        preferred = self._loads[self._preferred.get(key, best.member)]
+        if not preferred.has_room or preferred.tokens - best.tokens > tokens:
+            preferred = best
+        self._preferred[key] = preferred.member
+        return preferred
 
     def _best(self) -> _MemberLoad[Replica] | None:
         """The load with room and the fewest tokens; of equals, the one unchanged for longest."""
@@ -183,7 +189,11 @@ class Balancer(Generic[Replica]):
         return heap[0][2] if heap else None
 
     def _changed(self, load: _MemberLoad[Replica]) -> None:
-        """Replaces the load's entry in the heap; the old one is dropped when it comes up."""
+        """Adds the load's new entry to the heap; ``_best`` drops the old one when it comes up.
+
+        A load without room, or of a dead incarnation, gets no entry. Entries that are no longer
+        valid are also removed when they outnumber the valid ones by far, which bounds the heap.
+        """
         load.sequence = 0
         if load.has_room and self._loads[load.member] is load:
             self._sequence += 1
@@ -194,20 +204,14 @@ class Balancer(Generic[Replica]):
             heapq.heapify(self._heap)
 
     def _serve(self) -> None:
-        """Gives room to who waits, oldest first."""
+        """Gives room to waiting calls, oldest first."""
         while self._waiters and (best := self._best()) is not None:
             waiter = self._waiters.popleft()
             if not waiter.future.done():
                 waiter.future.set_result(self._place(best, waiter.tokens, waiter.key))
 
     def _none_left(self) -> NoReplica:
-        count, each = len(self._loads), self._max_in_flight
-        return NoReplica(
-            self._members.name,
-            f"all {count} replicas are gone; the last failure: {self._last_cause}"
-            if count
-            else f"no replica: 0 replicas x {each} in flight each can serve 0 requests",
-            "see run.log for what became of each, and Ray's session directory for their logs"
-            if count
-            else "take at least 1",
-        )
+        count, last = len(self._loads), self._last_cause
+        cause = f"all {count} replicas are gone; the last failure: {last}"
+        remedy = "see run.log for the failures of each, and Ray's session directory for their logs"
+        return NoReplica(self._members.name, cause, remedy)

@@ -1,15 +1,16 @@
-"""Teachers on the GPUs of another pool: the pool and its teachers take turns.
+"""GPU time sharing: a pool of GPU hosts and its colocated teachers alternate on the same GPUs.
 
-    WORK ──a wave is held, or the hosts are idle and something is──► REST ──► SHIFT ──► WORK
-    hosts work, teachers sleep                         hosts finish what     teachers, one after
-                                                       they do, and sleep    the other
+    WORK ──backlog full, or hosts idle and backlog not empty──► SLEEP ──► SCORE ──► WORK
+    hosts work, teachers sleep                    hosts finish their      teachers score,
+                                                  requests, and sleep     one after the other
 
-``lock`` is held from REST until the hosts work again; by a weight sync, since who sleeps takes no
-weights; and by hosts that are built again, since teachers may have their GPUs. A shift that breaks
-off (the trainer died) keeps it, until ``run`` has woken the hosts.
+Holders of ``lock``: ``run``, from SLEEP until the hosts work again; a weight sync, because a host
+that sleeps takes no weights; a rebuild of hosts, because teachers may have their GPUs. A scoring
+phase that is cancelled (the trainer died) does not release it: the next ``run`` does, when the
+hosts are awake.
 
-Never stops for ever: a shift waits for nothing but engines, since samples leave outside of it; and
-without a shift the hosts come to rest by themselves, as the staleness budget ends what they may do.
+No deadlock: a scoring phase waits for engines only, since samples enter the queue outside of it;
+and without a scoring phase the hosts become idle, since the staleness budget limits their work.
 """
 
 from __future__ import annotations
@@ -21,54 +22,46 @@ from typing import Protocol
 from async_opd.core.deadline import Deadline
 from async_opd.core.errors import StageError, StageTimeout, first_cause
 from async_opd.core.liveness import Progress, ProgressWatchdog
-from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import (
-    Events,
-    SamplingSpec,
-    StageReport,
-    SyncReport,
-    TeacherScorer,
-    WeightSync,
-)
+from async_opd.core.stages import SyncReport, TeacherScorer, WeightSync
 
 KEY = "timeouts.request_s"
 
 
 class GpuHost(Protocol):
-    """One engine, or the trainer, whose GPUs the teachers take over for a while."""
+    """One engine, or the trainer, whose GPUs its colocated teachers use while it sleeps."""
 
     async def idle(self) -> None:
-        """Returns when it has nothing to do."""
+        """Returns when the host has no work."""
 
     async def sleep(self) -> None:
-        """Begins nothing more, finishes what it does, frees its GPUs."""
+        """Starts no more work, finishes the current work, frees the GPUs."""
 
     async def wake(self) -> None:
-        """Works again."""
+        """Takes the GPUs back, and works again."""
 
     async def progress(self) -> Progress:
-        """The tokens that it has computed, and those that it may still have to before it rests."""
+        """The tokens that the host has computed, and those it may compute before it sleeps."""
         ...
 
 
 class ColocatedTeachers(Protocol):
-    """The teachers of all hosts: the scoring stage."""
+    """The colocated teachers of all pools of hosts: the scoring stage."""
 
     async def wait_asleep(self, host: str) -> None:
-        """Returns when all teachers of the host sleep; for the beginning, and a restart."""
+        """Returns when all teachers of the host sleep. For a start, and a restart."""
 
     async def wait_for_work(self, host: str) -> None:
-        """Returns when a teacher of the host has something to do."""
+        """Returns when a teacher of the host has a rollout to score, or a request."""
 
     async def wait_for_backlog(self, host: str) -> None:
-        """Returns when the host's teachers hold a wave together, or one is asked a question."""
+        """Returns when the host's backlog is full, or one of its teachers has a request."""
 
     async def score_backlog(self, host: str) -> None:
-        """They wake one after the other, most work first, do all they have, and sleep again."""
+        """Scores the backlog: each teacher, the largest first, wakes, does its work and sleeps."""
 
 
 class GpuTimeSharing:
-    """Alternates the hosts of one kind and their teachers. ``run`` never ends by itself."""
+    """Alternates between the hosts of one pool and their teachers. ``run`` returns never."""
 
     def __init__(
         self,
@@ -79,14 +72,14 @@ class GpuTimeSharing:
         *,
         sleep_timeout_s: float,
     ) -> None:
-        """``hosts`` are those that are alive now.
+        """``hosts()`` returns those that are alive now.
 
-        What they do when they are to rest is finished, however long it takes: ``sleep_timeout_s``
-        is the longest time without a token. It also bounds how long waking up may take.
+        A host finishes its requests before it sleeps, however long they take: ``sleep_timeout_s``
+        bounds the seconds without a new token. It also bounds the seconds that waking up takes.
         """
         self.lock = lock
         self.backlogs = 0
-        self._asleep = False  # a shift has begun, and not all hosts work again
+        self._asleep = False  # from SLEEP until all hosts work again
         self._name = name
         self._hosts = hosts
         self._teachers = teachers
@@ -95,10 +88,10 @@ class GpuTimeSharing:
         self._backlog: asyncio.Task[object] | None = None
 
     async def run(self) -> None:
-        """One shift after the other, until cancelled; then it can begin again."""
+        """Alternates until cancelled. A later call continues where it was cancelled."""
         try:
             await self._teachers.wait_asleep(self._name)
-            await self._resume_hosts()  # after a shift that broke off
+            await self._resume_hosts()  # an earlier call may have left them asleep
             while True:
                 await self._wait_until_due()
                 await self.lock.acquire()
@@ -111,30 +104,30 @@ class GpuTimeSharing:
             for waiting in (self._idle, self._backlog):
                 if waiting is not None:
                     waiting.cancel()
-            self._idle = self._backlog = None  # what was cancelled says nothing to the next run
+            self._idle = self._backlog = None  # a cancelled wait is no answer for the next call
 
     async def endless(self) -> None:
-        """``run``; that it ends by itself is an error with a name, whatever has ended it."""
+        """Awaits ``run``. StageError if it ends before this task is cancelled, for any reason."""
         try:
             await self.run()
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if task is not None and task.cancelling():  # not an inner task's cancellation
                 raise
-        raise StageError(self._name, "turns with its teachers ended while the run was going on")
+        raise StageError(self._name, "time sharing with its teachers ended before the run did")
 
     async def _resume_hosts(self) -> None:
-        """The hosts work again, and take weights."""
+        """Wakes the hosts, and releases the lock if it is held."""
         await self._all("wake up", self._wake)
-        self._idle = None  # they were idle in the shift: that says nothing of now
+        self._idle = None  # that they were idle before they slept is no answer for the next phase
         if self._asleep:
             self._asleep = False
             self.lock.release()
 
     async def _wait_until_due(self) -> None:
-        """Waits for work, then for enough of it or for hosts that have none.
+        """Waits for a rollout to score; then for a full backlog, or for idle hosts.
 
-        What is still waited for after the first of the two is kept for the next time.
+        The slower of the two waits stays alive and is awaited again in the next phase.
         """
         await self._teachers.wait_for_work(self._name)
         self._backlog = self._backlog or asyncio.create_task(
@@ -147,7 +140,7 @@ class GpuTimeSharing:
             self._backlog = None
 
     async def _all_idle(self) -> None:
-        """One that died has nothing to do either."""
+        """Returns when every host is idle; a host that died counts as idle."""
         idle = (host.idle() for host in self._hosts().values())
         await asyncio.gather(*idle, return_exceptions=True)
 
@@ -160,7 +153,7 @@ class GpuTimeSharing:
         await Deadline(self._name).within(self._timeout_s, "waking up", host.wake(), remedy)
 
     async def _all(self, what: str, work: Callable[[GpuHost], Awaitable[None]]) -> None:
-        """Of all hosts. One that dies meanwhile is its own pool's business."""
+        """Awaits the work of all hosts; a StageError is left to the pool of the host that died."""
         hosts = self._hosts()
         results = await asyncio.gather(
             *(work(host) for host in hosts.values()), return_exceptions=True
@@ -174,9 +167,9 @@ class GpuTimeSharing:
 
 
 class SharedLock:
-    """A lock that is held by several together: from the first that enters to the last that leaves.
+    """Several tasks hold ``lock`` together: from the first that enters to the last that leaves.
 
-    For hosts that are built again, which keep out a shift and a weight sync, not each other.
+    Rebuilds of hosts use it: they exclude a scoring phase and a weight sync, but not each other.
     """
 
     def __init__(self, lock: asyncio.Lock) -> None:
@@ -197,15 +190,12 @@ class SharedLock:
 
 
 class LockedSync:
-    """A weight sync that waits for the end of a shift, and is waited for by the next."""
+    """A weight sync that holds ``lock``: it and a scoring phase exclude each other."""
 
     def __init__(self, inner: WeightSync, lock: asyncio.Lock) -> None:
         self._inner = inner
         self._lock = lock
-
-    async def snapshot(self, version: int, again: bool = False) -> None:
-        """See WeightSync.snapshot."""
-        await self._inner.snapshot(version, again)
+        self.snapshot = inner.snapshot
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
@@ -214,36 +204,20 @@ class LockedSync:
 
 
 class TimeSharingScorer:
-    """The scoring stage, with the turns of its colocated teachers."""
+    """The scoring stage together with the GPU time sharing of its colocated teachers."""
 
-    def __init__(self, inner: TeacherScorer, turns: Sequence[GpuTimeSharing]) -> None:
+    def __init__(self, inner: TeacherScorer, sharing: Sequence[GpuTimeSharing]) -> None:
         self._inner = inner
-        self._turns = turns
+        self._sharing = sharing
+        self.generate, self.progress = inner.generate, inner.progress
+        self.events, self.report = inner.events, inner.report
 
     async def run(self) -> None:
         """See TeacherScorer.run."""
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._inner.run(), name="scorer")
-                for turns in self._turns:
-                    group.create_task(turns.endless(), name="turns")
+                for sharing in self._sharing:
+                    group.create_task(sharing.endless(), name="GPU time sharing")
         except ExceptionGroup as errors:
             raise first_cause(errors) from errors
-
-    async def generate(
-        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
-    ) -> list[Rollout]:
-        """See TeacherScorer.generate."""
-        return await self._inner.generate(teacher, prompts, sampling)
-
-    async def progress(self) -> Progress:
-        """See TeacherScorer.progress."""
-        return await self._inner.progress()
-
-    async def events(self, seen: int, wait: bool = True) -> Events:
-        """See TeacherScorer.events."""
-        return await self._inner.events(seen, wait)
-
-    async def report(self) -> dict[str, StageReport]:
-        """See TeacherScorer.report."""
-        return await self._inner.report()

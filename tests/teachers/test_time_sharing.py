@@ -1,4 +1,4 @@
-"""Turns of a pool and its teachers, alone: what is kept over a run that breaks off."""
+"""GPU time sharing of a pool and its teachers, alone: what a cancelled run leaves behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
 
 
 class Engine:
-    """A host that is busy until it is told, and comes to rest and wakes at once."""
+    """A host that is busy until ``idles`` is set, and sleeps and wakes at once."""
 
     def __init__(self) -> None:
         self.awake = True
@@ -42,10 +42,10 @@ class Engine:
 
 
 class Teachers:
-    """Guests that have some work; ``wave`` makes it enough, ``done`` ends a shift."""
+    """Colocated teachers with some work; ``full`` fills the backlog, ``done`` ends a phase."""
 
     def __init__(self) -> None:
-        self.wave = asyncio.Event()
+        self.full = asyncio.Event()
         self.done = asyncio.Event()
         self.begun = asyncio.Event()
         self.broken: BaseException | None = None
@@ -55,8 +55,8 @@ class Teachers:
     async def wait_for_work(self, host: str) -> None: ...
 
     async def wait_for_backlog(self, host: str) -> None:
-        await self.wave.wait()
-        self.wave.clear()
+        await self.full.wait()
+        self.full.clear()
         if self.broken is not None:
             raise self.broken
 
@@ -70,13 +70,13 @@ class World:
     def __init__(self, sleep_timeout_s: float = 5) -> None:
         self.engine, self.teachers = Engine(), Teachers()
         hosts = {"student/0": self.engine}
-        self.turns = GpuTimeSharing(
+        self.sharing = GpuTimeSharing(
             "rollout", lambda: hosts, self.teachers, asyncio.Lock(), sleep_timeout_s=sleep_timeout_s
         )
         self.running: asyncio.Task[None] | None = None
 
     async def starts(self) -> None:
-        self.running = asyncio.create_task(self.turns.run())
+        self.running = asyncio.create_task(self.sharing.run())
         await settled()
 
     async def breaks_off(self) -> None:
@@ -84,15 +84,15 @@ class World:
         self.running.cancel()
         await asyncio.wait({self.running})
 
-    async def a_shift(self) -> None:
-        """One from start to end."""
-        before = self.turns.backlogs
-        self.teachers.wave.set()
+    async def a_phase(self) -> None:
+        """One scoring phase from start to end."""
+        before = self.sharing.backlogs
+        self.teachers.full.set()
         await asyncio.wait_for(self.teachers.begun.wait(), 5)
         self.teachers.done.set()
         await settled()
         self.teachers.done.clear()
-        assert self.turns.backlogs == before + 1
+        assert self.sharing.backlogs == before + 1
 
 
 async def settled() -> None:
@@ -108,12 +108,12 @@ async def world() -> AsyncIterator[World]:
     await made.breaks_off()
 
 
-async def test_turns_go_on_when_a_run_begins_again(world: World) -> None:
-    await world.a_shift()
+async def test_time_sharing_goes_on_when_a_run_begins_again(world: World) -> None:
+    await world.a_phase()
     await world.breaks_off()
     await world.starts()
-    await world.a_shift()
-    await world.a_shift()
+    await world.a_phase()
+    await world.a_phase()
 
 
 async def test_hosts_that_were_waited_for_before_do_not_count_as_idle_in_the_next_run(
@@ -124,18 +124,20 @@ async def test_hosts_that_were_waited_for_before_do_not_count_as_idle_in_the_nex
     assert (world.teachers.begun.is_set(), world.engine.awake) == (False, True)
 
 
-async def test_no_weights_are_pushed_after_a_shift_that_broke_off_before_the_hosts_wake(
+async def test_no_weights_are_pushed_after_a_phase_that_broke_off_before_the_hosts_wake(
     world: World,
 ) -> None:
     awake: list[bool] = []
 
     class Sync:
+        snapshot = None
+
         async def push(self) -> SyncReport:
             awake.append(world.engine.awake)
             return SyncReport(1, 0, {})
 
-    sync: Any = LockedSync(Sync(), world.turns.lock)  # type: ignore[arg-type]
-    world.teachers.wave.set()
+    sync: Any = LockedSync(Sync(), world.sharing.lock)  # type: ignore[arg-type]
+    world.teachers.full.set()
     await asyncio.wait_for(world.teachers.begun.wait(), 5)
     await world.breaks_off()
     push = asyncio.create_task(sync.push())
@@ -146,10 +148,12 @@ async def test_no_weights_are_pushed_after_a_shift_that_broke_off_before_the_hos
 
 
 @pytest.mark.parametrize("broken", [asyncio.CancelledError(), None], ids=["cancelled", "returned"])
-async def test_turns_that_end_while_the_run_goes_on_are_an_error(
+async def test_time_sharing_that_ends_while_the_run_goes_on_is_an_error(
     world: World, broken: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Scorer:
+        generate = progress = events = report = None
+
         async def run(self) -> None:
             await asyncio.Event().wait()
 
@@ -157,26 +161,26 @@ async def test_turns_that_end_while_the_run_goes_on_are_an_error(
         if broken is not None:
             raise broken
 
-    monkeypatch.setattr(world.turns, "run", ends)
+    monkeypatch.setattr(world.sharing, "run", ends)
     scorer: Any = Scorer()
-    with pytest.raises(StageError, match="rollout: turns with its teachers ended"):
-        await asyncio.wait_for(TimeSharingScorer(scorer, [world.turns]).run(), 5)
+    with pytest.raises(StageError, match="rollout: time sharing with its teachers ended"):
+        await asyncio.wait_for(TimeSharingScorer(scorer, [world.sharing]).run(), 5)
 
 
-async def test_a_host_has_all_the_time_that_its_responses_take_to_come_to_rest() -> None:
+async def test_a_host_has_all_the_time_that_its_responses_take_to_go_to_sleep() -> None:
     world = World(sleep_timeout_s=0.04)
     world.engine.finished.clear()
-    world.engine.generates = 100  # ten looks, of four within the bound
+    world.engine.generates = 100  # ten probes, of four within the bound
     await world.starts()
-    await world.a_shift()
+    await world.a_phase()
     await world.breaks_off()
 
 
-async def test_a_host_that_generates_nothing_and_does_not_rest_ends_the_run() -> None:
+async def test_a_host_that_generates_nothing_and_does_not_sleep_ends_the_run() -> None:
     world = World(sleep_timeout_s=0.04)
     world.engine.finished.clear()
     await world.starts()
-    world.teachers.wave.set()
+    world.teachers.full.set()
     assert world.running is not None
     words = "student/0 could not sleep: going to sleep: no new token for 0.04 s"
     with pytest.raises(StageTimeout, match=words) as caught:
