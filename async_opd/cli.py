@@ -111,9 +111,8 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _check(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
-    from async_opd.checks.devices import resolve_device
     from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import pools
+    from async_opd.checks.resources import pools, resolve_device
     from async_opd.config.load import dump_config
     from async_opd.models.hub import naming_faults
     from async_opd.observability.console import terminal_on

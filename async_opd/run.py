@@ -21,8 +21,8 @@ import uvloop
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints
-from async_opd.checks.devices import resolve_device
 from async_opd.checks.preflight import Inputs
+from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig

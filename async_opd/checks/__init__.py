@@ -1,4 +1,4 @@
-"""What can be wrong with a run's input, found before any engine starts, all at once.
+"""Checks of a run's input, which report all problems at once before any engine starts.
 
-``preflight`` calls the rest. Imports every room of what it checks, no stage.
+``preflight`` calls the rest. Imports the rooms that it checks, no stage.
 """

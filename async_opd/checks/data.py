@@ -1,4 +1,4 @@
-"""What can be wrong with the data: sources, graders, who teaches what, and lengths."""
+"""Checks of the data: sources, graders, routes to teachers, and lengths of prompts."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 
 @dataclass(frozen=True)
 class Room:
-    """What the models hold: prompts of 1 to ``limit`` tokens, tokens below ``rows``.
+    """The bounds of the models: prompts of 1 to ``limit`` tokens, token ids below ``rows``.
 
-    ``key`` is that of the config which bounds them: itself, or as what takes the rest of the
-    models' positions. A tokenizer's ids may have
-    gaps, and end beyond the rows of a model that has enough; its engine would die of one.
+    ``key`` is the config's key that sets the limit, or that takes the rest of the positions. A
+    tokenizer's ids may have gaps, so that a model with enough rows lacks the last ones; its engine
+    would die of such an id.
     """
 
     key: str
@@ -36,24 +36,24 @@ class Room:
     rows: int | None
 
     def faults(self, prompts: Iterable[tuple[Row, Sequence[int]]]) -> Iterator[tuple[str, str]]:
-        """Message and remedy. Reads the rows' prompts once, as token ids."""
-        foreign, wrong = _Found(), _Found()
+        """Messages and remedies for prompts (token ids) beyond the bounds. Reads them once."""
+        foreign, misfits = _Tally(), _Tally()
         for row, ids in prompts:
             largest = max(ids, default=0)
             if self.rows is not None and largest >= self.rows:
                 foreign.add(f"row {number_of(row) + 1} with token {largest}")
             if not 1 <= len(ids) <= self.limit:
-                wrong.add(f"row {number_of(row) + 1} with {len(ids)}")
+                misfits.add(f"row {number_of(row) + 1} with {len(ids)}")
         if foreign.count:
             yield (
                 f"{foreign.count} prompts have tokens beyond the {self.rows} of the smallest "
                 f"model, the first is {foreign.first}",
-                "mend the prompts, or resize the model's embeddings",
+                "change the prompts, or resize the model's embeddings",
             )
-        if wrong.count:
+        if misfits.count:
             yield (
-                f"{wrong.count} prompts are empty or longer than {self.limit} tokens, the first is "
-                f"{wrong.first}",
+                f"{misfits.count} prompts are empty or longer than {self.limit} tokens, the first "
+                f"is {misfits.first}",
                 f"shorten or remove them, or {self._remedy}",
             )
 
@@ -68,29 +68,29 @@ class Room:
 
 
 @dataclass
-class _Found:
-    """How many rows have a fault, and what the first one is."""
+class _Tally:
+    """The number of rows with a fault, and a description of the first."""
 
     count: int = 0
     first: str = ""
 
-    def add(self, what: str) -> None:
-        self.first = self.first or what
+    def add(self, description: str) -> None:
+        self.first = self.first or description
         self.count += 1
 
 
 @dataclass
 class _Part:
-    """What was seen of the rows of ``data.train`` or ``data.eval`` while they were read."""
+    """Facts about the rows of ``data.train`` or ``data.eval``, collected while they are read."""
 
     routes: set[str] = field(default_factory=set)
-    media: _Found = field(default_factory=_Found)
-    unanswered: _Found = field(default_factory=_Found)
+    media: _Tally = field(default_factory=_Tally)
+    unanswered: _Tally = field(default_factory=_Tally)
     tasks: set[str] = field(default_factory=set)
     streamed: bool = False
 
-    def look(self, row: Row) -> None:
-        """Counts a row."""
+    def inspect(self, row: Row) -> None:
+        """Adds the facts about a row."""
         self.routes.add(row.data_source)
         medium = _medium(row)
         if medium is not None:
@@ -106,7 +106,7 @@ Rows = Sequence[Row] | StreamedRows
 
 @dataclass
 class DataChecks:
-    """Reads every source once. ``unreadable``: one of them had no rows."""
+    """Reads every source once. ``unreadable``: at least one source gave no rows."""
 
     config: RunConfig
     found: Findings
@@ -114,7 +114,7 @@ class DataChecks:
     parts: dict[str, _Part] = field(default_factory=lambda: {"train": _Part(), "eval": _Part()})
 
     def grader(self, key: str, name: str) -> None:
-        """The grader can be imported."""
+        """Checks that a grader can be imported."""
         try:
             load_grader(name)
         except Exception as error:  # a user's module can raise anything while it is imported
@@ -125,7 +125,7 @@ class DataChecks:
             )
 
     def sources(self, part: str) -> list[Rows]:
-        """Reads ``data.train`` or ``data.eval``: of streamed sources the first window."""
+        """Reads ``data.train`` or ``data.eval``; of streamed sources only the first window."""
         entries: list[PromptSource] = getattr(self.config.data, part)
         if part == "train" and not entries:
             self.found.add("data.train", "no source of prompts", "name a file")
@@ -136,7 +136,7 @@ class DataChecks:
                 rows = self._read(part, source, index)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
-                remedy = "check the path" if "exist" in error.message else "mend the data"
+                remedy = "check the path" if "exist" in error.message else "correct the data"
                 self.found.add(f"data.{part}", error.message, remedy, place)
             except ImportError as error:
                 remedy = "pip install async-opd[data]"
@@ -146,54 +146,54 @@ class DataChecks:
         return read
 
     def _read(self, part: str, source: PromptSource, index: int) -> Rows:
-        seen = self.parts[part]
+        facts = self.parts[part]
         if not source.stream:
-            return read_source(source, index, self.config.data, seen.look)
+            return read_source(source, index, self.config.data, facts.inspect)
         if part == "eval":
             raise SourceError(source.label, "is streamed, and an evaluation takes all of its rows")
         rows = StreamedRows(partial(source.rows, index, self.config.data), source.window)
         for row in checked(rows):
-            seen.look(row)
+            facts.inspect(row)
         if not rows.head:
             raise SourceError(source.label, "has no rows")
-        seen.streamed = True
+        facts.streamed = True
         self.found.notes.append(
             f"data.{part}: {source.label} is streamed: its first {len(rows.head)} rows are checked"
         )
         return rows
 
     def routes(self) -> None:
-        """Every data source has one teacher, every teacher a data source."""
-        claimed: dict[str, str] = {}
+        """Checks that each data source has one teacher, and each teacher a data source."""
+        teacher_of: dict[str, str] = {}
         for name, teacher in self.config.teachers.items():
             for source in teacher.sources if teacher.sources is not None else [name]:
-                if source in claimed:
+                if source in teacher_of:
                     self.found.add(
                         f"teachers.{name}.sources",
-                        f"{source!r} is {claimed[source]}'s already",
-                        "a data source has one teacher",
+                        f"{source!r} is a source of teacher {teacher_of[source]} already",
+                        "name each data source at one teacher only",
                     )
-                claimed.setdefault(source, name)
+                teacher_of.setdefault(source, name)
         train = self.parts["train"]
         for source in sorted(train.routes | self.parts["eval"].routes):
-            if source not in claimed:
+            if source not in teacher_of:
                 self.found.add(
                     "teachers",
                     f"no teacher for data source {source!r}",
                     f"add {source!r} to the sources of one of: {', '.join(self.config.teachers)}",
                 )
         for name in self.config.teachers:
-            own = {source for source, teacher in claimed.items() if teacher == name}
+            own = {source for source, teacher in teacher_of.items() if teacher == name}
             if not own & train.routes and not train.streamed:
                 self.found.add(
                     f"teachers.{name}",
-                    f"no prompt goes to it: its sources are {sorted(own)}, data.train has "
+                    f"gets no prompts: its sources are {sorted(own)}, data.train has "
                     f"{sorted(train.routes)}",
                     f"set teachers.{name}.sources, or remove the teacher",
                 )
 
     def media(self, part: str) -> None:
-        """Rows are text: nothing would look at an image, and who answers would have to."""
+        """Checks that rows are text only: the student would not get an image or a sound."""
         media = self.parts[part].media
         if media.count:
             self.found.add(
@@ -204,7 +204,7 @@ class DataChecks:
             )
 
     def answers(self, part: str, grader: str) -> None:
-        """Rows to grade have an answer; a user's own grader and reasoning-gym may need none."""
+        """Checks that graded rows have answers, unless their grader needs none."""
         without = self.parts[part].unanswered
         if without.count and ":" not in grader:
             self.found.add(
@@ -215,28 +215,28 @@ class DataChecks:
             )
 
     def verifiers(self, part: str) -> None:
-        """Rows to grade have no verifier that runs a response as code, unless that is allowed."""
-        found = sorted(filter(evaluates, self.parts[part].tasks))
-        if found and not self.config.grading.allow_eval:
+        """Checks that no verifier runs a response as code, unless ``grading.allow_eval``."""
+        tasks = sorted(filter(evaluates, self.parts[part].tasks))
+        if tasks and not self.config.grading.allow_eval:
             self.found.add(
                 f"data.{part}",
-                f"reasoning-gym's verifiers of {', '.join(found)} evaluate what the model "
-                "wrote: a response can run code as you",
+                f"reasoning-gym's verifiers of {', '.join(tasks)} evaluate responses as Python: "
+                "a response can run code as you",
                 REMEDY,
             )
 
     def prompts(self, part: str, sources: Sequence[Rows], room: Room) -> None:
-        """Every prompt can be tokenized and fits the models."""
+        """Checks that each prompt can be tokenized and fits the models."""
         text = Text.of(self.config)
         for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
-            spelled = _Found()
+            spelled = _Tally()
             try:
                 faults = list(room.faults(self._encoded(checked(rows), text, spelled)))
             except Exception as error:  # a chat template can raise anything
                 self.found.add(
                     f"data.{part}",
                     f"a prompt cannot be tokenized: {type(error).__name__}: {error}",
-                    "mend the prompt or the chat template, or set data.chat_template",
+                    "correct the prompt or the chat template, or set data.chat_template",
                     source.label,
                 )
                 continue
@@ -250,12 +250,12 @@ class DataChecks:
                 self.found.add(f"data.{part}", message, remedy, source.label)
 
     def _encoded(
-        self, rows: Iterable[Row], text: Text, spelled: _Found
+        self, rows: Iterable[Row], text: Text, spelled: _Tally
     ) -> Iterator[tuple[Row, list[int]]]:
-        """A row's prompt as the student sees it, and as its teacher does where that is another.
+        """Token ids of each row's prompt, and of its teacher's if the teacher has a template.
 
-        ``spelled`` counts the prompts that spell special tokens: their template may be applied
-        already.
+        ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
+        applied already.
         """
         for row in rows:
             token = text.spelled(row.prompt)
@@ -269,7 +269,7 @@ class DataChecks:
 
 
 def checked(rows: Rows) -> Sequence[Row]:
-    """The rows that are checked before a run. SourceError if one of a streamed source is wrong."""
+    """The rows that are checked before a run. SourceError for a bad row of a streamed source."""
     if not isinstance(rows, StreamedRows):
         return rows
     for entry in rows.head:
@@ -279,7 +279,7 @@ def checked(rows: Rows) -> Sequence[Row]:
 
 
 def _medium(row: Row) -> str | None:
-    """The field, or the part of a chat message, that is an image, a sound or a film."""
+    """The name of a field, or the type of a message's part, that is an image, a sound or a film."""
     for name in sorted(MEDIA & row.fields.keys()):
         if row.fields[name] not in (None, "", [], {}):
             return name

@@ -1,4 +1,4 @@
-"""What can be wrong with the models: by themselves, together, and for the objective."""
+"""Checks of the models: each on its own, all together, and for the objective."""
 
 from __future__ import annotations
 
@@ -24,29 +24,30 @@ from async_opd.models.own_files import foreign
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
 
-WORDS: dict[ScoreKind, str] = {
+UNAVAILABLE: dict[ScoreKind, str] = {
     "student_topk": "the teacher's log-probabilities of the student's own best tokens",
     "hidden": "the teacher's hidden states",
 }
+"""Scores that no server's API returns."""
 HEAD_DIMS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256)
 """Head sizes that vLLM's CPU attention has kernels for."""
 
 OVERRIDES = {"head_dtype", "architectures"}
-"""Of a model's configuration, what may be another for its engines: not what it computes."""
+"""Keys of a model's configuration that engines may override: they change no result."""
 
 
 def _shown(variable: str) -> str:
-    """Its name, unless it may be a key that was given in its place."""
+    """The variable's name, or a description of it if it may be the key itself."""
     if looks_like_a_variable(variable):
         return variable
-    return "variable of the name that stands here and is not shown, for it may be the key"
+    return "variable of the given name, which is not shown, for it may be the key itself"
 
 
 @dataclass
 class ModelChecks:
-    """Reads every model's files once; ``files`` has them by config key.
+    """Reads every model's files once, into ``files`` by config key.
 
-    ``partial``: keys of models whose files may not all be there.
+    ``partial``: keys of models whose files may be incomplete, as in the hub's cache.
     """
 
     config: RunConfig
@@ -55,7 +56,7 @@ class ModelChecks:
     files: dict[str, ModelFiles] = field(default_factory=dict)
 
     def models(self) -> None:
-        """Models are there, and share one tokenizer."""
+        """Checks that models can be read, and share the student's tokenizer."""
         for key, model in self._model_keys().items():
             try:
                 files = ModelFiles.read(model, weights=key not in self.partial)
@@ -83,10 +84,13 @@ class ModelChecks:
                 self._ends(key, files, student)
 
     def _ends(self, key: str, files: ModelFiles, student: ModelFiles) -> None:
-        """A response ends as a turn of the student's template does; without one, as both can."""
+        """Checks that a model ends responses with the same token as the student.
+
+        That is the end of a turn in the student's template, or without one a common eos token.
+        """
         end = self._turn_end
         if files is student and end is not None:
-            return  # its rollouts end there, whatever its files say: Text.response_ends
+            return  # Text.response_ends adds this token to those of the student's files
         if end is None and not set(student.eos) & set(files.eos):
             self.found.add(
                 key,
@@ -117,7 +121,7 @@ class ModelChecks:
         }
 
     def _engine_keys(self) -> set[str]:
-        """Keys of models that this run loads itself."""
+        """Keys of the models that the run loads into its own engines."""
         teachers = self.config.teachers.items()
         own = {f"teachers.{name}.model" for name, t in teachers if isinstance(t, EngineTeacher)}
         return own | {"student.model"}
@@ -132,30 +136,30 @@ class ModelChecks:
             )
 
     def _redirected(self, key: str, files: ModelFiles) -> None:
-        """What is checked, pinned and trained is what engines load."""
+        """Checks that engines load the files that were checked, not another model's."""
         if files.redirects:
             self.found.add(
                 key,
-                f"{files.path} has {', '.join(files.redirects)}: another model, or configuration, "
-                "than the one that stands there would be loaded in its place",
+                f"{files.path} has {', '.join(files.redirects)}: engines would load another model "
+                "or configuration in its place",
                 "name the model itself, without these",
             )
 
     def _foreign_code(self, key: str, files: ModelFiles) -> None:
-        """Code of another repository than the one that was read and pinned."""
+        """Checks that trusted code lies in the pinned repository, not in another one."""
         section = key.removesuffix(".model")
         trusted = {named.key for named in named_models(self.config) if named.trusted}
-        foreign = sorted(name for name in files.code if "--" in name)
-        if section in trusted and foreign:
+        classes = sorted(name for name in files.code if "--" in name)
+        if section in trusted and classes:
             self.found.add(
                 f"{section}.trust_remote_code",
-                f"{files.path}/config.json takes {foreign[0][:80]!r}: code of another repository, "
+                f"{files.path}/config.json takes {classes[0][:80]!r}: code of another repository, "
                 "of no revision",
                 "copy the code beside the model and name it there without the repository",
             )
 
     def support(self) -> None:
-        """What the objective asks of the models: enough tokens, heads that can be loaded."""
+        """Checks the objective's needs: enough tokens, an order of tokens, loadable heads."""
         config = self.config
         kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
         smallest = min((f.vocabulary for f in self.files.values() if f.vocabulary), default=top_k)
@@ -166,56 +170,49 @@ class ModelChecks:
                 f"at most {smallest}",
             )
         rollout = config.rollout
-        found = cuts(rollout.top_p, rollout.top_k, rollout.min_p) if kind == "student_topk" else []
-        for key, value, whole in found:
-            self.found.add(
-                key,
-                f"{value} leaves the student's tokens that it does not sample from without an "
-                f"order, and loss.support student_topk takes its best {top_k}",
-                f"{whole}, or another loss.support",
-            )
+        if kind == "student_topk":
+            for key, value, neutral in cuts(rollout.top_p, rollout.top_k, rollout.min_p):
+                self.found.add(
+                    key,
+                    f"{value} leaves the tokens that the student does not sample from without an "
+                    f"order, and loss.support student_topk takes its best {top_k}",
+                    f"{neutral}, or another loss.support",
+                )
         self._endpoints(kind)
         self._refreshed(kind)
         if kind == "hidden":
             self._heads()
 
     def _refreshed(self, kind: ScoreKind) -> None:
-        """The trainer's copy of a head would stay the initial one; who sleeps takes no weights."""
+        """Checks that a refreshed teacher is awake for its weights, and has a head of its own."""
         for name, teacher in self.config.teachers.items():
             if not isinstance(teacher, SelfTeacher) or not teacher.refresh_every:
                 continue
+            key, found = f"teachers.{name}.refresh_every", f"found {teacher.refresh_every}, but"
             if teacher.host is not None:
-                self.found.add(
-                    f"teachers.{name}.refresh_every",
-                    f"found {teacher.refresh_every}, but it is colocated, and sleeps when its "
-                    "weights come",
-                    "0, or placement dedicated",
-                )
+                message = f"{found} the teacher is colocated, and asleep when its weights come"
+                self.found.add(key, message, "0, or placement dedicated")
             if kind == "hidden":
-                self.found.add(
-                    f"teachers.{name}.refresh_every",
-                    f"found {teacher.refresh_every}, but with full_vocab its head is the "
-                    "trainer's, and stays the initial one",
-                    "0, or another loss.support",
-                )
+                message = f"{found} with full_vocab the trainer applies the teacher's initial head"
+                self.found.add(key, message, "0, or another loss.support")
 
     def _endpoints(self, kind: ScoreKind) -> None:
-        """What servers can return for the objective, and whether there is a key."""
+        """Checks that servers can return the objective's scores, and that their keys are set."""
         for name, teacher in self.config.teachers.items():
             if not isinstance(teacher, EndpointTeacher):
                 continue
-            if kind not in ("sampled", "teacher_topk"):
+            if kind in UNAVAILABLE:
                 self.found.add(
                     f"teachers.{name}.kind",
-                    f"the objective needs {WORDS[kind]}, which no server returns: their APIs give "
-                    "the log-probabilities of the sampled token and of the teacher's best",
+                    f"the objective needs {UNAVAILABLE[kind]}, which no server returns: their APIs "
+                    "give the log-probabilities of the sampled token and of the teacher's best",
                     "kind vllm, or a loss of sampled tokens or with support teacher_topk",
                 )
             if teacher.api_key_env is not None and not os.environ.get(teacher.api_key_env):
                 self.found.add(
                     f"teachers.{name}.api_key_env",
                     f"the environment has no {_shown(teacher.api_key_env)}",
-                    "export it; the key itself stands in no config",
+                    "export it; never write the key itself into a config",
                 )
 
     def _heads(self) -> None:
@@ -230,14 +227,13 @@ class ModelChecks:
         for file in foreign(files.path):
             self.found.add(
                 "student.model",
-                f"{file} is a link to {os.path.realpath(file)}, out of the model: what lies there "
+                f"{file} is a link to {os.path.realpath(file)}, out of the model: its contents "
                 "would get into the trained model",
                 "put the file itself there, or remove the link",
             )
-        fault = files.no_student
-        if fault:
+        if files.untrainable:
             remedy = "a causal language model of text"
-            self.found.add("student.model", f"{files.path} {fault}", remedy)
+            self.found.add("student.model", f"{files.path} {files.untrainable}", remedy)
         try:
             LogitShape.of(files.config, str(files.path))
         except ModelError as error:
@@ -251,27 +247,27 @@ class ModelChecks:
             )
 
     def head_sizes(self) -> None:
-        for key, files in self.files.items():
-            if key not in self._engine_keys():
-                continue
-            if files.head_size is not None and files.head_size not in HEAD_DIMS_ON_CPU:
+        """Checks that vLLM has attention kernels on the CPU for the engines' models."""
+        for key in sorted(self._engine_keys() & self.files.keys()):
+            size = self.files[key].head_size
+            if size is not None and size not in HEAD_DIMS_ON_CPU:
                 self.found.add(
                     key,
-                    f"head size {files.head_size} has no attention kernel on CPU",
+                    f"head size {size} has no attention kernel on CPU",
                     f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
                 )
 
     @property
     def rows(self) -> int | None:
-        """Of the smallest model that has one for each token that its tokenizer counts."""
+        """Embedding rows of the smallest model that has one for each token of its tokenizer."""
         sizes = (f.vocabulary for f in self.files.values() if (f.vocabulary or 0) >= f.tokens)
         return min((size for size in sizes if size), default=None)
 
     def prompt_limit(self, key: str, response: int) -> tuple[int, str] | None:
-        """Tokens a prompt may have, and the key that bounds it.
+        """The most tokens of a prompt, and the config's key that sets this limit.
 
-        The shortest model must hold prompt, response and one more, ``data.max_prompt_tokens`` may
-        say less.
+        The shortest model must hold prompt, response and one more token;
+        ``data.max_prompt_tokens`` may be lower. None if there is no limit, or no room for a prompt.
         """
         known = [value for value in self._lengths() if value]
         if known and min(known) - response - 1 < 1:
@@ -289,7 +285,7 @@ class ModelChecks:
         return min(limits, default=None)
 
     def _lengths(self) -> Iterator[int | None]:
-        """Tokens of the longest sequence of each engine and server, as far as it is known."""
+        """Tokens of the longest sequence of each engine and server; None if unknown."""
         for _, engine, files in self._engines():
             given = max_model_len(engine)
             yield given if files is None else Positions.of(files.config, given).longest
@@ -297,7 +293,7 @@ class ModelChecks:
             yield self.files[key].positions
 
     def _engines(self) -> Iterator[tuple[str, EngineConfig, ModelFiles | None]]:
-        """Sections of the engines that this run starts, and their models' files."""
+        """The config's sections of the run's own engines, their settings and models' files."""
         student = self.files.get("student.model")
         yield "rollout", self.config.rollout.engine, student
         for name, teacher in self.config.teachers.items():
@@ -308,7 +304,7 @@ class ModelChecks:
                 yield key, teacher.engine, self.files.get(f"{key}.model")
 
     def positions(self) -> None:
-        """No engine holds more than its model has positions for; students are the same to all."""
+        """Checks that engines stay within their models' positions, and do not alter the student."""
         for section, engine, files in self._engines():
             fault = files and Positions.of(files.config, max_model_len(engine)).fault
             if fault:
@@ -318,6 +314,6 @@ class ModelChecks:
         if others:
             self.found.add(
                 "rollout.engine.extra",
-                f"hf_overrides changes {', '.join(others)} of the student, but in its engines only",
-                "change the student's config.json: the trainer then reads the same",
+                f"hf_overrides changes {', '.join(others)} of the student in its engines only",
+                "change the student's config.json, which the trainer reads too",
             )

@@ -1,6 +1,6 @@
-"""Everything that can be wrong with the input, found before any engine starts, all at once.
+"""Preflight reports all problems of a run's input at once, before any engine starts.
 
-Reads the files that a config names; imports neither torch, ray, vllm nor transformers.
+It reads the files that a config names; it imports neither torch, ray, vllm nor transformers.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_opd.checks.data import DataChecks, Room, Rows, checked
-from async_opd.checks.devices import gpu_count, resolve_device
 from async_opd.checks.findings import Findings
 from async_opd.checks.models import ModelChecks
-from async_opd.checks.resources import misplaced, pools
+from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
@@ -22,16 +21,16 @@ from async_opd.queue.sizes import payloads, refused, traffic
 
 @dataclass
 class Inputs:
-    """What preflight read, so that the run does not read it again."""
+    """The rows and problems that preflight found; the run does not read the rows again."""
 
     train: list[Rows] = field(default_factory=list)
     """The rows of each source: on disk, or streamed."""
     eval: list[Sequence[Row]] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What is no problem, and yet may not be what was meant."""
+    """Settings and data that are valid, but may be unintended."""
     max_prompt_tokens: int | None = None
-    """What a training prompt may have so that it and its response fit every model."""
+    """The longest training prompt that fits every model together with its response."""
 
     @property
     def checked(self) -> list[Sequence[Row]]:
@@ -40,14 +39,18 @@ class Inputs:
 
 
 def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
-    """Reads the data and collects all problems. ``gpus`` overrides what the machine has."""
+    """Reads the data and collects all problems. ``gpus`` overrides the machine's number of GPUs.
+
+    Raises what ``gpu_count`` raises.
+    """
+    gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()
     models.positions()
-    _hardware(config, found, models, gpu_count() if gpus is None else gpus)
+    _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)
     if config.reward is not None:
         data.grader("reward.grader", config.reward.grader)
@@ -63,18 +66,14 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         data.verifiers("train")
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
-    _payload(config, found, gpu_count() if gpus is None else gpus, limit)
+    _payload(config, found, gpus, limit)
     return Inputs(train, [checked(rows) for rows in evaluation], found.problems, found.notes, limit)
 
 
 def _prompts(
-    config: RunConfig,
-    models: ModelChecks,
-    data: DataChecks,
-    part: str,
-    sources: Sequence[Rows],
+    config: RunConfig, models: ModelChecks, data: DataChecks, part: str, sources: Sequence[Rows]
 ) -> int | None:
-    """Prompts and responses of a part fit the models. Returns the prompts' limit."""
+    """Checks that prompts and responses of a part fit the models. Returns the prompts' limit."""
     if "student.model" not in models.files or not any(map(checked, sources)):
         return None
     key, response = "rollout.max_tokens", config.rollout.max_tokens
@@ -89,7 +88,7 @@ def _prompts(
 
 
 def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int | None) -> None:
-    """The queue can hold the longest sample."""
+    """Checks that the queue can hold the longest sample."""
     teachers = payloads(config, resolve_device(config, gpus))
     problem = refused(config, traffic(config, teachers, prompt_tokens or 0))
     if problem is not None:
@@ -97,20 +96,20 @@ def _payload(config: RunConfig, found: Findings, gpus: int, prompt_tokens: int |
 
 
 def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int) -> None:
-    """The pools fit the machine."""
+    """Checks that the pools fit the machine."""
     for key, fault, remedy in misplaced(config):
         found.add(key, f"found {fault}", remedy)
     if resolve_device(config, gpus) == "cpu":
         models.head_sizes()
         return
     if config.cluster.address:
-        return  # the cluster knows its own GPUs
+        return  # only Ray knows the GPUs of the cluster that the run joins
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
     if total > gpus:
-        sums = " + ".join(pool.words for pool in wanted)
+        terms = " + ".join(pool.term for pool in wanted)
         found.add(
             "cluster",
-            f"the pools take {total} GPUs ({sums}), this machine has {gpus}",
+            f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
             "take fewer replicas, or join a larger cluster with cluster.address",
         )

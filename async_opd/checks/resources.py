@@ -1,18 +1,61 @@
-"""What a run takes of the machine."""
+"""The GPUs of this machine, counted without torch, and the GPUs that a run's pools take."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.models.engine_args import Device
+
+NVIDIA_SMI_TIMEOUT_S = 20
+DRIVER = Path("/proc/driver/nvidia/gpus")
+
+
+def gpu_count() -> int:
+    """NVIDIA GPUs this process may use: CUDA_VISIBLE_DEVICES, else the driver's list.
+
+    As CUDA does, it reads the variable up to the first ``-1`` or empty entry. ConfigError if the
+    driver does not answer: falling back to the CPU would change the run without a message.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        entries = (entry.strip() for entry in visible.split(","))
+        return sum(1 for _ in itertools.takewhile(lambda e: e not in ("", "-1"), entries))
+    if DRIVER.is_dir():
+        return len(list(DRIVER.iterdir()))
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        message = f"nvidia-smi -L did not answer: {error}"
+        remedy = "repair the driver, or set cluster.device to cpu and CUDA_VISIBLE_DEVICES to ''"
+        raise ConfigError([Problem("this machine", "cluster.device", message, remedy)]) from error
+    return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
+
+
+def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
+    """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    gpus = gpu_count() if gpus is None else gpus
+    return "cuda" if gpus or config.cluster.address else "cpu"
 
 
 @dataclass(frozen=True)
 class Pool:
-    """What one role takes: ``replicas`` engines (or ranks), each on GPUs of its own.
+    """One role's ``replicas`` engines (or ranks), each on GPUs of its own.
 
-    Or on those of another pool, which ``shares`` names: then they are counted there.
+    A pool that ``shares`` the GPUs of another pool takes none itself.
     """
 
     name: str
@@ -28,34 +71,29 @@ class Pool:
         return 0 if self.shares else self.replicas * self.gpus_per_replica
 
     @property
-    def words(self) -> str:
-        """Its GPUs as a term of a sum."""
+    def term(self) -> str:
+        """The pool's GPUs as a term of a sum."""
         own = f"{self.name} {self.replicas}·{self.gpus_per_replica}"
         return f"{self.name} 0 (on {self.shares}'s)" if self.shares else own
 
 
 def pools(config: RunConfig) -> list[Pool]:
-    """The pools of a run, as they would be on GPUs."""
+    """The pools of a run, with the GPUs that they take if the device is cuda."""
     rollout, student = config.rollout, config.student.model
+
+    def teacher_pool(name: str) -> Pool:
+        t, model = config.teachers[name], config.teacher_model(name)
+        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, "scores answers", t.host)
+
     return [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, "student answers"),
-        *(
-            Pool(
-                f"teachers.{name}",
-                t.replicas,
-                t.gpus,
-                config.teacher_model(name),
-                "scores answers",
-                t.host,
-            )
-            for name, t in config.teachers.items()
-        ),
+        *map(teacher_pool, config.teachers),
         Pool("train", config.train.ranks, 1, student, "trains the student"),
     ]
 
 
 def misplaced(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Colocated teachers that do not fit their hosts: (key, what is wrong, remedy)."""
+    """Colocated teachers that do not fit the pool whose GPUs they share: (key, fault, remedy)."""
     hosts = {pool.name: pool for pool in pools(config) if pool.name in ("rollout", "train")}
     for name, teacher in config.teachers.items():
         if teacher.host is None:

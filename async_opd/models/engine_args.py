@@ -1,6 +1,6 @@
-"""vLLM engine arguments as plain data: one place for what a student and a teacher engine share.
+"""vLLM engine arguments of student and teacher engines, as plain dictionaries.
 
-Pure dictionaries, so that core needs no vllm. The CPU values are measured: see docs/engines.md.
+This module imports no vllm. The CPU values are measured: see docs/engines.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 
 CPU_BLOCK_SIZE = 32
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-"""Environment of the processes of a local run: what gloo and NCCL listen on."""
+"""Environment of a local run's processes: gloo and NCCL listen on the loopback interface."""
 
 
 def engine_kwargs(
@@ -28,10 +28,9 @@ def engine_kwargs(
 ) -> dict[str, Any]:
     """Arguments of ``vllm.AsyncEngineArgs`` for one replica.
 
-    ``engine.extra`` has the last word, but for how weights are read and whether the model's code
-    runs.
-
-    No engine loads a tokenizer: token ids come and go. ``sleeps``: it shares its GPU with others.
+    ``engine.extra`` overrides all other arguments, except ``load_format`` and
+    ``trust_remote_code``. No engine loads a tokenizer: requests and outputs are token ids.
+    ``sleeps``: the engine shares its GPU, and can be put to sleep.
     """
     kwargs: dict[str, Any] = {
         "model": model,
@@ -61,17 +60,17 @@ def engine_kwargs(
         kwargs["enable_sleep_mode"] = sleeps
         if engine.dtype == "auto":
             kwargs["dtype"] = "bfloat16"
-    said = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
-    return kwargs | engine.extra | said
+    fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
+    return kwargs | engine.extra | fixed
 
 
 def sleep_level(kwargs: dict[str, Any]) -> int:
-    """vLLM's: 1 frees a GPU's memory, 0 only stops scheduling, all that can be had on a CPU."""
+    """vLLM's sleep level: 1 frees a GPU's memory; 0 only stops scheduling, as on a CPU."""
     return 1 if kwargs.get("enable_sleep_mode") else 0
 
 
 def engine_env(device: Device) -> dict[str, str]:
-    """Environment of a process that holds an engine; must be there before vllm is imported."""
+    """Environment of an engine's process, to be set before vllm is imported."""
     env = {
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",

@@ -1,4 +1,4 @@
-"""Models named by a hub id become local directories before anything looks at them."""
+"""Models named by a hub id are replaced by local directories before their files are read."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from async_opd.models.model_files import is_hub_id
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 CODE = ["*.py"]
 """Downloaded only with models whose code is trusted."""
-LEAST = ("config.json", "tokenizer.json", "tokenizer_config.json")
-"""Without these, nothing of a model can be compared."""
+REQUIRED = ("config.json", "tokenizer.json", "tokenizer_config.json")
+"""The files without which a cached model cannot be compared with others."""
 COMMIT = re.compile(r"^[0-9a-f]{40}$")
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model as the config names it; ``key`` is that of its section."""
+    """A model as the config names it; ``key`` is its section's key."""
 
     key: str
     model: str
@@ -30,11 +30,11 @@ class NamedModel:
 
     @property
     def is_hub_id(self) -> bool:
-        """Whether it would be downloaded."""
+        """Whether the model would be downloaded."""
         return is_hub_id(self.model)
 
     def faults(self, where: str) -> list[Problem]:
-        """What is wrong with how it is named."""
+        """Problems of the revision: given for a directory, or no commit for trusted code."""
         key = f"{self.key}.revision"
         if not self.is_hub_id:
             message = f"found {self.revision!r}, but {self.model} is a directory, which has none"
@@ -45,7 +45,7 @@ class NamedModel:
         message = (
             f"found {self.revision!r}, expected the commit of {self.model} whose code you have read"
         )
-        remedy = "40 digits from 0 to f: a branch or a tag may become another one's code"
+        remedy = "40 digits from 0 to f: a branch or a tag may come to name other code"
         return [Problem(where, key, message, remedy)]
 
 
@@ -62,21 +62,20 @@ def named_models(config: RunConfig) -> list[NamedModel]:
 
 
 def naming_faults(config: RunConfig, where: str) -> list[Problem]:
-    """What is wrong with how models are named."""
+    """Problems of the revisions of all models."""
     return [fault for named in named_models(config) for fault in named.faults(where)]
 
 
 def localize(config: RunConfig, where: str) -> RunConfig:
     """The config with every hub id replaced by the directory of its (downloaded) files.
 
-    Its revision is part of that directory's name then. Raises ConfigError for all that cannot be
-    had.
+    The directory's name has the revision. ConfigError with every model that cannot be downloaded.
     """
     problems = naming_faults(config, where)
     if problems:
         raise ConfigError(problems)
 
-    def local(named: NamedModel) -> str | None:
+    def download(named: NamedModel) -> str | None:
         from huggingface_hub import snapshot_download
 
         try:
@@ -84,67 +83,67 @@ def localize(config: RunConfig, where: str) -> RunConfig:
             return str(
                 snapshot_download(named.model, revision=named.revision, allow_patterns=files)
             )
-        except Exception as error:  # the hub's client raises many kinds; all mean: not to be had
+        except Exception as error:  # the hub's client raises many kinds for a failed download
             message = f"{named.model} is no directory and cannot be had from the hub: {error}"
             remedy = "check the path, or the id and the revision"
             problems.append(Problem(where, f"{named.key}.model", message, remedy))
             return None
 
-    found = _replaced(config, local)
+    localized = _replaced(config, download)
     if problems:
         raise ConfigError(problems)
-    return found
+    return localized
 
 
 def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str]]:
-    """The config with hub ids replaced by what of them was downloaded before, and their keys.
+    """The config with cached hub ids replaced by their directories, and the keys of these models.
 
-    Downloads nothing; what is taken for a hub id is a note.
+    Downloads nothing. Every hub id adds a note.
     """
     keys: set[str] = set()
 
-    def local(named: NamedModel) -> str | None:
+    def from_cache(named: NamedModel) -> str | None:
         directory = _cached(named)
-        said = f"{named.key}.model: {named.model} is no directory and is taken for a hub id"
+        note = f"{named.key}.model: {named.model} is no directory and is taken for a hub id"
         if directory is None:
             notes.append(
-                f"{said}; it is not in the local cache: whether it fits the other models and the "
-                "prompts is only found when the run has downloaded it"
+                f"{note}; it is not in the local cache: the run can check only after the download "
+                "whether it fits the other models and the prompts"
             )
         else:
-            notes.append(f"{said}; its files in the local cache are what is checked")
+            notes.append(f"{note}; its files in the local cache are checked")
             keys.add(f"{named.key}.model")
         return directory
 
-    return _replaced(config, local), keys
+    return _replaced(config, from_cache), keys
 
 
 def _cached(named: NamedModel) -> str | None:
-    """The directory of an id's files, if at least its configuration and tokenizer are there."""
+    """The directory of a hub id's cached files, if all of ``REQUIRED`` are there."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = [
-            try_to_load_from_cache(named.model, name, revision=named.revision) for name in LEAST
+        files = [
+            try_to_load_from_cache(named.model, name, revision=named.revision) for name in REQUIRED
         ]
     except HFValidationError:
         return None
-    if all(isinstance(file, str) and os.path.isfile(file) for file in found):
-        return os.path.dirname(str(found[0]))
+    if all(isinstance(file, str) and os.path.isfile(file) for file in files):
+        return os.path.dirname(str(files[0]))
     return None
 
 
-def _replaced(config: RunConfig, local: Callable[[NamedModel], str | None]) -> RunConfig:
-    """``local`` turns a hub id into its directory, or into None where it stays."""
-    found: dict[str, dict[str, str | None]] = {}
+def _replaced(config: RunConfig, directory_of: Callable[[NamedModel], str | None]) -> RunConfig:
+    """The config with each hub id replaced by its directory, unless ``directory_of`` gives None."""
+    updates: dict[str, dict[str, str | None]] = {}
     for named in named_models(config):
-        directory = local(named) if named.is_hub_id else None
+        directory = directory_of(named) if named.is_hub_id else None
         if directory is not None:
-            found[named.key] = {"model": directory, "revision": None}
+            updates[named.key] = {"model": directory, "revision": None}
     teachers = {
-        name: teacher.model_copy(update=found.get(f"teachers.{name}", {}))
+        name: teacher.model_copy(update=updates.get(f"teachers.{name}", {}))
         for name, teacher in config.teachers.items()
     }
-    student = config.student.model_copy(update=found.get("student", {}))
+    student = config.student.model_copy(update=updates.get("student", {}))
     return config.model_copy(update={"student": student, "teachers": teachers})

@@ -1,10 +1,10 @@
-"""Where a model's output head lies in its files, and what becomes of its logits. No torch.
+"""The tensors of a model's output head in its files, and the formula of its logits. No torch.
 
 logits = cap(states · weightᵀ + bias) · scale, with cap(x) = soft_cap · tanh(x / soft_cap)
 
 The order is vLLM's (model_executor/layers/logits_processor.py). For objectives over the
 whole vocabulary teachers return hidden states, and the trainer (trainer/teacher_heads.py) loads
-what is described here.
+the tensors that ``HeadFiles`` describes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from safetensors import safe_open
 
 from async_opd.models.model_files import ModelError
-from async_opd.models.tokenizer import read_json
+from async_opd.models.tokenizer import read_json, text_settings
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 EMBEDDINGS = ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings")
@@ -28,14 +28,14 @@ UNSUPPORTED = (
     "output_multiplier",
     "output_multiplier_scale",
 )
-"""Keys of configurations whose logits take another path than the formula above."""
+"""Keys of configurations whose logits do not follow the formula above."""
 
 
 @dataclass(frozen=True)
 class LogitShape:
-    """What a model does to its logits x before the softmax: scale · soft_cap · tanh(x / soft_cap).
+    """The map of a model's logits x before the softmax: scale · soft_cap · tanh(x / soft_cap).
 
-    ``soft_cap`` None: scale · x.
+    With ``soft_cap`` None the map is scale · x.
     """
 
     scale: float = 1.0
@@ -43,9 +43,8 @@ class LogitShape:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], name: str) -> LogitShape:
-        """As a config.json says. Raises ModelError, which says ``name``, for any other way."""
-        text = config.get("text_config")
-        settings = {**config, **text} if isinstance(text, dict) else config
+        """Reads the map from a config.json. ModelError with ``name`` for an unsupported map."""
+        settings = text_settings(config)
         refused = [key for key in UNSUPPORTED if settings.get(key) is not None]
         if refused:
             raise ModelError(
@@ -56,7 +55,9 @@ class LogitShape:
             soft_cap = float(settings.get("final_logit_softcapping") or 0.0) or None
             return cls(_scale(settings), soft_cap)
         except (TypeError, ValueError, ArithmeticError) as error:
-            message = f"config.json of {name} scales its logits by what is no number: {error}"
+            message = (
+                f"config.json of {name} scales its logits by a value that is no number: {error}"
+            )
             raise ModelError(message, "save the model again") from error
 
 
@@ -71,7 +72,7 @@ class TensorPlace:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """A model's head: ``weight`` [V, H], ``bias`` [V] or none, and what is done to the logits."""
+    """A model's head: ``weight`` [V, H], ``bias`` [V] or none, and the map of its logits."""
 
     weight: TensorPlace
     bias: TensorPlace | None
@@ -84,7 +85,7 @@ class HeadFiles:
 
     @property
     def hidden(self) -> int:
-        """H: the width of the states it takes."""
+        """H: the width of the hidden states."""
         return self.weight.shape[1]
 
     @classmethod
@@ -97,16 +98,14 @@ class HeadFiles:
         except Exception as error:  # safetensors has an exception of its own, without a base
             message = f"the weights of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
-        text = config.get("text_config")
-        settings = config | text if isinstance(text, dict) else config
         shape = LogitShape.of(config, str(path))
-        weight = _weight(path, places, settings)
+        weight = _weight(path, places, text_settings(config))
         bias = [p for n, p in places.items() if n.endswith(".bias") and _module(n) in HEADS]
         return cls(weight, bias[0] if bias else None, shape)
 
 
 def _places(path: Path) -> dict[str, TensorPlace]:
-    """Every tensor of the model that may belong to its head."""
+    """All tensors of the model that may belong to its head."""
     wanted = (*HEADS, *EMBEDDINGS)
     places = {}
     for file in _weight_files(path):
@@ -119,7 +118,7 @@ def _places(path: Path) -> dict[str, TensorPlace]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files with candidates: those that the index names, or all."""
+    """The weight files that may hold the head: by the index, or all."""
     index = read_json(path / "model.safetensors.index.json").get("weight_map", {})
     names = {file for name, file in index.items() if _module(name) in (*HEADS, *EMBEDDINGS)}
     return sorted(path / name for name in names) if names else sorted(path.glob("*.safetensors"))
@@ -130,9 +129,10 @@ def _module(name: str) -> str:
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
-def _weight(path: Path, places: dict[str, TensorPlace], settings: dict[str, Any]) -> TensorPlace:
-    """The head of its own, or the embedding if they are one."""
+def _weight(path: Path, places: dict[str, TensorPlace], settings: Mapping[str, Any]) -> TensorPlace:
+    """The head's matrix: its own, or the embedding if the two are tied."""
     own, embedding = _matrices(places, HEADS), _matrices(places, EMBEDDINGS)
+    # Files may lack the key: then a matrix of its own is the head, as in transformers.
     tied = settings.get("tie_word_embeddings")
     found = (embedding or own) if tied else (own if own or tied is False else embedding)
     if len(found) != 1:
@@ -153,9 +153,9 @@ def _matrices(places: dict[str, TensorPlace], modules: Sequence[str]) -> list[Te
 
 
 def _scale(settings: Mapping[str, Any]) -> float:
-    """Cohere, Falcon-H1 multiply their logits; Granite divides, HyperCLOVA X multiplies by muP's.
+    """The factor of the logits, as in each model's ``compute_logits`` in vLLM.
 
-    Source: each model's ``compute_logits`` in vLLM.
+    Cohere and Falcon-H1 multiply; Granite divides by muP's scaling, HyperCLOVA X multiplies by it.
     """
     scale = float(settings.get("logit_scale") or 1.0) * float(
         settings.get("lm_head_multiplier") or 1.0

@@ -1,4 +1,4 @@
-"""What the files of a model directory say without transformers, and what is wrong with them."""
+"""Model directories: their JSON files and tokenizer, read without transformers."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a config's model is of the shape of an id.
+    """Whether a config's model has the form of a hub id.
 
-    A directory's path is absolute once the config is read: what lies in the working directory under
-    the id's name is another model.
+    A directory's path is absolute once the config is read. A directory with the id's name in the
+    working directory is another model.
     """
     return bool(HUB_ID.fullmatch(model))
 
@@ -26,13 +26,13 @@ MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of configurations of models for more than text."""
 
 REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
-"""Keys of a config.json that have vLLM or transformers load another model or configuration."""
+"""Keys of a config.json that make vLLM or transformers load another model or configuration."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
 """With peft installed, transformers loads the model that an adapter's configuration names."""
 
 
 class ModelError(Exception):
-    """A model directory that cannot be used; ``remedy`` says what to do."""
+    """A model directory that cannot be used, with the cause and the remedy."""
 
     def __init__(self, message: str, remedy: str) -> None:
         super().__init__(message, remedy)
@@ -49,18 +49,18 @@ class ModelFiles:
     tokens: int
     eos: tuple[int, ...]
     base: str | None = None
-    """The model that an adapter beside it names."""
+    """The model that the directory's adapter configuration names."""
 
     @classmethod
     def read(cls, model: str, weights: bool = True) -> ModelFiles | None:
-        """The files of a local model; None for a hub id. Raises ModelError.
+        """Reads a local model's files; None for a hub id. Raises ModelError.
 
-        ``weights``: whether they must be there too.
+        ``weights``: also require the weight files.
         """
         if is_hub_id(model):
             return None
         if not (os.path.isabs(model) and os.path.isdir(model)):
-            remedy = "check the path; a hub id whose first part is a folder here is a path, too"
+            remedy = "check the path; a hub id whose owner is also a folder here is read as a path"
             raise ModelError(f"no such directory: {model[:200]}", remedy)
         path = Path(model)
         missing = [n for n in ("config.json", "tokenizer.json") if not (path / n).is_file()]
@@ -88,23 +88,23 @@ class ModelFiles:
 
     @property
     def vocabulary(self) -> int | None:
-        """Rows of the embedding."""
+        """Rows of the embedding, if config.json has them."""
         return self._number("vocab_size")
 
     @property
     def positions(self) -> int | None:
-        """Longest sequence."""
+        """Tokens of the longest sequence, if config.json has them."""
         return self._number("max_position_embeddings")
 
     @property
     def head_size(self) -> int | None:
-        """Size of an attention head."""
+        """Size of an attention head, if config.json has it."""
         hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
         return self._number("head_dim") or (hidden // heads if hidden and heads else None)
 
     @property
-    def no_student(self) -> str:
-        """Why the trainer cannot train it, as the end of a sentence; empty if it perhaps can."""
+    def untrainable(self) -> str:
+        """The reason why the trainer cannot train the model; empty if none is known."""
         media = [key for key in MEDIA if self.config.get(key) is not None]
         layers = self.config.get("layer_types")
         if media:
@@ -119,23 +119,23 @@ class ModelFiles:
 
     @property
     def redirects(self) -> list[str]:
-        """What in it would have another model loaded in its place: keys, each after its file."""
+        """Keys, each after its file, that make an engine load another model in its place."""
         found = [f"config.json: {key}" for key in REDIRECTS if self.config.get(key) is not None]
         return found if self.base is None else [*found, f"{ADAPTER}: {BASE}"]
 
     @property
     def code(self) -> list[str]:
-        """Classes of its own code that it names."""
+        """Classes of the model's own code, as ``auto_map`` names them."""
         named = self.config.get("auto_map")
         return [str(one) for one in named.values()] if isinstance(named, dict) else []
 
     def same_tokenizer(self, other: ModelFiles) -> bool:
-        """Whether token ids mean the same to both."""
-        mine, theirs = self.tokenizer, other.tokenizer
-        return (mine.get("model", {}).get("vocab"), mine.get("added_tokens")) == (
-            theirs.get("model", {}).get("vocab"),
-            theirs.get("added_tokens"),
+        """Whether both have the same vocabulary, so that token ids mean the same to both."""
+        own, others = (
+            (one.tokenizer.get("model", {}).get("vocab"), one.tokenizer.get("added_tokens"))
+            for one in (self, other)
         )
+        return bool(own == others)
 
     def _number(self, name: str) -> int | None:
         value = self.config.get(name)
@@ -147,14 +147,13 @@ def _text(value: object) -> str | None:
 
 
 def missing_shards(path: Path) -> list[str]:
-    """Weight files that the index names and that are not there. Raises ModelError."""
+    """Weight files that the index names and the directory lacks. Raises ModelError."""
+    file = path / "model.safetensors.index.json"
     try:
-        index = read_json(path / "model.safetensors.index.json")
+        shards = read_json(file).get("weight_map", {})
     except ValueError as error:
-        message = f"{path}/model.safetensors.index.json is no valid JSON: {error}"
-        raise ModelError(message, "save the model again") from error
-    named = index.get("weight_map", {})
-    if not isinstance(named, dict) or not all(isinstance(file, str) for file in named.values()):
-        message = f"{path}/model.safetensors.index.json: weight_map does not map names to files"
+        raise ModelError(f"{file} is no valid JSON: {error}", "save the model again") from error
+    if not isinstance(shards, dict) or not all(isinstance(one, str) for one in shards.values()):
+        message = f"{file}: weight_map does not map names to files"
         raise ModelError(message, "save the model again")
-    return sorted({name for name in named.values() if not os.path.isfile(path / name)})
+    return sorted({name for name in shards.values() if not os.path.isfile(path / name)})

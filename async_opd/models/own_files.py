@@ -1,8 +1,8 @@
-"""Which files of a model directory are its own: those that no link takes from somewhere else.
+"""A model directory's own files, without files that are links to a place outside of it.
 
-A downloaded directory may hold a link to any file that its user can read, and what is read through
-it would become part of the trained model, which people publish. The files of the hub's cache are
-links too, to ``blobs`` of the same repository, and count as the model's own.
+A downloaded directory may hold a link to any file that its user can read, whose contents would
+become part of the trained model, which people publish. The files of the hub's cache are links to
+``blobs`` of the same repository, and count as the model's own.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ WEIGHTS = (
     "*.msgpack",
     "*.onnx",
 )
-"""Of these nothing but tensors gets into another file: they may lie elsewhere."""
+"""Weight files may be links: only their tensors are read."""
 HIDDEN = ".*"
 TEMPLATES = "additional_chat_templates"
 
 
 def own_file(file: Path, model: Path) -> Path | None:
-    """The real path of a regular file that is the model's own; None for anything else."""
+    """The real path of a regular file that is the model's own; None for any other."""
     real = Path(os.path.realpath(file))
     return real if real.is_file() and _inside(real, model) else None
 
 
 def texts(model: Path) -> Iterator[Path]:
-    """Everything of a model but weights and hidden files, and of its folders the templates."""
+    """A model's files without weights and hidden ones, then those in its folder of templates."""
     for entry in _entries(model):
         if entry.is_file():
             yield entry
@@ -43,26 +43,26 @@ def texts(model: Path) -> Iterator[Path]:
 
 
 def foreign_templates(model: Path) -> Path | None:
-    """The folder of templates, if it is a link out of the model."""
+    """The folder of templates, if it is a link to a place outside of the model."""
     folder = model / TEMPLATES
     inside = _inside(Path(os.path.realpath(folder)), model)
     return None if inside or not folder.is_dir() else folder
 
 
 def foreign(model: Path) -> list[Path]:
-    """Files, and perhaps the folder of templates, that lie elsewhere than they seem to."""
+    """Files, and the folder of templates, that are links to a place outside of the model."""
     folder = foreign_templates(model)
-    found = [file for file in texts(model) if own_file(file, model) is None]
-    return [*found, *([] if folder is None else [folder])]
+    linked = [file for file in texts(model) if own_file(file, model) is None]
+    return [*linked, *([] if folder is None else [folder])]
 
 
 def _entries(folder: Path) -> list[Path]:
-    left_out = (*WEIGHTS, HIDDEN)
-    return [one for one in sorted(folder.iterdir()) if not any(map(one.match, left_out))]
+    excluded = (*WEIGHTS, HIDDEN)
+    return [one for one in sorted(folder.iterdir()) if not any(map(one.match, excluded))]
 
 
 def _inside(real: Path, model: Path) -> bool:
-    """Whether a real path is below the model, no part of it hidden, or below its blobs."""
+    """Whether a real path is below the model without a hidden part, or below its blobs."""
     home = Path(os.path.realpath(model))
     if real.is_relative_to(home):
         return not any(part.startswith(".") for part in real.relative_to(home).parts)
@@ -70,7 +70,7 @@ def _inside(real: Path, model: Path) -> bool:
 
 
 def _blobs(home: Path) -> Iterator[Path]:
-    """``models--<owner>--<name>/snapshots/<commit>`` links to ``models--<owner>--<name>/blobs``."""
+    """Folders that ``models--<owner>--<name>/snapshots/<commit>`` may link to: ``…/blobs``."""
     for folder in (home, *home.parents):
         repository = folder.parent.parent
         if folder.parent.name == "snapshots" and repository.name.startswith("models--"):

@@ -1,9 +1,9 @@
-"""Positions that a student's engines have, and the rotary frequencies that they choose by that.
+"""The positions of a model in an engine, and the rotary frequencies that vLLM chooses by them.
 
 With LongRoPE vLLM takes one set of factors for all sequences, by ``max_model_len``: the long ones
 if that is beyond the model's original positions, which is its default. With dynamic NTK it has the
 frequencies of the original positions, and none beyond them. transformers chooses both anew for each
-row, by its longest position: ``trainer/student/rotary.py`` holds it to what is described here.
+row, by its longest position: ``trainer/student/rotary.py`` makes it choose as vLLM does.
 
 Sources: vLLM 0.32, config/model.py (_get_and_verify_max_len) and
 model_executor/layers/rotary_embedding.
@@ -16,25 +16,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from async_opd.models.tokenizer import text_settings
+
 if TYPE_CHECKING:
     from async_opd.config.run_config import EngineConfig
 
 PHI3_ORIGINAL = 4096
-"""What Phi-3's configuration has where its file says nothing."""
+"""The original positions of Phi-3 if its config.json has none."""
 
 
 def max_model_len(engine: EngineConfig) -> int | None:
-    """Of an engine's arguments; None where vLLM derives it from the model."""
+    """An engine's ``max_model_len``; None if vLLM derives it from the model."""
     value = engine.extra.get("max_model_len", engine.max_model_len)
     return value if isinstance(value, int) and value > 0 else None
 
 
 @dataclass(frozen=True)
 class Positions:
-    """Of a model in an engine. ``longest``: tokens of a sequence; None if the model names none.
+    """Positions of a model in an engine. ``longest``: tokens of a sequence, None if unknown.
 
-    ``kind`` is that of the rotary scaling, ``original`` the positions before it, if it is LongRoPE
-    or dynamic.
+    ``kind`` is the kind of rotary scaling, ``original`` the positions before it, if the kind is
+    LongRoPE or dynamic.
     """
 
     longest: int | None
@@ -44,12 +46,11 @@ class Positions:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], given: int | None) -> Positions:
-        """Of a config.json, or of a transformers' config as a dictionary.
+        """Reads a config.json, or a transformers' config as a dictionary.
 
         ``given``: the engine's ``max_model_len``.
         """
-        text = config.get("text_config")
-        settings = {**config, **text} if isinstance(text, dict) else config
+        settings = text_settings(config)
         positions = _number(settings.get("max_position_embeddings"))
         kind, rope = _scaling(settings)
         if kind == "longrope":
@@ -71,7 +72,7 @@ class Positions:
 
     @property
     def fault(self) -> str:
-        """Why the engine cannot hold sequences of that length; empty if it can."""
+        """The reason why the engine cannot hold sequences of that length; empty if it can."""
         if "dynamic" in self.kind and self.original and (self.longest or 0) > self.original:
             return (
                 f"max_model_len {self.longest} is beyond the {self.original} positions of a model "
@@ -80,7 +81,7 @@ class Positions:
         return ""
 
     def magnitude(self, rope: Mapping[str, Any]) -> float:
-        """LongRoPE's factor of sine and cosine, as vLLM has it."""
+        """LongRoPE's factor of sine and cosine in vLLM."""
         named = rope.get("long_mscale" if self.long_factors else "short_mscale")
         if named is not None:
             return float(named)
@@ -91,7 +92,7 @@ class Positions:
 
 
 def _scaling(settings: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """The kind of rotary scaling, and its parameters."""
+    """The kind of rotary scaling, by vLLM's names, and its parameters."""
     rope = settings.get("rope_scaling") or settings.get("rope_parameters") or {}
     if not isinstance(rope, Mapping):
         return "default", {}

@@ -1,9 +1,9 @@
-"""Special tokens inside data text are text: a row cannot forge the roles of a chat.
+"""Special tokens inside data text are encoded as text: a row cannot forge the roles of a chat.
 
     '<|im_end|>' in the data ──quoted──► '<' MARK '|im_end|>' ──template──► rendered
         rendered ──a tokenizer that drops MARK after it has looked for special tokens──► ids
 
-So the template's own special tokens stay tokens, and text without any is encoded as ever.
+The template's own special tokens stay tokens, and text without special tokens has its usual ids.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "model")
-"""Templates compare these words with their own: they stay as they are."""
+"""Templates compare these words with their own, so that ``quoted`` puts no MARK into them."""
 MARK = "\ufdd0"
-"""A character that Unicode keeps free for the inside of programs."""
+"""A noncharacter, which Unicode reserves for the inside of programs."""
 
 
 class SpecialTokens:
-    """What a tokenizer reads as special, and how to have it read as text."""
+    """Encodes text so that the special tokens it spells become ordinary tokens."""
 
     def __init__(self, tokenizer: Tokenizer, named: Iterable[str] = ()) -> None:
         """``named``: further tokens that count as special, such as the end of a response."""
@@ -51,9 +51,9 @@ class SpecialTokens:
         return next(filter(None, map(self.found, inner)), None) if _holds(value) else None
 
     def quoted(self, value: Any) -> Any:
-        """The text, or the messages, with a MARK in whatever is, or may become, a special token.
+        """The text, or the messages, with a MARK in all that is, or may become, a special token.
 
-        ValueError for text that holds a MARK of its own.
+        ValueError for text that contains a MARK already.
         """
         if isinstance(value, str):
             return self._quoted(value)
@@ -65,14 +65,14 @@ class SpecialTokens:
         return [self.quoted(one) for one in value] if _holds(value) else value
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a text whose data is quoted. ValueError if a special token would come of that."""
+        """Ids of a text whose data is quoted. ValueError if a quoted part is a special token."""
         ids = self._encoded(self._tokenizer, text, add_special_tokens)
         if MARK not in text:
             return ids
-        own = self._special(ids)
-        for reading in (self._whole, self._cut):
-            ids = self._encoded(reading, text, add_special_tokens)
-            if self._special(ids) == own:
+        expected = self._special(ids)  # with the MARKs in place only the template's own are found
+        for tokenizer in (self._dropping, self._splitting):
+            ids = self._encoded(tokenizer, text, add_special_tokens)
+            if self._special(ids) == expected:
                 return ids
         spelled = self.found(text.replace(MARK, ""))
         raise ValueError(
@@ -82,8 +82,11 @@ class SpecialTokens:
 
     def _quoted(self, text: str) -> str:
         if MARK in text:
-            raise ValueError(f"the text holds {MARK!r}, which Unicode keeps out of texts")
+            raise ValueError(
+                f"the text contains {MARK!r}, which Unicode keeps out of texts: remove it"
+            )
         places = [at for at, _ in self._places(text)]
+        # A special token may begin at the text's end, and be completed by the template.
         end = text.rstrip()
         reach = min(len(end), self._lengths[0] if self._lengths else 0)
         begun = [len(end) - n for n in range(1, reach + 1) if self._begins(end[-n:].lower())]
@@ -97,8 +100,8 @@ class SpecialTokens:
         )
 
     def _refuse_other_forms(self, text: str) -> None:
-        """Some tokenizers look for special tokens after they have changed letters."""
-        if not self._in_other_forms:
+        """ValueError for text without MARKs of which the tokenizer makes a special token."""
+        if not self._in_other_forms:  # it looks for special tokens before it normalizes letters
             return
         found = self._special(self._encoded(self._tokenizer, text, False))
         if found:
@@ -109,7 +112,7 @@ class SpecialTokens:
             )
 
     def _places(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where special tokens are spelled, in whatever case, and how long each is."""
+        """Position and length of each special token that the text spells, in any case."""
         for match in self._first.finditer(text) if self._first else ():
             at = match.start()
             for length in self._lengths:
@@ -118,8 +121,8 @@ class SpecialTokens:
                     break
 
     def _begins(self, text: str) -> bool:
-        """Whether a special token goes on where the text ends; those that do follow on it."""
-        at = bisect_right(self._sorted, text)
+        """Whether the text is the beginning of a longer special token."""
+        at = bisect_right(self._sorted, text)  # such tokens follow the text in sorted order
         return at < len(self._sorted) and self._sorted[at].startswith(text)
 
     def _special(self, ids: list[int]) -> list[int]:
@@ -130,8 +133,8 @@ class SpecialTokens:
         return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
 
     @cached_property
-    def _whole(self) -> Tokenizer:
-        """Drops MARKs before it normalizes: the text is read as if it had never had any."""
+    def _dropping(self) -> Tokenizer:
+        """A tokenizer that drops MARKs after its search for special tokens."""
         tokenizer = copy.deepcopy(self._tokenizer)
         dropped = normalizers.Replace(MARK, "")
         own = tokenizer.normalizer
@@ -139,12 +142,12 @@ class SpecialTokens:
         return tokenizer
 
     @cached_property
-    def _cut(self) -> Tokenizer:
-        """Cuts the text at MARKs: for words that are special tokens even when they are text."""
+    def _splitting(self) -> Tokenizer:
+        """A tokenizer that splits at MARKs, for special tokens that are also vocabulary words."""
         tokenizer = copy.deepcopy(self._tokenizer)
-        cut = pre_tokenizers.Split(Regex(MARK), "removed")
+        split = pre_tokenizers.Split(Regex(MARK), "removed")
         own = tokenizer.pre_tokenizer
-        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, own] if own else [cut])
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, own] if own else [split])
         return tokenizer
 
 
@@ -153,8 +156,8 @@ def _holds(value: Any) -> bool:
 
 
 def _unknown(tokenizer: Tokenizer) -> str | None:
-    """The token of what the vocabulary lacks, which any text may contain."""
-    if isinstance(tokenizer.model, models.Unigram):  # which does not tell it otherwise
+    """The token for text that the vocabulary lacks, which any text may become."""
+    if isinstance(tokenizer.model, models.Unigram):  # has no attribute for it
         at = json.loads(tokenizer.to_str())["model"]["unk_id"]
         return None if at is None else str(tokenizer.id_to_token(at))
     named = getattr(tokenizer.model, "unk_token", None)

@@ -1,11 +1,12 @@
 """Text and token ids: the student's tokenizer and chat template, without transformers.
 
-Loaded once, in the driver. Tested to agree with transformers' AutoTokenizer.
+The driver loads it once. Tests compare it with transformers' AutoTokenizer.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -38,27 +39,27 @@ class Text:
         chat_template: Literal["auto", "always", "never"] = "auto",
         special_tokens: Literal["text", "parse"] = "text",
     ) -> None:
-        """``special_tokens``: how those are read that prompts spell, as in the config."""
+        """``special_tokens``: the config's key ``data.special_tokens``. ValueError."""
         self._dir = Path(model_dir)
         file = self._dir / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises the bare class
             raise ValueError(f"{file} is no tokenizer: {error}") from error
-        self._tokenizer.no_truncation()  # both may be stored in the file, and are not for prompts
-        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()  # the file may ask for truncation and padding, which
+        self._tokenizer.no_padding()  # would change prompts
         self._mode, self._parse = chat_template, special_tokens == "parse"
 
     @classmethod
     def of(cls, config: RunConfig) -> Self:
-        """Of a run's student, as its data is to be read."""
+        """The student's tokenizer, with the settings of the run's data. ValueError."""
         return cls(config.student.model, config.data.chat_template, config.data.special_tokens)
 
     def encode(self, prompt: PromptText) -> list[int]:
         """Token ids of a prompt.
 
         ValueError for chat messages without a chat template, and for a special token in the text
-        that cannot be read as text.
+        that the tokenizer cannot read as text.
         """
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":
@@ -76,43 +77,43 @@ class Text:
         return self._special.encode(rendered, add_special_tokens=False)
 
     def _encoded(self, prompt: str) -> list[int]:
-        """A prompt that is no chat."""
+        """Token ids of a prompt without a chat template."""
         if self._parse:
             return list(self._tokenizer.encode(prompt).ids)
         return self._special.encode(self._special.quoted(prompt))
 
     def spelled(self, prompt: PromptText) -> str | None:
-        """A special token that the prompt spells and that is read as text, if there is one."""
+        """The first special token that the prompt spells and that is read as text, if any."""
         return None if self._parse else self._special.found(prompt)
 
     def plain(self, text: str) -> list[int]:
-        """Token ids of the text alone: no template, no special tokens."""
+        """Token ids of the text alone, without template and without added special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def decode(self, ids: list[int]) -> str:
-        """Text of a response, special tokens left out."""
+        """Text of a response, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
     def turn_end(self) -> int | None:
         """The token that ends an assistant's turn: the first special one that follows its text.
 
-        None where prompts have no template, or it has no such token, or refuses these messages.
+        None if prompts have no template, or the template has no such token or refuses the probe.
         """
-        said = "forty-two"
-        turns = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": said}]
+        answer = "forty-two"
+        probe = [{"role": "user", "content": "6 * 7"}, {"role": "assistant", "content": answer}]
         try:
             if self.template is None or self._mode == "never":
                 return None
-            _, found, after = self._render(turns, answer=False).rpartition(said)
-        except Exception:  # its file may be broken, a template raise anything: prompts will tell
+            _, found, after = self._render(probe, generate=False).rpartition(answer)
+        except Exception:  # a broken file or template fails again, and is reported, with a prompt
             return None
-        known = self._tokenizer.get_added_tokens_decoder() if found else {}
-        return next((one for one in self.plain(after) if one in known), None)
+        special = self._tokenizer.get_added_tokens_decoder() if found else {}
+        return next((one for one in self.plain(after) if one in special), None)
 
     def response_ends(self) -> tuple[int, ...]:
         """Tokens that end a response: the model's own, and the one that ends an assistant's turn.
 
-        A base model often has a template whose end of a turn its ``generation_config.json`` lacks.
+        The ``generation_config.json`` of a base model often lacks the end of its template's turns.
         Raises what ``eos_ids`` raises.
         """
         own, turn = eos_ids(self._dir), self.turn_end()
@@ -120,7 +121,7 @@ class Text:
 
     @property
     def size(self) -> int:
-        """Tokens of the vocabulary, added ones included."""
+        """Number of tokens in the vocabulary, with added ones."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     @cached_property
@@ -136,7 +137,7 @@ class Text:
 
     @cached_property
     def _compiled(self) -> Template:
-        """The chat template, in the environment that transformers gives it."""
+        """The chat template, compiled in the same environment as in transformers."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -148,7 +149,7 @@ class Text:
 
     @cached_property
     def _named(self) -> dict[str, str]:
-        """Special tokens by their names in templates."""
+        """The texts of special tokens, by their names in templates."""
         config = read_json(self._dir / "tokenizer_config.json")
         contents = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
         return {name: text for name, text in contents.items() if text is not None}
@@ -157,14 +158,14 @@ class Text:
     def _special(self) -> SpecialTokens:
         return SpecialTokens(self._tokenizer, self._named.values())
 
-    def _render(self, messages: list[dict[str, Any]], answer: bool = True) -> str:
-        """``answer``: the beginning of an assistant's turn follows on them."""
+    def _render(self, messages: list[dict[str, Any]], generate: bool = True) -> str:
+        """The rendered messages; ``generate`` adds the beginning of an assistant's turn."""
         try:
             return self._compiled.render(
                 messages=messages,
                 tools=None,
                 documents=None,
-                add_generation_prompt=answer,
+                add_generation_prompt=generate,
                 **self._named,
             )
         except TemplateError as error:
@@ -172,7 +173,7 @@ class Text:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object, or an empty one if there is no such file. ValueError, OSError."""
+    """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
     if not file.is_file():
         return {}
     try:
@@ -184,10 +185,16 @@ def read_json(file: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
-    """Tokens that end a response: generation_config.json, else config.json.
+def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of a config.json's language model, which may lie in its ``text_config``."""
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, Mapping) else config
 
-    ValueError or TypeError for what is no token.
+
+def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
+    """Tokens that end a response, by generation_config.json or else config.json.
+
+    ValueError or TypeError if the value is no token.
     """
     for name in ("generation_config.json", "config.json"):
         value = read_json(Path(model_dir) / name).get("eos_token_id")
@@ -201,7 +208,7 @@ def _content(token: Any) -> str | None:
 
 
 class _Generation(Extension):
-    """``{% generation %}`` marks what an assistant said; here it is just its contents."""
+    """Accepts ``{% generation %}`` blocks around an assistant's text, and renders the text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -221,11 +228,11 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers': without HTML's escapes. A MARK stays a character that is dropped later."""
+    """JSON without HTML escapes, as in transformers."""
     text = json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
-    return text.replace(json.dumps(MARK)[1:-1], MARK)
+    return text.replace(json.dumps(MARK)[1:-1], MARK)  # an escaped MARK would not be dropped
 
 
 def _raise(message: str) -> None:

@@ -275,7 +275,7 @@ def test_a_hub_id_of_which_only_the_weights_are_missing_is_taken(
     assert problems(support, *overrides) == []
     notes = preflight(config(*overrides), "c.yaml", 0).notes
     assert [note.partition(";")[2] for note in notes] == [
-        " its files in the local cache are what is checked"
+        " its files in the local cache are checked"
     ] * 2
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.checks.devices import gpu_count
 from async_opd.checks.preflight import preflight
+from async_opd.checks.resources import gpu_count
 from tests.checks.inputs import GOOD, config, found, one, rows
 
 

@@ -178,7 +178,7 @@ def vllm(**others: Any) -> dict[str, Any]:
 
 def test_a_colocated_teacher_takes_no_gpu_of_its_own() -> None:
     (pool,) = [pool for pool in pools(load(vllm())) if pool.name == "teachers.sort"]
-    assert (pool.gpus, pool.shares, pool.words) == (0, "rollout", "teachers.sort 0 (on rollout's)")
+    assert (pool.gpus, pool.shares, pool.term) == (0, "rollout", "teachers.sort 0 (on rollout's)")
 
 
 def test_gpus_that_are_shared_are_counted_once() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks import devices
+from async_opd.checks import resources
 from async_opd.core.errors import ConfigError
 
 
@@ -16,7 +16,7 @@ from async_opd.core.errors import ConfigError
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """No environment variable, no driver; ``nvidia-smi`` is there."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(devices, "DRIVER", tmp_path / "gpus")
+    monkeypatch.setattr(resources, "DRIVER", tmp_path / "gpus")
     monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
     return monkeypatch
 
@@ -26,13 +26,13 @@ def test_visible_devices_end_at_the_first_that_is_none(
     bare: pytest.MonkeyPatch, value: str, count: int
 ) -> None:
     bare.setenv("CUDA_VISIBLE_DEVICES", value)
-    assert devices.gpu_count() == count
+    assert resources.gpu_count() == count
 
 
 def test_the_drivers_list_is_counted(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in ("0000:01", "0000:02"):
         (tmp_path / "gpus" / name).mkdir(parents=True)
-    assert devices.gpu_count() == 2
+    assert resources.gpu_count() == 2
 
 
 def test_the_lines_of_nvidia_smi_are_counted(bare: pytest.MonkeyPatch) -> None:
@@ -40,12 +40,12 @@ def test_the_lines_of_nvidia_smi_are_counted(bare: pytest.MonkeyPatch) -> None:
         return subprocess.CompletedProcess(args, 0, "GPU 0: NVIDIA H200\nGPU 1: NVIDIA H200\n", "")
 
     bare.setattr(subprocess, "run", listed)
-    assert devices.gpu_count() == 2
+    assert resources.gpu_count() == 2
 
 
 def test_without_nvidia_smi_there_are_none(bare: pytest.MonkeyPatch) -> None:
     bare.setattr("shutil.which", lambda name: None)
-    assert devices.gpu_count() == 0
+    assert resources.gpu_count() == 0
 
 
 def test_a_driver_that_does_not_answer_is_a_problem_and_not_a_cpu(bare: pytest.MonkeyPatch) -> None:
@@ -54,4 +54,4 @@ def test_a_driver_that_does_not_answer_is_a_problem_and_not_a_cpu(bare: pytest.M
 
     bare.setattr(subprocess, "run", hang)
     with pytest.raises(ConfigError, match=r"cluster\.device"):
-        devices.gpu_count()
+        resources.gpu_count()
