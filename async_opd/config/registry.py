@@ -24,7 +24,10 @@ SOURCES = {
     "reasoning_gym": "async_opd.data.reasoning_gym:ReasoningGymSource",
 }
 """``kind`` of a source of prompts: its class, by its name."""
-TRANSPORTS = {"gloo": "rollouter.transports.gloo", "nccl": "rollouter.transports.nccl"}
+TRANSPORTS = {
+    "gloo": "rollouter.transports.gloo",
+    "nccl": "rollouter.transports.nccl",
+}
 """``sync.backend``: the module with both ends of a weight transport, by its name."""
 
 

@@ -9,12 +9,14 @@ import hmac
 import secrets
 import socket
 from functools import partial
-
-import torch
+from typing import TYPE_CHECKING
 
 from async_opd.weight_sync.layout import Rendezvous
 from async_opd.weight_sync.rendezvous import NONCE_BYTES, TAG_BYTES, hmac_tag, new_secret
 from rollouter.transports import chunks
+
+if TYPE_CHECKING:
+    import torch
 
 BACKEND = chunks.BACKEND
 DEVICES = ("cpu", "cuda")
@@ -62,6 +64,8 @@ class TcpReceiver:
 
     def receive(self, nbytes: int) -> torch.Tensor:
         """ConnectionError when the sender hangs up."""
+        import torch
+
         chunk = torch.empty(nbytes, dtype=torch.uint8)
         room = memoryview(chunk.numpy())
         while room:
