@@ -1,4 +1,4 @@
-"""What a vLLM engine tells after each of its steps, as ``EngineLoad``."""
+"""Reads the load of a vLLM engine after each of its steps, as ``EngineLoad``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ def load_watcher(
 ) -> type[Any]:
     """A stat logger class for ``AsyncLLM`` that calls ``observe`` after every engine step.
 
-    ``computed`` gets the tokens of each, of prompts and responses.
-
-    It takes the place of vLLM's Prometheus logger, which nobody reads here.
+    It calls ``computed`` with the number of prompt and response tokens of the step. As a subclass
+    of vLLM's Prometheus logger it replaces that logger, whose metrics no part of a run reads.
     """
 
     class LoadWatcher(PrometheusStatLogger):
@@ -34,26 +33,17 @@ def load_watcher(
             if iteration_stats is not None:
                 computed(iteration_stats.num_generation_tokens + iteration_stats.num_prompt_tokens)
             if scheduler_stats is not None:
-                preempted = getattr(iteration_stats, "num_preempted_reqs", 0)
-                observe(
-                    EngineLoad(
-                        running=scheduler_stats.num_running_reqs,
-                        waiting=scheduler_stats.num_waiting_reqs,
-                        preempted=preempted,
-                        kv_cache=scheduler_stats.kv_cache_usage,
-                    )
+                load = EngineLoad(
+                    running=scheduler_stats.num_running_reqs,
+                    waiting=scheduler_stats.num_waiting_reqs,
+                    preempted=getattr(iteration_stats, "num_preempted_reqs", 0),
+                    kv_cache=scheduler_stats.kv_cache_usage,
                 )
+                observe(load)
 
-        def log(self) -> None:
-            """Nothing to print."""
+        def ignore(self, *_: object, **__: object) -> None:
+            """Prints and records nothing."""
 
-        def log_engine_initialized(self) -> None:
-            """Nothing to print."""
-
-        def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-            """Nothing to record."""
-
-        def record_admission_rejection(self, reason: str) -> None:
-            """Nothing to record: the engine's queue is not bounded."""
+        log = log_engine_initialized = record_sleep_state = record_admission_rejection = ignore
 
     return LoadWatcher

@@ -1,4 +1,4 @@
-"""Finished items on their way into the queue, batched by what the queue's own pace allows."""
+"""Puts finished items into the queue, in batches whose size follows the speed of the queue."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ from async_opd.core.batch import Batch
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.stages import Queue
 
+Entry = tuple[Rollout | Sample, asyncio.Future[None]]
+
 
 class Outbox:
-    """One sender per topic: while a batch is being put, finished items gather for the next one.
+    """One sender per topic: the items that finish while it puts a batch are its next batch.
 
-    No timer: a lone item leaves at once, and the busier the queue, the larger the batches.
+    There is no timer: the sender puts a single item at once, and batches grow with the time that
+    the queue takes.
     """
 
     def __init__(self, queue: Queue) -> None:
         self._queue = queue
-        self._waiting: dict[str, list[tuple[Rollout | Sample, asyncio.Future[None]]]] = {}
+        self._waiting: dict[str, list[Entry]] = {}
         self._senders: dict[str, asyncio.Task[None]] = {}
 
     async def put(self, topic: str, item: Rollout | Sample) -> None:
-        """Returns when the item is in the queue; raises what the queue raised."""
+        """Returns when the item is in the queue; raises the error of the queue."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(topic, []).append((item, future))
         if topic not in self._senders:
@@ -30,7 +33,7 @@ class Outbox:
         await future
 
     def close(self) -> None:
-        """Nothing more leaves."""
+        """Cancels the senders; waiting items never reach the queue."""
         for sender in self._senders.values():
             sender.cancel()
         self._waiting.clear()
@@ -52,11 +55,9 @@ class Outbox:
             del self._senders[topic]
 
 
-def _settle(
-    entries: list[tuple[Rollout | Sample, asyncio.Future[None]]], error: Exception | None
-) -> None:
+def _settle(entries: list[Entry], error: Exception | None) -> None:
     for _, future in entries:
-        if future.done():
+        if future.done():  # its ``put`` was cancelled
             continue
         if error is None:
             future.set_result(None)

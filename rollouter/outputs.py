@@ -1,4 +1,4 @@
-"""The engine's final output of a request as a rollout: its lists become arrays."""
+"""Converts the engine's final output of a request to a rollout: lists become arrays."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:
-    """The rollout of a finished request that asked for ``top_k`` flat log-probabilities.
+    """The rollout of a finished request for ``top_k`` log-probabilities in flat lists.
 
-    At each position the engine lists the sampled token first, then its ``top_k`` best tokens, with
-    the sampled one perhaps among them.
+    At each position the engine lists the sampled token first, then its ``top_k`` best tokens, which
+    may include the sampled one.
     """
     ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs

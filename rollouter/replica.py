@@ -5,14 +5,15 @@
               pause · receive · finish · resume                       ▼
                      (weight sync)                            topic rollouts/<teacher>
 
-Consumes prompts, produces rollouts with the version of every token, waits for the engine and for
-room in the queue. Unblocked by ``resume`` after a sync.
+Consumes prompts, produces rollouts with the version of every token, waits for the engine, for room
+in the queue and, in a weight sync, for ``resume``.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -51,8 +52,11 @@ PAUSE = {
     "recompute": {"mode": "keep", "clear_cache": True},
     "finish": {"mode": "wait", "clear_cache": True},
 }
-"""How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: their
-KV cache is computed anew from their tokens, under the new weights."""
+"""How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
+engine computes their KV cache again from their tokens, with the new weights."""
+
+
+COUNTERS = ("tokens", "request_s", "paused_s")
 
 
 class StudentReplica:
@@ -75,7 +79,7 @@ class StudentReplica:
         self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
         grade = self._grader.grade if self._grader else None
         self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll, grade=grade)
-        self._computed = self._pending_tokens = 0  # tokens since the start; at most still to come
+        self._computed = self._pending_tokens = 0  # computed since the start; at most to come
 
         def observe(load: EngineLoad) -> None:
             if fixed is None:
@@ -87,9 +91,7 @@ class StudentReplica:
         self._activity = Activity("generate")
         self._version = 0
         self._requests = 0
-        self._tokens = 0
-        self._request_s = 0.0
-        self._paused_s = 0.0
+        self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._total_paused_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
         self._syncs = 0
@@ -117,33 +119,35 @@ class StudentReplica:
         await self._worker.stop()
 
     async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
-        """RolloutFault for a prompt that the engine refuses."""
+        """A rollout for the worker. RolloutFault for a prompt that the engine refuses."""
         begun = self._activity.clock() - self._total_paused_s
         self._refuse_foreign_tokens(prompt, uid)
         try:
             rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
-        self._request_s += self._activity.clock() - self._total_paused_s - begun
+        self._counters["request_s"] += self._activity.clock() - self._total_paused_s - begun
         return rollout
 
     def _refuse_foreign_tokens(self, prompt: Prompt, uid: Uid) -> None:
-        """An engine without a tokenizer does not check them, and dies of one it has no row for."""
+        """RolloutFault for a token without a row in the model.
+
+        An engine without a tokenizer does not check tokens, and dies of such a one.
+        """
         rows = self._engine.vllm_config.model_config.get_vocab_size()
         ids = prompt.token_ids
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
-            cause = f"the engine refuses {uid}: it has a token beyond the {rows} of the model"
+            found = f"its tokens are from {ids.min()} to {ids.max()}"
+            cause = f"the engine refuses {uid}: {found}, the model has {rows}"
             raise RolloutFault("student", cause)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
-        return list(
-            await asyncio.gather(
-                *(
-                    self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
-                    for prompt in prompts
-                    for index in range(sampling.n)
-                )
+        return await asyncio.gather(
+            *(
+                self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
+                for prompt in prompts
+                for index in range(sampling.n)
             )
         )
 
@@ -152,11 +156,7 @@ class StudentReplica:
     ) -> Rollout:
         self._requests += 1
         params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            min_p=sampling.min_p,
-            max_tokens=sampling.max_tokens,
+            **asdict(replace(sampling, n=1)),
             seed=self._spec.seed_of(uid),
             stop_token_ids=list(self._spec.eos_ids),
             logprobs=top_k,
@@ -164,19 +164,23 @@ class StudentReplica:
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
         )
-        most = len(prompt.token_ids) + sampling.max_tokens
-        self._pending_tokens += most
+        max_tokens = len(prompt.token_ids) + sampling.max_tokens
+        self._pending_tokens += max_tokens
         try:
             async with self._gate:
                 rollout = await self._answer(prompt, uid, params, top_k)
         finally:
-            self._pending_tokens -= most
+            self._pending_tokens -= max_tokens
         return rollout or await self._sample(prompt, uid, sampling, top_k)
 
     async def _answer(
         self, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int
     ) -> Rollout | None:
-        """The engine's answer; None if a pause overtook it: its prefix may be of older weights."""
+        """The engine's answer; None if a sync overtook its request: the caller repeats it.
+
+        ``version`` is read when the request is sent. A sync may follow before the engine begins,
+        and the cached prefix is then of older weights than the first sampled token.
+        """
         await self._unpaused.wait()
         version = self._version
         request = TokensPrompt(
@@ -186,9 +190,9 @@ class StudentReplica:
             async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
                 if output.finished:
                     rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
-                    self._tokens += len(rollout.response_ids)
-                    overtaken = output.num_cached_tokens and _first_version(rollout) > version
-                    return None if overtaken else rollout
+                    self._counters["tokens"] += len(rollout.response_ids)
+                    newer = any(span.version > version for span in rollout.version_spans[:1])
+                    return None if newer and output.num_cached_tokens else rollout
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
@@ -201,10 +205,10 @@ class StudentReplica:
         await self._exit_watch.within(self._engine.init_weight_transfer_engine(request))
 
     async def pause(self, on_sync: str) -> None:
-        """Stops sampling; ``on_sync`` says what happens to requests in flight.
+        """Stops sampling; ``on_sync`` names what happens to requests in flight.
 
-        New ones wait outside of the engine: one that entered now would be salted with the old
-        version, and could find prefix-cache blocks of the old weights.
+        New requests wait outside of the engine: one that entered now would have the cache salt of
+        the old version, and could find prefix-cache blocks of the old weights.
         """
         self._unpaused.clear()
         self._syncing.set()
@@ -212,9 +216,9 @@ class StudentReplica:
         await self._exit_watch.within(self._engine.pause_generation(**PAUSE[on_sync]))
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Takes the new weights while the sender sends them.
+        """Receives the new weights while the trainer sends them.
 
-        TransferAborted if they did not come and the engine still has all of its old ones.
+        TransferAborted if the transfer failed and the engine still has all of its old weights.
         """
         await self._exit_watch.within(self._engine.start_weight_update())
         update = {
@@ -226,44 +230,44 @@ class StudentReplica:
             request = WeightTransferUpdateRequest(update_info=update)
             await self._exit_watch.within(self._engine.update_weights(request))
         except Exception as error:
+            # of several workers others may have replaced some of theirs
             if WEIGHTS_UNCHANGED in str(error) and self._workers == 1:
                 raise TransferAborted(self._spec.name, str(error)) from error
             raise
 
     async def finish(self, version: int) -> None:
-        """Names the new weights and checks that the engine does too."""
+        """Sets the version of the new weights. WeightSyncError if the engine reports another."""
         finishing = self._engine.finish_weight_update(weight_version=str(version))
         await self._exit_watch.within(finishing)
-        told = await self._exit_watch.within(self._engine.get_weight_version())
-        if told != str(version):
-            raise WeightSyncError(
-                self._spec.name, f"the engine reports version {told} after the sync to {version}"
-            )
+        found = await self._exit_watch.within(self._engine.get_weight_version())
+        if found != str(version):
+            cause = f"the engine reports version {found} after the sync to {version}"
+            raise WeightSyncError(self._spec.name, cause)
         self._version = version
         self._syncs += 1
 
     async def resume(self) -> None:
-        """Goes on sampling."""
+        """Continues sampling after ``pause``."""
         await self._exit_watch.within(self._engine.resume_generation())
         self._syncing.clear()
         self._unpaused.set()
         paused_s = self._activity.clock() - self._pause_started
-        self._paused_s += paused_s
+        self._counters["paused_s"] += paused_s
         self._total_paused_s += paused_s
 
-    # ── turns with teachers on the same GPUs ───────────────────────────────────────────────────
+    # ── time sharing with colocated teachers ───────────────────────────────────────────────────
 
     async def idle(self) -> None:
-        """Returns when the engine has nothing to do."""
+        """Returns when the engine has no request."""
         await self._gate.empty()
 
     async def sleep(self) -> None:
-        """Finishes what is in flight, and leaves the GPU; new requests wait."""
+        """Finishes the requests in flight, and frees the GPU; new requests wait."""
         await self._gate.close()
         await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
 
     async def wake(self) -> None:
-        """Takes the GPU back; the weights are those it had."""
+        """Takes the GPU back, with the weights from before ``sleep``."""
         await self._engine.wake_up()
         self._gate.open()
 
@@ -277,20 +281,14 @@ class StudentReplica:
     # ── supervision ────────────────────────────────────────────────────────────────────────────
 
     async def alive(self) -> None:
-        """Returns when the engine answers, or at once while a sync holds it: that has bounds."""
+        """Returns when the engine answers; in a weight sync at once, since a sync has timeouts."""
         await race(self._engine.get_weight_version(), self._syncing.wait())
 
     async def report(self) -> StageReport:
-        """What happened since the last report; raises if the engine has died."""
+        """The report since the last one; raises if the engine has died."""
         await self._engine.check_health()
-        counters = {
-            "tokens": float(self._tokens),
-            "rollouts": float(self._worker.rollouts),
-            "request_s": self._request_s,
-            "paused_s": self._paused_s,
-        }
-        self._tokens, self._request_s, self._paused_s = 0, 0.0, 0.0
-        self._worker.rollouts = 0
+        counters = self._counters | {"rollouts": float(self._worker.rollouts)}
+        self._counters, self._worker.rollouts = dict.fromkeys(COUNTERS, 0.0), 0
         return StageReport(
             counters=counters,
             gauges={
@@ -303,17 +301,13 @@ class StudentReplica:
         )
 
     async def shutdown(self) -> None:
-        """Ends the engine's processes, and the grader's."""
+        """Ends the processes of the engine and of the grader."""
         if self._grader is not None:
             self._grader.close()
         self._engine.shutdown()
 
 
 def _sentinels(engine: AsyncLLM) -> list[int]:
-    """Of its core's processes; none where vLLM leaves them to somebody else."""
+    """Sentinels of the engine's core processes; none where vLLM did not start them itself."""
     manager = engine.engine_core.resources.engine_manager
     return list(manager.sentinels()) if isinstance(manager, CoreEngineProcManager) else []
-
-
-def _first_version(rollout: Rollout) -> int:
-    return rollout.version_spans[0].version if rollout.version_spans else 0

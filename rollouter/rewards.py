@@ -1,6 +1,6 @@
-"""Task rewards, where it is sampled: a finished rollout gets its grader's number.
+"""Task rewards: the replica that sampled a rollout has it graded.
 
-Rollout(prompt with its row) ──decode, grade: in a process of its own──► Rollout(reward; no row)
+Rollout(prompt with its row) ──decode, grade in the grader's process──► Rollout(reward; no row)
 """
 
 from __future__ import annotations
@@ -15,25 +15,24 @@ from async_opd.models.tokenizer import Text
 
 
 class RewardGrader:
-    """One grader and the student's tokenizer."""
+    """A grader, and the student's tokenizer to decode responses for it."""
 
     def __init__(self, grader: GraderSpec, model_dir: str) -> None:
         self._graders = Graders(grader)
         self._text = Text(model_dir)
 
     async def grade(self, rollout: Rollout) -> Rollout:
-        """The rollout with its reward; the row has done its work and travels no further.
+        """The rollout with its reward and without its row, which no later stage needs.
 
-        GradeError naming the rollout if the grader raises, returns no number from 0 to 1, or takes
-        too long.
+        GradeError with the rollout's uid if the grader raises, returns no number from 0 to 1, or
+        takes too long. StageError for a rollout without a row.
         """
         row = rollout.prompt.row
         if row is None:
             raise StageError("grader", f"rollout {rollout.uid} came without its prompt's row")
         try:
-            reward = await self._graders.grade(
-                self._text.decode(rollout.response_ids.tolist()), row
-            )
+            text = self._text.decode(rollout.response_ids.tolist())
+            reward = await self._graders.grade(text, row)
         except GradeError as error:
             cause = f"rollout {rollout.uid}: {error.cause}"
             raise GradeError(error.stage, cause, error.remedy) from error

@@ -1,12 +1,12 @@
-"""A replica's worker: pulls groups as there is room, and sees to each of their rollouts.
+"""A replica's worker: takes groups when slots are free, and makes each of their rollouts.
 
     topic prompts ──lease──► members ──a slot each──► sample ──► grade ──► outbox ──► rollouts/…
                                                          └─────────┴──fault──► topic dead
                                                                              └── last one: ack
 
 Consumes groups, produces rollouts, waits for a free slot, for prompts, for the engine and for room
-in the queue. A rollout that is graded or waits for room in the queue holds no slot. What a replica
-has taken and not finished when it dies goes to the others: its leases are released.
+in the queue. A rollout that is graded or waits for room in the queue holds no slot. When a replica
+dies, its leases are released, and the other replicas take their groups.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ GradeRollout = Callable[[Rollout], Awaitable[Rollout]]
 class RolloutWorker:
     """``sample(prompt, uid)`` makes one rollout; ``slots`` bounds how many at the same time.
 
-    ``grade`` gives each its reward, where there is one.
+    ``grade`` adds the reward to a rollout, in runs with a grader.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class RolloutWorker:
         self._outbox = Outbox(queue)
         self._left: Counter[int] = Counter()  # lease -> its rollouts that are not in the queue yet
         self._finished: list[int] = []
-        self._waits_for_prompts = False  # for prompts, now
+        self._waits_for_prompts = False  # ``_pull`` is in ``get`` now
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -69,7 +69,7 @@ class RolloutWorker:
             self._work.result()
 
     async def stop(self) -> None:
-        """Ends ``run``; gives up what was taken and is not finished."""
+        """Ends ``run``, and drops the groups that are not finished."""
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait({self._work})
@@ -100,10 +100,11 @@ class RolloutWorker:
     async def _roll(
         self, group: Group, member: int, lease: int, reservation: SlotReservation
     ) -> None:
+        """Makes one rollout and puts it into the queue; acknowledges the lease after its last."""
         prompt, uid = group.prompt, rollout_uid(group.prompt.uid, member)
         try:
             rollout = await self._rollout(prompt, uid, reservation)
-        except RolloutFault as fault:
+        except RolloutFault as fault:  # the prompt's or the grader's: the replica goes on
             lost = DeadLetter.of_prompt(prompt, uid, fault.stage, fault.cause)
             await self._queue.put(DEAD, Batch.pack([lost]))
         else:
@@ -112,13 +113,16 @@ class RolloutWorker:
         self._left[lease] -= 1
         if not self._left[lease]:
             del self._left[lease]
-            if self._waits_for_prompts:  # the next get may be far away
+            # The next ``get`` carries the ack of the lease, which saves a call. While ``_pull``
+            # waits in ``get`` already, the next one may be far away: until the ack the group takes
+            # room in the topic, and is sampled again if this replica dies.
+            if self._waits_for_prompts:
                 await self._queue.ack(PROMPTS, lease)
             else:
                 self._finished.append(lease)
 
     async def _rollout(self, prompt: Prompt, uid: Uid, reservation: SlotReservation) -> Rollout:
-        """RolloutFault if this one cannot be had."""
+        """Samples and grades. RolloutFault if the engine, the numbers or the grader refuse it."""
         async with reservation:
             rollout = await self._sample(prompt, uid)
         if not np.isfinite(rollout.rollout_logprobs).all():

@@ -1,6 +1,6 @@
-"""How many rollouts a replica samples at the same time, and who decides it.
+"""Slots bound the number of rollouts that a replica samples at the same time.
 
-A fixed number, or what the engine can hold: ``AdaptiveLimit`` watches its waiting requests, its
+The number is fixed, or follows the engine: ``AdaptiveLimit`` reads its waiting requests, its
 preemptions and its KV cache after every engine step.
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 
 class Slots:
-    """A semaphore whose size can change; the longest waiting goes first."""
+    """A semaphore whose limit can change; the oldest reservation gets the next free slot."""
 
     def __init__(self, limit: int, group_size: int = 1) -> None:
         self.limit = limit
@@ -22,27 +22,27 @@ class Slots:
         self._changed = asyncio.Event()
 
     async def room(self) -> int:
-        """Waits until a slot is free that nobody waits for; the number of groups to start."""
+        """Waits for a free slot that no reservation waits for; returns how many groups to start."""
         while self._waiting or self.running >= self.limit:
             self._changed.clear()
             await self._changed.wait()
         return max(1, (self.limit - self.running) // self._group_size)
 
     def resize(self, limit: int) -> None:
-        """Another size; who runs goes on even if it shrinks."""
+        """Changes the limit. Running rollouts go on, also those beyond a lower limit."""
         if limit != self.limit:
             self.limit = limit
             self._settle()
 
     def reserve(self) -> SlotReservation:
-        """Queues up for a slot, now; enter it with ``async with``."""
+        """Queues for a slot at once; ``async with`` on the result waits for it."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(ready)
         self._settle()
         return SlotReservation(self, ready)
 
     def release(self) -> None:
-        """A slot is free again."""
+        """Frees a slot."""
         self.running -= 1
         self._settle()
 
@@ -56,7 +56,7 @@ class Slots:
 
 
 class SlotReservation:
-    """A place in the queue for a slot, then the slot."""
+    """A position in the queue for slots; inside of ``async with`` it holds its slot."""
 
     def __init__(self, slots: Slots, ready: asyncio.Future[None]) -> None:
         self._slots = slots
@@ -66,8 +66,9 @@ class SlotReservation:
         try:
             await self._ready
         except asyncio.CancelledError:
+            # cancelled after ``_settle`` gave it a slot, and before it could resume
             if self._ready.done() and not self._ready.cancelled():
-                self._slots.release()  # it was our turn, and we do not take it
+                self._slots.release()
             raise
 
     async def __aexit__(self, *error: object) -> None:
@@ -76,10 +77,10 @@ class SlotReservation:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """An engine after one step.
+    """The load of an engine after one step.
 
-    Requests it runs, requests it has no room for, how many it had to preempt in this step, and the
-    used share of its KV cache.
+    Numbers of running requests, of requests that wait in the engine and of those that this step
+    preempted; the used fraction of the KV cache, 0 to 1.
     """
 
     running: int
@@ -90,12 +91,13 @@ class EngineLoad:
 
 @dataclass
 class AdaptiveLimit:
-    """The number of requests in flight that keeps an engine full and makes it preempt nothing.
+    """The number of requests in flight that keeps an engine full without preemptions.
 
-    Grows by one a step while the engine takes everything it is given and its KV cache is below
-    ``KV_LOW``; a few more than ``max_num_seqs`` may wait in the engine, so that a slot that becomes
-    free is filled without a trip to the queue. Falls to what runs when the engine preempts, or
-    when requests wait although ``max_num_seqs`` are not running: then its KV cache is full.
+    It grows by one a step while the engine has as many requests as allowed and its KV cache is
+    below ``KV_LOW``. Its maximum is a little above ``max_num_seqs``: some requests wait in the
+    engine, which starts them without a call to the queue. It falls to the running requests when the
+    engine preempts, or when requests wait although fewer than ``max_num_seqs`` run: then the KV
+    cache is full.
     """
 
     max_num_seqs: int

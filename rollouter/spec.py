@@ -1,4 +1,4 @@
-"""What it takes to build a student replica; imports nothing heavy, so that anyone may hold it."""
+"""What a student replica is built from. Imports no vLLM, so that every process may import it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from async_opd.grading.grader_pool import GraderSpec
 class StudentEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
-    ``top_k`` is how many of its own best tokens it returns at each position, where the objective
-    needs them; ``grader`` gives the task reward, where there is one. With a ``seed`` every rollout
-    is drawn by one of its own, from this and its uid. ``incarnation`` counts the restarts.
+    ``top_k`` is the number of its own best tokens that it returns at each position, 0 if the
+    objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
+    rollout has a seed of its own, derived from it and the uid. ``incarnation`` counts the restarts.
     """
 
     name: str
@@ -33,11 +33,11 @@ class StudentEngineSpec:
 
     @property
     def consumer(self) -> str:
-        """What the queue knows it by: another one after each restart, for it has left for good."""
+        """Its name in the queue, a new one for each incarnation: old leases are released."""
         return f"{self.name}#{self.incarnation}"
 
     def seed_of(self, uid: Uid) -> int | None:
-        """The seed of a rollout: 63 bits of BLAKE2b over the run's seed and the uid."""
+        """A rollout's seed, if any: 63 bits of BLAKE2b over the run's seed and the uid."""
         if self.seed is None:
             return None
         digest = blake2b(f"{self.seed}/{uid}".encode(), digest_size=8).digest()

@@ -19,7 +19,7 @@ from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import sleep_level
 from teachers.meter import ScoringMeter
-from teachers.scoring import RequestScoring, engine_arguments
+from teachers.scoring import RequestScoring
 from teachers.spec import TeacherEngineSpec
 
 
@@ -28,7 +28,8 @@ class TeacherReplica:
 
     def __init__(self, spec: TeacherEngineSpec) -> None:
         self._spec = spec
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec)))
+        worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.kwargs | worker))
         self._scoring = RequestScoring(spec, self._engine)
         self._meter = ScoringMeter()
         self._requests = 0
@@ -61,13 +62,11 @@ class TeacherReplica:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The teacher's own answers, ``sampling.n`` to each prompt, in order."""
-        return list(
-            await asyncio.gather(
-                *(
-                    self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
-                    for prompt in prompts
-                    for index in range(sampling.n)
-                )
+        return await asyncio.gather(
+            *(
+                self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
+                for prompt in prompts
+                for index in range(sampling.n)
             )
         )
 

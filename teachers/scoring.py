@@ -57,11 +57,6 @@ DTYPE_NAMES: dict[torch.dtype, StateDtype] = {
 }
 
 
-def engine_arguments(spec: TeacherEngineSpec) -> dict[str, Any]:
-    """Arguments of ``vllm.AsyncEngineArgs``: the spec's, and the scoring worker."""
-    return spec.kwargs | {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
-
-
 class RequestScoring:
     """Scores rollouts on one engine."""
 
