@@ -1,15 +1,41 @@
-"""Builders shared by the tests."""
+"""Builders shared by the tests, and in which order and how quickly these are collected."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
 import numpy as np
 import pytest
-from hypothesis import settings
 
+import tests.properties  # noqa: F401 - registers the profiles before any test has settings
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 
-settings.register_profile("busy machines", deadline=None)
-settings.load_profile("busy machines")
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collects without garbage collection, and leaves what was imported out of every later one.
+
+    Of 18 s of processor time in each of xdist's workers, 7 were the collector's, which finds
+    nothing among the modules of torch, transformers and Ray; the tests' own time is a tenth less.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    """Gives the modules back to the collector: nanobind reports those that it never frees."""
+    gc.unfreeze()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules with slow tests come first: xdist's workers then end at about the same time."""
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
 
 
 def make_prompt(uid: str = "p", teacher: str = "t", tokens: int = 3) -> Prompt:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
@@ -50,6 +50,7 @@ from rollouter.slots import Slots
 from rollouter.stage import RollouterStage
 from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
+from tests.properties import examples
 from trainer.batcher import Batcher
 from trainer.saving.sample_file import read_samples, write_samples
 
@@ -684,7 +685,7 @@ def assert_each_trained_once(made: World, steps: int) -> None:
     assert set(counts.values()) == {1}
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(**shapes)
 def test_at_any_speed_each_sample_is_trained_once_and_the_budget_holds(**shape: Any) -> None:
     made = finished(**shape)
@@ -695,7 +696,7 @@ def test_at_any_speed_each_sample_is_trained_once_and_the_budget_holds(**shape: 
         assert sum(v <= version for v in started) <= allowed
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(**shapes, max_lag=st.integers(0, 2))
 def test_whatever_straggles_no_sample_is_trained_beyond_the_hard_bound(
     max_lag: int, **shape: Any
@@ -711,7 +712,7 @@ def test_samples_that_straggle_beyond_the_bound_run_again_and_are_counted() -> N
     assert_each_trained_once(made, 12)
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(**shapes)
 def test_at_most_s_k_b_samples_are_older_than_the_version_that_begins(**shape: Any) -> None:
     made = finished(**shape, pace=Straggling(shape["seed"]))
@@ -724,7 +725,7 @@ def test_at_most_s_k_b_samples_are_older_than_the_version_that_begins(**shape: A
     assert all(count <= shape["s"] * per_version for count in stale.values())
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 10**6), k=st.integers(1, 3), n=st.sampled_from([1, 2, 4]))
 def test_without_a_threshold_nothing_is_stale_however_it_straggles(
     seed: int, k: int, n: int
@@ -733,7 +734,7 @@ def test_without_a_threshold_nothing_is_stale_however_it_straggles(
     assert set(made.trainer.staleness) == {0}
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(seed=st.integers(0, 10**6), other=st.integers(0, 10**6))
 def test_on_policy_the_trajectory_of_versions_is_the_same_at_any_speed(
     seed: int, other: int
@@ -743,7 +744,7 @@ def test_on_policy_the_trajectory_of_versions_is_the_same_at_any_speed(
     assert one.trainer.trained == two.trainer.trained
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(**shapes, fail_at=st.integers(0, 12))
 def test_replicas_that_die_lose_nothing_while_one_is_left(fail_at: int, **shape: Any) -> None:
     async def run() -> World:
@@ -756,7 +757,7 @@ def test_replicas_that_die_lose_nothing_while_one_is_left(fail_at: int, **shape:
     assert_each_trained_once(asyncio.run(run()), shape["steps"])
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(**shapes, deaths=st.lists(st.integers(0, 60), min_size=1, max_size=4))
 def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
     deaths: list[int], **shape: Any
@@ -866,7 +867,7 @@ async def test_a_step_that_is_left_out_ends_its_samples_once_although_copies_are
     assert len(run.log.dead) == 4
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(**{**shapes, "n": st.sampled_from([2, 4])})
 def test_a_reward_trains_whole_groups(**shape: Any) -> None:
     made = finished(**shape, groups=True, pace=Straggling(shape["seed"]))
@@ -875,7 +876,7 @@ def test_a_reward_trains_whole_groups(**shape: Any) -> None:
     assert all(set(batch.values()) == {shape["n"]} for batch in batches)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     poison=st.sets(st.tuples(st.integers(0, 12), st.integers(0, 1)), max_size=6),
     groups=st.booleans(),

@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import async_opd.checkpoint.store as checkpoint
@@ -35,6 +35,7 @@ from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.run_log import METRICS, RunLog
 from async_opd.pipeline import Pipeline
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
+from tests.properties import examples
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
 B = 4
@@ -243,7 +244,7 @@ kills = st.lists(
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(seed=st.integers(0, 10**6), kills=kills, **{k: v for k, v in shapes.items() if k != "seed"})
 def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
     seed: int, kills: list[tuple[int, str, int | None]], **shape: Any
@@ -266,7 +267,7 @@ def test_after_any_crashes_the_trained_samples_are_those_of_an_undisturbed_run(
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6),
     kills=kills,
@@ -298,7 +299,7 @@ def test_whatever_fails_dies_and_has_copies_every_sample_has_one_fate(
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(
     seed=st.integers(0, 10**6),
     lives=st.lists(st.tuples(st.integers(0, 400), thresholds), min_size=1, max_size=3),
@@ -366,7 +367,7 @@ def evaluated(folder: Path) -> Counter[int]:
 
 
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     seed=st.integers(0, 10**6),
     kills=st.lists(st.integers(0, 1500), max_size=3),

@@ -12,7 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import training as trainings
@@ -24,6 +24,7 @@ from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
+from tests.properties import examples
 from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
 
 B = 4
@@ -139,7 +140,7 @@ def from_cursor(faults: Faults, job: Job, text: object) -> FakePrompts:
     return faults.stream(job.start.cut.cursor if job.start else 0)
 
 
-@settings(deadline=None, max_examples=30)
+@examples(30)
 @given(deaths=st.lists(st.integers(0, 400), max_size=4), **shapes)
 def test_whenever_the_trainer_dies_each_sample_is_trained_once(
     deaths: list[int], **shape: Any
@@ -153,7 +154,7 @@ def test_whenever_the_trainer_dies_each_sample_is_trained_once(
     assert (found.lost, found.duplicated, found.steps) == ((), (), shape["steps"])
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     deaths=st.lists(st.integers(0, 400), max_size=3),
     faults=faults,

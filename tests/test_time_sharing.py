@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
@@ -20,6 +20,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec, SyncReport
 from teachers.stage import ScorerStage
 from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
+from tests.properties import examples
 from tests.test_pipeline import TEACHERS, FakeStudent, FakeTeacher, World, world
 
 
@@ -302,7 +303,7 @@ async def test_a_host_that_dies_before_or_while_it_comes_to_rest_is_left_out(whe
     assert run.pipeline.run_state.ledger.counts["trained"] == 24
 
 
-@settings(max_examples=120)
+@examples(120)
 @given(
     seed=st.integers(0, 10_000),
     hosts=st.tuples(*[st.sampled_from(["rollout", "train", None])] * 2),

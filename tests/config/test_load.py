@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from tests.properties import examples
 
 KEYS = [*RunConfig.model_fields, "async", "kind", "model", "x"]
 MINIMAL = "student: {model: s}\nteachers: {a: {model: t}}\ndata: {train: a.jsonl}\n"
@@ -154,7 +155,7 @@ def test_a_batch_that_splits_groups_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=300, deadline=None)
+@examples(300)
 @given(st.text(max_size=40), st.text(max_size=20))
 def test_no_override_ends_in_a_traceback(key: str, value: str) -> None:
     base = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -169,7 +170,7 @@ def test_no_override_ends_in_a_traceback(key: str, value: str) -> None:
             load_config(base, [override])
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     st.recursive(
         st.none() | st.booleans() | st.integers() | st.text(max_size=5),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import DataConfig
@@ -21,6 +21,7 @@ from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import StoredRows, read_source
 from async_opd.grading.graders import load_grader
 from async_opd.models.tokenizer import Text, eos_ids
+from tests.properties import examples
 
 ROWS = [{"prompt": f"p{i}", "answer": i, "data_source": "a"} for i in range(3)]
 DATA = DataConfig(train=[])
@@ -85,7 +86,7 @@ def uids(prompts: list[Any]) -> list[str]:
     return [prompt.uid for prompt in prompts]
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.integers(0, 40), st.integers(0, 20), st.integers(0, 5))
 def test_a_stream_goes_on_exactly_where_its_cursor_was(before: int, after: int, seed: int) -> None:
     whole = uids(stream(seed=seed).next(before + after))
@@ -102,7 +103,7 @@ def test_epochs_are_shuffled_anew() -> None:
     assert len({tuple(taken[i : i + 3]) for i in range(0, 300, 3)}) > 1
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=4), st.integers(1, 200))
 def test_sources_get_their_share_to_within_one_prompt_each(shares: list[int], count: int) -> None:
     prompts = stream(weights=tuple(map(float, shares))).next(count)

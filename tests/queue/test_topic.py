@@ -6,13 +6,14 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import QueueClosed
 from async_opd.queue.topic import Topic
 from tests.conftest import make_rollout
+from tests.properties import examples
 from tests.timers import ManualTimer
 
 
@@ -214,7 +215,7 @@ async def test_an_empty_batch_is_an_ordinary_case() -> None:
     assert queue.stats.put == 0
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     sizes=st.lists(st.integers(1, 5), min_size=1, max_size=12),
     asks=st.lists(
@@ -351,7 +352,7 @@ async def test_the_contents_of_some_samples_are_theirs_leased_or_ready() -> None
     assert found == ["a/0", "c/0", "e/0"]
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(
     batches=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=8),
     lease_items=st.integers(1, 6),

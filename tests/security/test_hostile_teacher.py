@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.load import load_config
@@ -22,6 +22,7 @@ from teachers.endpoint.check import check_endpoints
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import EndpointSpec
 from tests.conftest import make_prompt, make_rollout
+from tests.properties import examples
 from tests.security.hostile_teacher import Hostile, bomb, completion, deep, serving
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -232,7 +233,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(JSON, st.sampled_from(["vllm", "sglang"]), st.booleans())
 def test_whatever_json_a_server_answers_is_scores_or_a_failure(
     value: Any, api: str, cut: bool

@@ -14,6 +14,7 @@ from async_opd.config.run_config import SupervisionConfig
 from async_opd.core.errors import NoReplica
 from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.balancer import Balancer, Reservation
+from tests.properties import examples
 
 NAMES = "abcdefgh"
 
@@ -278,7 +279,7 @@ async def act(model: Model, event: str, number: int) -> None:
         await model.pool.restore(replica)
 
 
-@settings(deadline=None, max_examples=200)
+@examples(200)
 @given(events, st.integers(1, 4), st.integers(1, 3))
 def test_limits_hold_order_holds_no_wake_up_is_lost_and_tokens_return_to_zero(
     happening: list[tuple[str, int]], replicas: int, limit: int
@@ -301,7 +302,7 @@ def test_limits_hold_order_holds_no_wake_up_is_lost_and_tokens_return_to_zero(
     asyncio.run(run())
 
 
-@settings(deadline=None, max_examples=100)
+@examples(100)
 @given(st.lists(st.integers(0, 1000), max_size=200), st.integers(1, 8), st.data())
 def test_the_choice_is_always_a_least_loaded_replica(
     sizes: list[int], replicas: int, data: st.DataObject

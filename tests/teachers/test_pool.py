@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import HealthConfig, SupervisionConfig
@@ -22,6 +22,7 @@ from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import TeacherWeights
 from teachers.replica_slots import ReplicaSlots
 from tests.conftest import make_prompt, make_rollout
+from tests.properties import examples
 
 SAMPLING = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
 
@@ -453,7 +454,7 @@ async def test_a_report_does_not_wait_for_a_replica_that_hangs() -> None:
         assert (await asyncio.wait_for(report, 5)).counters["tokens"] == 7
 
 
-@settings(deadline=None, max_examples=60)
+@examples(60)
 @given(
     st.lists(st.sampled_from(["fine", "broken", "dead"]), min_size=1, max_size=4),
     st.lists(st.integers(1, 5), min_size=1, max_size=12),

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.models.lm_head import LogitShape
+from tests.properties import examples
 from tests.trainer.oracle import DOUBLE, Case, Identity, case, divergences, term
 from trainer.losses import (
     K1,
@@ -127,7 +128,7 @@ def test_chunks_and_tiles_do_not_change_the_result(name: str, chunk: int, small:
         assert torch.allclose(one, other, atol=1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(
     n=st.integers(0, 9),
     v=st.integers(2, 40),

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import (
@@ -19,6 +19,7 @@ from async_opd.config.run_config import (
     RewardConfig,
     SampledConfig,
 )
+from tests.properties import examples
 from tests.trainer.oracle import (
     DOUBLE,
     Case,
@@ -81,7 +82,7 @@ def test_a_divergence_and_its_gradient_are_those_of_autograd(
     assert torch.allclose(ours, theirs, atol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     n=st.integers(0, 5),
     v=st.integers(2, 17),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,6 +18,7 @@ from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample
 from async_opd.models.lm_head import LogitShape
 from benchmarks.local_ranks import in_processes
+from tests.properties import examples
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.oracle import DOUBLE, Case, Identity, Tail, case, divergences, gradients, term
 from trainer.batches.packing import pack
@@ -78,7 +79,7 @@ def by_response(loss: Any, cap: float = CAP, **options: Any) -> Objective:
 # ── the weight ─────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(
     lengths=st.lists(st.integers(0, 5), max_size=5),
     seed=st.integers(0, 99),

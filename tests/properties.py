@@ -1,0 +1,22 @@
+"""How many examples a property test tries: all of them in ``make test``, some in ``make check``."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+
+CHECK = "check"
+"""The profile of ``make check``: ``pytest --hypothesis-profile=check``."""
+SHARE = 5
+"""``make check`` tries one example in so many."""
+USUAL = 100
+"""Hypothesis's own number of examples."""
+
+settings.register_profile("test", deadline=None)
+settings.register_profile(CHECK, deadline=None, max_examples=USUAL // SHARE)
+settings.load_profile("test")
+
+
+def examples(full: int) -> settings:
+    """Settings of a property test with ``full`` examples, or a fifth of them in ``make check``."""
+    checks = settings.get_current_profile_name() == CHECK
+    return settings(max_examples=full // SHARE if checks else full)
