@@ -8,7 +8,8 @@ import pytest
 
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import gpu_count
-from tests.checks.inputs import GOOD, config, found, one, rows
+from async_opd.config.load import load_config
+from tests.checks.inputs import EXAMPLE, GOOD, found, one, rows
 
 
 def test_the_quickstart_has_no_problem() -> None:
@@ -48,5 +49,5 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
 
 
 def test_rows_are_handed_on_to_the_run() -> None:
-    inputs = preflight(config(), "c.yaml", 0)
+    inputs = preflight(load_config(EXAMPLE), "c.yaml", 0)
     assert (len(inputs.checked[0]), sum(map(len, inputs.eval))) == (6000, 512)

@@ -26,7 +26,8 @@ SPEEDS: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to simulate: what is said is the same."""
-    monkeypatch.setattr("async_opd.plan.advice.SAMPLES", 1_000)
+    monkeypatch.setattr("async_opd.plan.advice.SAMPLES", 300)
+    monkeypatch.setattr("async_opd.plan.measure.calibration.SAMPLES", 2_000)
 
 
 def write_config(directory: Path, plan: dict[str, Any] | None, **others: Any) -> str:

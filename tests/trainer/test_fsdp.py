@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -47,21 +48,29 @@ def loss_of(student: StudentLoss, indices: list[int]) -> torch.Tensor:
     return loss  # type: ignore[no-any-return]
 
 
-def rank_main(
-    rank: int, port: int, tied: bool, mixed: bool, recompute: bool, directory: str
-) -> None:
-    """One of the processes: every other sample, sharded student; writes the whole gradients."""
+@dataclass(frozen=True)
+class Case:
+    """How a student is sharded."""
+
+    tied: bool
+    mixed: bool = False
+    recompute: bool = False
+
+
+Sharded = dict[Case, dict[str, torch.Tensor]]
+
+CASES = (Case(True), Case(False), Case(True, recompute=True), Case(False, mixed=True))
+
+
+def rank_main(rank: int, port: int, directory: str) -> None:
+    """One of the processes: of each case the whole gradients, in order."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     store = dist.TCPStore("127.0.0.1", port, RANKS, rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     mesh = init_device_mesh("cpu", (RANKS,))
-    student = module(tied, recompute)
-    shard(student, mesh, bfloat16=mixed)
-    loss = loss_of(student, list(range(rank, len(SIZES), RANKS)))
-    (RANKS * loss).backward()  # FSDP averages over ranks; the weights already divide
-    grads = {n: p.grad.full_tensor() for n, p in student.named_parameters()}  # type: ignore
+    grads = [whole_gradients(case, rank, mesh) for case in CASES]
     if rank == 0:
         torch.save(grads, Path(directory) / "gradients.pt")
     dist.destroy_process_group()
@@ -70,14 +79,24 @@ def rank_main(
     os._exit(0)
 
 
-def sharded(
-    tied: bool, mixed: bool, directory: Path, recompute: bool = False
-) -> dict[str, torch.Tensor]:
+def whole_gradients(case: Case, rank: int, mesh: Any) -> dict[str, torch.Tensor]:
+    """Of a sharded student, each of whose ranks has every other sample."""
+    student = module(case.tied, case.recompute)
+    shard(student, mesh, bfloat16=case.mixed)
+    loss = loss_of(student, list(range(rank, len(SIZES), RANKS)))
+    (RANKS * loss).backward()  # FSDP averages over ranks; the weights already divide
+    return {n: p.grad.full_tensor() for n, p in student.named_parameters()}  # type: ignore
+
+
+@pytest.fixture(scope="module")
+def sharded(tmp_path_factory: pytest.TempPathFactory) -> Sharded:
+    """The gradients of every case, from two processes that are started once."""
+    directory = tmp_path_factory.mktemp("fsdp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     context = multiprocessing.get_context("spawn")
-    args = (port, tied, mixed, recompute, str(directory))
+    args = (port, str(directory))
     ranks = [context.Process(target=rank_main, args=(rank, *args)) for rank in range(RANKS)]
     for process in ranks:
         process.start()
@@ -86,8 +105,8 @@ def sharded(
         if process.is_alive():
             process.kill()
     assert [process.exitcode for process in ranks] == [0] * RANKS
-    found: dict[str, torch.Tensor] = torch.load(directory / "gradients.pt", weights_only=True)
-    return found
+    found = torch.load(directory / "gradients.pt", weights_only=True)
+    return dict(zip(CASES, found, strict=True))
 
 
 def alone(tied: bool) -> dict[str, Any]:
@@ -97,19 +116,19 @@ def alone(tied: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_sharded_student_has_the_gradients_of_one_process(tied: bool, tmp_path: Path) -> None:
-    expected, found = alone(tied), sharded(tied, False, tmp_path)
+def test_a_sharded_student_has_the_gradients_of_one_process(tied: bool, sharded: Sharded) -> None:
+    expected, found = alone(tied), sharded[Case(tied)]
     assert sorted(found) == sorted(expected)
     assert all(torch.allclose(expected[n], found[n], atol=1e-6) for n in expected)
 
 
-def test_a_sharded_student_that_recomputes_has_the_same_gradients(tmp_path: Path) -> None:
-    expected, found = alone(True), sharded(True, False, tmp_path, recompute=True)
+def test_a_sharded_student_that_recomputes_has_the_same_gradients(sharded: Sharded) -> None:
+    expected, found = alone(True), sharded[Case(True, recompute=True)]
     assert all(torch.allclose(expected[n], found[n], atol=1e-6) for n in expected)
 
 
-def test_a_sharded_student_in_mixed_precision_is_close(tmp_path: Path) -> None:
-    expected, found = alone(tied=False), sharded(False, True, tmp_path)
+def test_a_sharded_student_in_mixed_precision_is_close(sharded: Sharded) -> None:
+    expected, found = alone(tied=False), sharded[Case(False, mixed=True)]
     for name, gradient in expected.items():
         assert found[name].dtype == torch.float32
         assert (found[name] - gradient).abs().max() < 0.05 * gradient.abs().max() + 1e-4, name
