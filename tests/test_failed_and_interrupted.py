@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import asyncio, os, signal, sys, time
 from contextlib import asynccontextmanager

@@ -12,7 +12,7 @@ import pytest
 from async_opd.accounting.audit import audit
 from tests.cluster.test_run import ONE_TEACHER, Run, Running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 12
 

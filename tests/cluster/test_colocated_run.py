@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.test_run import Run, Running
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

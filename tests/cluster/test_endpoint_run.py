@@ -11,7 +11,7 @@ import pytest
 from tests.cluster.test_run import EXAMPLE, Run, Running
 from tests.servers import VllmServer
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 STEPS = 8
 KEY = "sk-not-to-be-seen"

@@ -305,21 +305,25 @@ def on_policy(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
+@pytest.mark.long
 def test_a_policy_gradient_run_exits_0(on_policy: Run) -> None:
     assert on_policy.code == 0, on_policy.output
 
 
+@pytest.mark.long
 def test_on_policy_samples_have_no_staleness(on_policy: Run) -> None:
     assert [line["staleness/max"] for line in on_policy.metrics if "staleness/max" in line] == [
         0
     ] * 3
 
 
+@pytest.mark.long
 def test_a_rolling_sync_reports_the_stall_of_every_replica(on_policy: Run) -> None:
     for replica in (0, 1):
         assert on_policy.summary[f"sync/student/{replica}/stall_s"] > 0
 
 
+@pytest.mark.long
 def test_on_policy_rollouts_have_the_trainers_own_logprobs(on_policy: Run) -> None:
     gaps = [line["loss/rollout_gap"] for line in on_policy.metrics if "loss/rollout_gap" in line]
     assert max(gaps) < 1e-4

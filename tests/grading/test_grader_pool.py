@@ -92,12 +92,14 @@ async def test_a_process_grades_many_responses(made: Made) -> None:
     assert len({await graders.grade("x", row()) for _ in range(3)}) == 1
 
 
+@pytest.mark.slow
 async def test_no_more_are_started_than_are_allowed(made: Made) -> None:
     graders = made("users_graders:pid", processes=2)
     found = await asyncio.gather(*(graders.grade("x", row()) for _ in range(12)))
     assert len(set(found)) <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["hang", "lock"])
 async def test_a_grader_that_hangs_is_a_fault_and_the_next_response_is_graded(
     made: Made, how: str
@@ -184,6 +186,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_a_busy_grader_ends_when_its_starter_is_killed(folder: Path) -> None:
     path = os.pathsep.join(filter(None, [str(folder), *sys.path]))
     starter = subprocess.Popen(

@@ -367,6 +367,7 @@ def test_secrets_do_not_reach_wandb() -> None:
     assert shown["rollout"]["max_tokens"] == 1024
 
 
+@pytest.mark.slow
 def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing_itself(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -448,6 +449,7 @@ def test_a_run_log_that_cannot_be_written_at_the_end_is_a_failed_run_with_a_summ
     assert summary(tmp_path)["status"] == "failed"
 
 
+@pytest.mark.slow
 def test_a_wandb_that_cannot_be_reached_is_offline_and_says_so_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -155,6 +155,7 @@ def test_a_damaged_file_begins_another_wandb_run(tmp_path: Path, content: str) -
     assert WandbRun.of(tmp_path).rows == 0
 
 
+@pytest.mark.slow
 def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -> None:
     for steps, resumed in (((1, 2), None), ((2, 3), {"loss": 1.0})):
         with RunLog(config(), tmp_path, before=resumed) as log:

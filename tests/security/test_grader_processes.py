@@ -133,11 +133,13 @@ async def test_a_grader_that_needs_too_much_memory_is_a_fault_and_the_next_respo
     assert await grader.grade("1", row()) == 1.0
 
 
+@pytest.mark.slow
 async def test_a_grader_may_take_what_the_config_allows(made: Made) -> None:
     grader = made("speakers:takes_memory", memory_bytes=4 * 10**9)
     assert await grader.grade(str(2 * 10**9), row()) == 1.0
 
 
+@pytest.mark.slow
 async def test_torch_and_sympy_fit_into_a_small_bound(made: Made) -> None:
     grader = made("speakers:memory_of_torch", memory_bytes=2 * 10**9)
     assert await grader.grade("x", row()) == 1.0
@@ -188,6 +190,7 @@ async def test_an_answer_to_no_request_is_no_grade_and_ends_the_process(
     assert graders._idle == []
 
 
+@pytest.mark.slow
 def test_the_command_line_started_as_a_module_imports_nothing_from_the_working_directory(
     here: Path,
 ) -> None:

@@ -216,6 +216,7 @@ class TestTheCompilersCache:
         assert folder == home / ".cache" / "async_opd" / "torchinductor"
         assert mode(folder) == 0o700
 
+    @pytest.mark.slow
     def test_is_the_one_that_torch_takes(self) -> None:
         private_compile_cache()
         told = "from torch._inductor.runtime import cache_dir_utils as c; print(c.cache_dir())"

@@ -94,6 +94,7 @@ def honest(api: str, top_k: int, sampled: str, best: str) -> bytes:
     return json.dumps({"meta_info": meta, "output_ids": [1]}).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("api", ["vllm", "sglang"])
 @given(
     top_k=st.sampled_from([0, 1, 8, 64]),

@@ -95,6 +95,7 @@ def test_a_response_runs_no_code_in_a_verifier(task: str, tmp_path: Path) -> Non
     assert not ran.exists()
 
 
+@pytest.mark.slow
 def test_a_response_does_run_code_where_that_is_allowed(tmp_path: Path) -> None:
     """What the key is documented to mean; if this fails the package has changed."""
     ran = tmp_path / "ran"
@@ -102,6 +103,7 @@ def test_a_response_does_run_code_where_that_is_allowed(tmp_path: Path) -> None:
     assert ran.exists()
 
 
+@pytest.mark.slow
 def test_a_verifier_that_only_reads_grades_as_ever() -> None:
     row = made("basic_arithmetic")
     assert grade(str(row.answer), row, allow_eval=False) == 1.0
