@@ -1,13 +1,4 @@
-"""The command line: parses, prints, exits.
-
-    async_opd run CONFIG [a.b.c=value …] [--staleness-threshold F] [--sync-steps N] [--run-dir D]
-                  [--resume]          goes on after the newest checkpoint in D
-    async_opd check CONFIG …          prints the resolved config and the pools
-    async_opd plan CONFIG|RUN_DIR … [--gpus N] [--out DIR] [--json]
-                                      predicts throughput and staleness, advises sizes
-
-Exit codes: 0 done; 1 the run failed; 2 bad config or usage; 130 interrupted.
-"""
+"""The ``async_opd`` command: its three subcommands, their options, help and exit codes."""
 
 from __future__ import annotations
 
@@ -15,7 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from async_opd import __version__
 from async_opd.config.run_config import RunConfig
@@ -28,13 +19,48 @@ if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
+EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
+ABOUT = """\
+Trains a student model on its own rollouts, scored by one or more teachers: rollouts, scoring and
+training run at the same time, on GPUs of their own.
+
+A run is one YAML file. Check it, plan it, then start it:
+
+  async_opd check config.yaml
+  async_opd plan  config.yaml --gpus 8
+  async_opd run   config.yaml
+"""
+RUN = """\
+Starts the engines, trains all steps, and writes the student, metrics and checkpoints into the run
+directory (runs/NAME-DATE unless --run-dir or the config names one). The first SIGINT or SIGTERM
+ends the run with a checkpoint, a second SIGINT ends it at once.
+
+  async_opd run config.yaml
+  async_opd run config.yaml train.lr=1e-6 --run-dir runs/lr6
+  async_opd run config.yaml --run-dir runs/lr6 --resume
+"""
+CHECK = """\
+Checks config, models, tokenizers, data and endpoints without starting an engine. Prints the config
+with all defaults, the pools with their GPUs, and the bytes that samples take; or every problem that
+it finds, each with a remedy.
+
+  async_opd check config.yaml rollout.replicas=4
+"""
+PLAN = """\
+Predicts throughput and staleness, and advises how many GPUs each pool should have and which
+staleness threshold is enough. The speeds come from the config's plan section, or from a finished
+run. Draws a chart into plan.svg.
+
+  async_opd plan config.yaml --gpus 64
+  async_opd plan runs/quickstart rollout.n=8 --json
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
-    for text in rest:  # argparse leaves overrides after an option to us
+    for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-"):
             parser.error(Redactor()(f"unrecognized arguments: {text}"))
     arguments.overrides += rest
@@ -44,47 +70,58 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         write_stderr(indented(arguments.redacted(str(error))))
         return BAD_INPUT
-    except (AsyncOPDError, OSError) as error:  # before a run has its own record to say it in
+    except (AsyncOPDError, OSError) as error:  # raised before the run had opened its run.log
         write_stderr(indented(arguments.redacted(f"failed: {error}")))
         return FAILED
     except KeyboardInterrupt:
         return INTERRUPTED
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose help keeps the line breaks of its description, and ends with EXIT_CODES."""
+
+    def __init__(self, **options: Any) -> None:
+        shown = argparse.RawDescriptionHelpFormatter
+        super().__init__(**options, formatter_class=shown, epilog=EXIT_CODES)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="async_opd", description=__doc__.split("\n")[0])
+    parser = _Parser(prog="async_opd", description=ABOUT)
     parser.add_argument("--version", action="version", version=f"async_opd {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name, command, text in (
-        ("run", _run, "distil: rollouts, scoring and training at the same time"),
-        ("check", _check, "check the input, print the resolved config and the pools"),
-        ("plan", _plan, "predict throughput and staleness, advise pool sizes and threshold"),
+    for name, command, short, about in (
+        ("run", _run, "train the student of a config", RUN),
+        ("check", _check, "check a config and its inputs without starting anything", CHECK),
+        ("plan", _plan, "predict throughput and staleness, advise sizes", PLAN),
     ):
-        sub = commands.add_parser(name, help=text, description=text)
+        sub = commands.add_parser(name, help=short, description=about)
         sub.set_defaults(command=command)
-        what = (
-            "YAML file" if name != "plan" else "YAML file with a plan section, or a run directory"
+        given = (
+            "YAML file with a plan section, or a run directory" if name == "plan" else "YAML file"
         )
-        sub.add_argument("config", help=what)
-        sub.add_argument("overrides", nargs="*", metavar="a.b.c=value", help="overrides")
-        sub.add_argument(
-            "--staleness-threshold", metavar="F", help="async.staleness_threshold: s in (v+1+s)·K·B"
-        )
-        sub.add_argument("--sync-steps", metavar="N", help="async.sync_steps: steps between syncs")
-        if name != "plan":
-            sub.add_argument("--run-dir", metavar="D", help="run_dir: where results go")
-            if name == "run":
-                text = "go on after the newest checkpoint of the run directory"
-                sub.add_argument("--resume", action="store_true", help=text)
-            continue
-        sub.add_argument("--gpus", type=int, metavar="N", help="GPUs to split; default: as many")
-        sub.add_argument("--out", metavar="DIR", help="where plan.svg goes; default: the run's")
-        sub.add_argument("--json", action="store_true", help="print one JSON document instead")
+        sub.add_argument("config", help=given)
+        what = "config keys to override, for example train.steps=100"
+        sub.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+        what = "async.staleness_threshold: how far rollouts may run ahead of training, in versions"
+        sub.add_argument("--staleness-threshold", metavar="F", help=what)
+        what = "async.sync_steps: optimizer steps between two weight syncs"
+        sub.add_argument("--sync-steps", metavar="N", help=what)
+    for name in ("run", "check"):
+        what = "run_dir: the directory for checkpoints, metrics and the trained student"
+        commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
+    what = "continue the run in --run-dir after its newest checkpoint"
+    commands.choices["run"].add_argument("--resume", action="store_true", help=what)
+    plan = commands.choices["plan"]
+    what = "GPUs to split among the pools (default: as many as the config uses)"
+    plan.add_argument("--gpus", type=int, metavar="N", help=what)
+    what = "directory for plan.svg (default: runs/, or the run directory)"
+    plan.add_argument("--out", metavar="DIR", help=what)
+    plan.add_argument("--json", action="store_true", help="print one JSON document instead")
     return parser
 
 
 def _refuse(problems: list[Problem]) -> None:
-    """Nothing starts with a bad input."""
+    """ConfigError with the problems, if there are any."""
     if problems:
         raise ConfigError(problems)
 
@@ -139,7 +176,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
 
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
-    """What a step moves, and what the queue holds."""
+    """The bytes that a step moves and that the queue holds, in words."""
     from async_opd.queue.sizes import in_mib, payloads, traffic
 
     found = payloads(config, device)
@@ -151,7 +188,7 @@ def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> st
             f"rollout, {one.sample} of a sample"
             for one in found
         ),
-        *(f"teacher {name}: its model is not here, so its payload is unknown" for name in unknown),
+        *(f"teacher {name}: its model is not on this machine: payload unknown" for name in unknown),
         f"at most, with {config.rollout.max_tokens} response tokens: a rollout "
         f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
         f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
@@ -180,7 +217,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     config = _load(arguments)
     if arguments.resume and config.run_dir is None:
-        message, remedy = "--resume needs to know which run", "add --run-dir D"
+        message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
     config = localize(config, arguments.config)
     inputs = preflight(config, arguments.config)

@@ -1,4 +1,4 @@
-"""A run that may begin: its input is checked, its directory open."""
+"""A run that may begin: its input is checked, and the files of its directory are open."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_opd.observability.run_log import DEAD_LETTERS, RunLog
 
 @dataclass(frozen=True)
 class Job:
-    """A run that may begin: what it learns from, where it stands, where its results go."""
+    """A run that may begin: config, rows, directory, first checkpoint (if any), log and journal."""
 
     config: RunConfig
     inputs: Inputs
@@ -30,10 +30,10 @@ class Job:
 
     @property
     def store(self) -> Checkpoints:
-        """Its checkpoints."""
+        """The run's checkpoints."""
         return Checkpoints(self.run_dir / "checkpoints", self.config.checkpoint.keep)
 
     def sizes(self) -> dict[str, int]:
-        """Of the files that only grow: bytes of their whole lines."""
+        """Bytes of the complete lines of each file that only grows."""
         letters = whole_lines(self.run_dir / DEAD_LETTERS)
         return {LEDGER: self.journal.size, DEAD_LETTERS: letters}

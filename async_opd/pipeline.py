@@ -1,4 +1,4 @@
-"""The life of one sample, top to bottom: one small coroutine per arrow.
+"""The pipeline: the life of one sample, top to bottom, with one coroutine per arrow.
 
      admit ──prompts──► Rollouter ──rollouts──► TeacherScorer ──scored──► Trainer
        ▲   ▲              ▲                           │                   │  │
@@ -10,13 +10,13 @@
     rollouter (replicas' own loops)      wait for a free slot, groups, the engine, room in the queue
     scorer    (its own loop)             waits for rollouts, a teacher, room in the queue
     rerun     consumes stale headers,    waits for samples that came too late
-    replace   consumes dead letters,     waits for rollouts that cannot be had or scored
+    replace   consumes dead letters,     waits for rollouts that cannot be sampled or scored
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
                                          and captures a checkpoint every so many versions
     push      consumes a snapshot,       waits for the evaluation of the version before
-    tell      consumes news,             waits for something to become of a replica or a lease
+    events    consumes events,           waits for those of replicas and leases
 
-Everything runs at the same time. Whatever ends with an error ends the run, with the stage's name.
+All of them run at the same time. The first one that ends with an error ends the run with it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from async_opd.observability.stall import StallDetector, teachers_s
 Result = TypeVar("Result")
 
 LAST_EVENTS_S = 5.0
-"""The wait for a scoring stage that may not answer any more, when the run fails anyway."""
+"""Seconds that a failing run waits for the last events of a stage that may have died."""
 
 
 @dataclass
@@ -70,37 +70,37 @@ class Pipeline:
     journal: JournalWriter | None = None
     checkpointer: Checkpointer | None = None
     start: Checkpoint | None = None
-    """Where the run goes on from; ``prompts`` stands at its cursor."""
+    """The checkpoint at which the run continues; ``prompts`` stands at its cursor."""
     again: bool = False
-    """The run has begun before, on the same engines: they may have weights of any version."""
+    """The run has begun before on the same engines, which may have weights of any version."""
     evaluated: int = -1
     """The last step whose evaluation is logged."""
 
     def __post_init__(self) -> None:
-        """The control plane: accounts and meters."""
+        """Makes the run state, the schedule of evaluations, and the metering."""
         cut = None if self.start is None else self.start.cut
         self.run_state = RunState(self.config, self.prompts, self.log, self.journal, cut)
         self.evaluations = Evaluations(self.config, self.log, self.evaluated)
         self.metering = Metering()
         self._step = self.run_state.step
-        self._seen_events: Counter[int] = Counter()  # by who told it
+        self._seen_events: Counter[int] = Counter()  # by id() of the stage that logged them
         self._issued = self.start is None
         self._pushing: asyncio.Task[None] | None = None
-        self._arrows = asyncio.TaskGroup()
-        asked = 0 if self.evaluation is None else len(self.evaluation.prompts)
-        self._stall = StallDetector(self.config, self.stages, self.metering, asked)
+        self._coroutines = asyncio.TaskGroup()
+        evaluated = 0 if self.evaluation is None else len(self.evaluation.prompts)
+        self._stall = StallDetector(self.config, self.stages, self.metering, evaluated)
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
-        kept = self.stages.supervise(self._reissue, lambda: self.run_state.step)
+        supervising = self.stages.supervise(self._reissue, lambda: self.run_state.step)
         try:
-            async with self._arrows as arrows:
+            async with self._coroutines as coroutines:
                 endless: list[asyncio.Task[None]] = [
-                    arrows.create_task(_endless("supervision", kept)),
-                    arrows.create_task(_endless("rollouter", self.stages.rollouter.run())),
-                    arrows.create_task(_endless("scorer", self.stages.scorer.run())),
-                    arrows.create_task(self._forward_events(self.stages.scorer)),
-                    arrows.create_task(self._forward_events(self.stages.queue)),
+                    coroutines.create_task(_endless("supervision", supervising)),
+                    coroutines.create_task(_endless("rollouter", self.stages.rollouter.run())),
+                    coroutines.create_task(_endless("scorer", self.stages.scorer.run())),
+                    coroutines.create_task(self._forward_events(self.stages.scorer)),
+                    coroutines.create_task(self._forward_events(self.stages.queue)),
                 ]
                 if self.start is None:
                     await self._first_weights()
@@ -108,9 +108,9 @@ class Pipeline:
                     await self._evaluate_teachers()
                 else:
                     await self._resume(self.start)
-                endless.append(arrows.create_task(self._admit()))
-                endless.append(arrows.create_task(self._requeue_stale()))
-                endless.append(arrows.create_task(self._replace()))
+                endless.append(coroutines.create_task(self._admit()))
+                endless.append(coroutines.create_task(self._requeue_stale()))
+                endless.append(coroutines.create_task(self._replace()))
                 await self._train()
                 if self.evaluations.is_last_missing:
                     await self._evaluate("eval", self.config.train.steps)
@@ -130,7 +130,7 @@ class Pipeline:
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
 
-        Raises what stands against one: the trainer does not answer, the accounts do not fit.
+        Raises if the trainer does not answer, or if its state does not match the run state.
         """
         if self.checkpointer is not None:
             await self.checkpointer.settled()
@@ -138,7 +138,7 @@ class Pipeline:
             await self.checkpointer.settled()
 
     async def _resume(self, start: Checkpoint) -> None:
-        """The checkpoint's weights ──► trainer and replicas; what was in flight ──► prompts."""
+        """The checkpoint's weights ──► trainer and replicas; unfinished groups ──► prompts."""
         restoring = self.stages.trainer.restore(str(start.folder))
         finished = await self._bounded("the trainer's restart", restoring)
         await self.stages.sync.snapshot(start.cut.version, again=True)
@@ -148,12 +148,13 @@ class Pipeline:
             *self.run_state.ledger.unfinished_groups(finished),
             *self.run_state.supply.complete(),
         ]
-        self._arrows.create_task(self._issue(groups))  # for room in the queue they need training
+        # a task: they may exceed the queue, which has room again only when the training goes on
+        self._coroutines.create_task(self._issue(groups))
         if self.evaluations.is_missing(start.cut):
-            self._pushing = self._arrows.create_task(self._evaluate("eval", start.cut.step))
+            self._pushing = self._coroutines.create_task(self._evaluate("eval", start.cut.step))
 
     async def _first_weights(self) -> None:
-        """Trainer ──► replicas, which have them unless the run has begun before."""
+        """Trainer ──► replicas, only if the run has begun before: new replicas have version 0."""
         if self.again:
             await self.stages.sync.snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
@@ -166,10 +167,10 @@ class Pipeline:
             await self._issue(self.run_state.supply.groups(groups))
 
     async def _reissue(self) -> None:
-        """Ledger ──► prompts: the queue is empty, so all that is in flight runs again.
+        """Ledger ──► prompts: samples all unfinished groups again, after the queue was restarted.
 
-        What a stage still works on comes twice; the trainer drops the second copy. A run that goes
-        on from a checkpoint and has not pushed its weights yet has issued nothing: it will.
+        Samples that a stage still works on come twice, and the trainer drops the second copy.
+        Before a resumed run has pushed its weights, nothing was issued: ``_resume`` does it then.
         """
         if self._issued:
             await self._issue(self.run_state.ledger.unfinished_groups(()))
@@ -184,7 +185,7 @@ class Pipeline:
             done = lease.id
 
     async def _replace(self) -> None:
-        """Rollouter, scorer ──dead──► record; others take their places in the budget."""
+        """Rollouter, scorer ──dead──► ledger; replacements take their slots of the budget."""
         done: int | None = None
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
@@ -195,9 +196,9 @@ class Pipeline:
             done = lease.id
 
     async def _replacements_for(self, lost: DeadLetter) -> list[Group]:
-        """What runs in place of a lost rollout; nothing if the trainer has a copy of it.
+        """The groups that replace a dead letter; none if the trainer has a copy of its rollout.
 
-        The trainer is asked first: once it has let go, no copy can be trained.
+        The trainer is asked first: once it has dropped the rollout, no copy of it can be trained.
         """
         ended = self.run_state.supply.ended_by(lost)
         if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
@@ -223,17 +224,20 @@ class Pipeline:
                     await self._wait_for_push()
                     version = self.run_state.admission.version + 1
                     await self.stages.sync.snapshot(version)
-                self._pushing = self._arrows.create_task(self._push())
+                self._pushing = self._coroutines.create_task(self._push())
                 await self._checkpoint(version)
             if metering is not None:
                 await metering  # of the step before: it ran beside this one
-            metering = self._arrows.create_task(self._meter(report))
+            metering = self._coroutines.create_task(self._meter(report))
         await self._wait_for_push()
         if metering is not None:
             await metering
 
     async def _checkpoint(self, version: int) -> None:
-        """Every ``checkpoint.every`` versions: a copy of the trainer's state, written beside."""
+        """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
+
+        The last one waits for the one before, which would otherwise make ``take`` skip it.
+        """
         every = self.config.checkpoint.every
         if self.checkpointer is None or not every:
             return
@@ -244,7 +248,7 @@ class Pipeline:
             await self._bounded("a checkpoint", self.checkpointer.take(self.run_state.cut))
 
     async def _push(self) -> None:
-        """Snapshot ──► every rollout replica; then the budget of the new version is open."""
+        """Snapshot ──► every rollout replica; then admission has the new version's budget."""
         report = await self.stages.sync.push()
         self.run_state.admission.advance(report.version)
         self.metering.synced(report)
@@ -252,13 +256,13 @@ class Pipeline:
             await self._evaluate("eval", self.evaluations.step_of(report.version))
 
     async def _wait_for_push(self) -> None:
-        """Waits until the push before is done: versions go out one by one."""
+        """Waits until the previous push is done: one version at a time is sent."""
         if self._pushing is not None:
             await self._bounded("the weight sync before", self._pushing)
             self._pushing = None
 
     async def _evaluate(self, prefix: str, step: int) -> None:
-        """The student's accuracy under exactly one weight version: no sync meanwhile.
+        """Logs the student's accuracy under exactly one weight version: no sync runs meanwhile.
 
         ``step`` is the one that made these weights.
         """
@@ -278,12 +282,12 @@ class Pipeline:
         self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
 
     async def _forward_events(self, who: Queue | TeacherScorer) -> None:
-        """What becomes of teachers' replicas and of leases, at once: no step may end meanwhile."""
+        """Writes a stage's events to the log as they come, also while no step ends."""
         while True:
             await self._forward_once(who)
 
     async def _forward_once(self, who: Queue | TeacherScorer, wait: bool = True) -> bool:
-        """Whether there was any events."""
+        """Forwards the next events; whether there were any."""
         events = await who.events(self._seen_events[id(who)], wait)
         self._seen_events[id(who)] = events.seen
         for line in events.lines:
@@ -291,7 +295,7 @@ class Pipeline:
         return bool(events.lines)
 
     async def _forward_last_events(self) -> None:
-        """What came just before the error that ends the run, where it may be explained."""
+        """Forwards the events before the error that ends the run, which may explain it."""
         with suppress(AsyncOPDError, TimeoutError):
             async with asyncio.timeout(LAST_EVENTS_S):
                 for who in (self.stages.scorer, self.stages.queue):
@@ -318,7 +322,7 @@ class Pipeline:
         self._apply_guardrail(report.step, warnings)
 
     def _apply_guardrail(self, step: int, warnings: list[str]) -> None:
-        """Tells of responses that run away; StageError if the config says stop."""
+        """Logs the guardrail's warnings; StageError with ``guardrail.mode: stop``."""
         for warning in warnings:
             self.log.message(f"step {step}: {warning}")
         if warnings and self.config.guardrail.mode == "stop":
@@ -330,11 +334,11 @@ class Pipeline:
             )
 
     async def _bounded(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:
-        """Awaits; ends when nothing moved for too long, and says what every pool waited for."""
+        """See StallDetector.within."""
         return await self._stall.within(what, work, least_s)
 
 
 async def _endless(name: str, work: Awaitable[None]) -> None:
-    """A stage's own loop: if it ends, that is an error with a name."""
+    """Awaits a stage's own loop; StageError with the stage's name if the loop ends."""
     await work
     raise StageError(name, "its loop ended while the run was going on", "")

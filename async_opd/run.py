@@ -2,7 +2,7 @@
 
 completed → 0        failed → 1        SIGINT or SIGTERM → checkpoint, model, interrupted → 130
 
-With ``resume`` it goes on after the newest checkpoint that is whole.
+With ``resume`` the run continues after the newest complete checkpoint.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 
 RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
-"""Of a run directory: what is there once a run has begun."""
+"""The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -69,11 +69,11 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
 
 
 def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> int:
-    """In a directory that no other run works in."""
+    """Runs in a directory whose run lock is held."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
     write_run_format(run_dir)
-    (run_dir / SUMMARY).unlink(missing_ok=True)  # of how the process before this one ended
+    (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
@@ -91,16 +91,16 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
 def _start(
     config: RunConfig, inputs: Inputs, run_dir: Path, resume: bool, notify: Callable[[str], None]
 ) -> Checkpoint | None:
-    """Where the run begins: at a checkpoint of its own, or at the start.
+    """The checkpoint at which the run begins, None for the start.
 
-    ConfigError if the run directory holds another run's, or one of another config.
+    ConfigError if the run directory holds an earlier run, or a checkpoint of another config.
     """
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     if not resume:
         found = _left(run_dir)
         if found:
             message = f"{run_dir} holds an earlier run: {', '.join(found)}"
-            remedy = "--resume goes on with it; another run takes another --run-dir"
+            remedy = "add --resume to continue it, or choose another --run-dir for a new run"
             raise ConfigError([Problem("command line", "run_dir", message, remedy)])
         return None
     start = store.newest(notify)
@@ -120,7 +120,7 @@ def _left(run_dir: Path) -> list[str]:
 
 
 def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:
-    """ConfigError if a completed run was one of another config, as its last checkpoint has it."""
+    """ConfigError if the last checkpoint of a completed run has another config."""
     store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
     for step in store.steps()[-1:]:
         with suppress(OSError):
@@ -142,7 +142,7 @@ def _is_completed(run_dir: Path) -> bool:
 
 @dataclass
 class _Outcome:
-    """How a run has ended. ``error``: the one that it failed with, whatever a signal ends later."""
+    """How a run has ended. ``error`` is its first failure, which outranks a later signal."""
 
     log: RunLog
     error: Exception | None = None
@@ -161,7 +161,7 @@ class _Outcome:
 
 
 def _exit_status(error: BaseException) -> tuple[Status, str, int]:
-    """Status, words and exit code of a run that an error has ended, or a signal."""
+    """Status, words and exit code of a run that ended with an error or by a signal."""
     if isinstance(error, asyncio.CancelledError):
         return "interrupted", "by a signal", INTERRUPTED
     if isinstance(error, AsyncOPDError):
@@ -184,7 +184,7 @@ async def _run(job: Job) -> int:
 
 
 async def _distil(job: Job, outcome: _Outcome) -> None:
-    """Launches the cluster, runs the pipeline, keeps what there is however it ends."""
+    """Launches the cluster, runs the pipeline, and saves the student however the run ends."""
     config, log = job.config, job.log
     text = Text.of(config)
     started = time.time()
@@ -215,9 +215,9 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
 
 
 async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
-    """A checkpoint of a run that ends before its time, if its trainer still answers.
+    """Writes a checkpoint of a run that ends early, if its trainer still answers.
 
-    In at most ``bound_s``, which ``key`` of the config sets.
+    It takes at most ``bound_s``, which the config key ``key`` sets.
     """
     config = pipeline.config
     if not config.checkpoint.on_exit:
@@ -226,7 +226,7 @@ async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, ke
         async with asyncio.timeout(bound_s):
             await _check_trainer_alive(pipeline)
             await pipeline.checkpoint()
-    except Exception as error:  # whatever it was, the model is still to be saved
+    except Exception as error:  # of any kind: the model has to be saved next
         cause = str(error) or f"not written within {bound_s:g} s ({key})"
         log.message(f"no checkpoint at the end, --resume takes the one before: {cause}")
 
@@ -239,9 +239,9 @@ async def _check_trainer_alive(pipeline: Pipeline) -> None:
 
 
 async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
-    """A checkpoint of a run that has failed, in the time of any other.
+    """Writes a checkpoint of a run that has failed, within ``checkpoint.timeout_s``.
 
-    A signal that comes meanwhile leaves it ``shutdown.grace_s``; the run has failed all the same.
+    After a signal it has ``shutdown.grace_s`` left; the run ends as failed, not as interrupted.
     """
     cause, config = first_cause(error), pipeline.config
     if isinstance(cause, ProcessDied) and cause.stage == TRAINER:
@@ -258,7 +258,7 @@ async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: R
         grace_s = config.shutdown.grace_s
         await asyncio.wait({keeping}, timeout=grace_s)
         if keeping.cancel():
-            log.message(f"no checkpoint at the end: {grace_s:g} s after the signal are over")
+            log.message(f"no checkpoint at the end: not written {grace_s:g} s after the signal")
         if (task := asyncio.current_task()) is not None:
             task.uncancel()
 
@@ -267,11 +267,11 @@ async def _save_partial_model(stages: LaunchedStages, job: Job) -> None:
     try:
         await _save(stages, job.run_dir, job.log)
     except StageError as error:
-        job.message(f"the student of the run that broke off could not be saved: {error}")
+        job.message(f"the student of the failed run could not be saved: {error}")
 
 
 async def _shielded(work: Coroutine[Any, Any, None]) -> None:
-    """A signal that comes meanwhile waits until the work is done."""
+    """Awaits the work; a signal takes effect after the work is done."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""The training of a run: its pipeline, and after its trainer died the next one.
+"""The training of a run: a pipeline, and another one each time the trainer has died.
 
 Job, LaunchedStages ──► Pipeline ──run──► every step is trained
                     ▲                │ the trainer died
@@ -30,20 +30,20 @@ from async_opd.pipeline import Pipeline
 
 @dataclass
 class Training:
-    """The pipeline of a run; after its trainer died another one, from the newest checkpoint."""
+    """Runs pipelines until all steps are trained: the next one begins at the newest checkpoint."""
 
     job: Job
     stages: LaunchedStages
     text: Text
 
     def __post_init__(self) -> None:
-        """The first one."""
+        """Makes the first pipeline."""
         self._evaluation = _evaluation(self.job.config, self.job.inputs, self.text)
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
 
     async def run(self) -> None:
-        """Until every step is trained. Raises the first error, but for the trainer's deaths."""
+        """Returns when every step is trained. Raises the first error but the trainer's deaths."""
         try:
             while not await self._run_until_trainer_dies():
                 pass
@@ -52,7 +52,7 @@ class Training:
                 self._evaluation.close()
 
     async def _run_until_trainer_dies(self) -> bool:
-        """False if the trainer died, and everything went back to a checkpoint."""
+        """Whether all steps are trained; False if the trainer died and the run was rewound."""
         try:
             await self.pipeline.run()
         except ProcessDied as error:
@@ -78,14 +78,14 @@ class Training:
         )
 
     async def _rewind(self, error: ProcessDied) -> None:
-        """Everything but the engines goes back to the newest checkpoint, or to the start."""
+        """Takes everything but the engines back to the newest checkpoint, or to the start."""
         job = self.job
         bound = job.config.supervision.timeout_s
         try:
             async with asyncio.timeout(bound):
                 await self._checkpointer.settled()
         except TimeoutError:
-            job.message(f"a checkpoint was still being written after {bound:g} s: it is left out")
+            job.message(f"a checkpoint that was not written within {bound:g} s is abandoned")
         notes: list[str] = []
         start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
@@ -131,7 +131,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
 
 
 def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | None:
-    """The first ``eval.max_prompts`` rows of each data source, or nothing to evaluate."""
+    """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows."""
     taken: dict[str, int] = {}
     rows = {}
     prompts = []

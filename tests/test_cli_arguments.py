@@ -25,3 +25,25 @@ def test_an_unknown_option_is_bad_usage() -> None:
 def test_a_run_directory_may_look_like_a_number(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", CONFIG, "--run-dir", "2026"]) == 0
     assert "run_dir: '2026'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "Trains a student model on its own rollouts"),
+        (["run"], "Starts the engines, trains all steps"),
+        (["check"], "without starting an engine"),
+        (["plan"], "Predicts throughput and staleness"),
+    ],
+)
+def test_help_says_what_the_command_does_with_an_example_and_the_exit_codes(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*arguments, "--help"])
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert says in shown
+    assert f"  async_opd {arguments[0] if arguments else 'check'} " in shown
+    assert "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted" in shown
+    assert max(map(len, shown.splitlines())) <= 100

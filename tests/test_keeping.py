@@ -78,7 +78,7 @@ async def test_a_signal_during_it_leaves_it_no_more_than_the_grace() -> None:
     await made.begun.wait()
     keeping.cancel()
     await asyncio.wait_for(keeping, 2)
-    assert "0.01 s after the signal are over" in made.told[-1]
+    assert "not written 0.01 s after the signal" in made.told[-1]
     assert not made.kept
 
 

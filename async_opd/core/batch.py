@@ -3,8 +3,8 @@
     items ──Batch.pack──► rows + one uint8 buffer ──queue──► Batch.unpack ──► items
 
 A Ray call costs far more per object than per byte, so a batch is one flat buffer, and its headers
-are plain tuples. The queue splits and joins batches without looking inside the buffer. What travels
-at once (a lease, a put, an answer) has at most ``MESSAGE_BYTES``, and at least one item.
+are plain tuples. The queue splits and joins batches without decoding the buffer. A message (a
+lease, a put, an answer) has at most ``MESSAGE_BYTES``, or one item.
 """
 
 from __future__ import annotations
@@ -23,47 +23,45 @@ from async_opd.core.uid import Uid
 
 Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
-Anything = TypeVar("Anything")
-Row = tuple[Uid, int, int, int, str]  # the fields of Header, in order
+Element = TypeVar("Element")
+HeaderFields = tuple[Uid, int, int, int, str]
+"""The fields of Header, in order."""
 
 MESSAGE_BYTES = 64 << 20
 """Of one lease, one put or one answer; a larger item travels alone. An event loop that copies so
-much stands still for less than 0.1 s, and what a call costs is nothing beside it."""
+much is blocked for less than 0.1 s, and the cost of the call is small beside it."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples on their way: ``rows[i]`` describes the i-th, whose bytes lie in ``buffer`` in order.
+    """Encoded samples: ``rows[i]`` describes the i-th; ``buffer`` has their bytes in this order.
 
     ``buffer`` is uint8 [sum of the rows' nbytes].
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[HeaderFields, ...]
     buffer: NDArray[np.uint8]
 
     @classmethod
     def pack(cls, items: Iterable[Item]) -> Batch:
         """Encodes items; their arrays are copied once."""
-        rows: list[Row] = []
-        payloads: list[bytes] = []
-        for item in items:
-            payload = pickle.dumps(item, protocol=5)
-            rows.append(_row(item, len(payload)))
-            payloads.append(payload)
-        return cls(tuple(rows), np.frombuffer(b"".join(payloads), dtype=np.uint8))
+        return cls._of([(item, pickle.dumps(item, protocol=5)) for item in items])
 
     @classmethod
     def packed(cls, items: Iterable[Item], most: int = MESSAGE_BYTES) -> Iterator[Batch]:
-        """Encodes items when they are asked for, in batches of at most ``most`` bytes."""
+        """Encodes items lazily, in batches of at most ``most`` bytes, or one item."""
         encoded = ((item, pickle.dumps(item, protocol=5)) for item in items)
-        for part in cut(encoded, lambda entry: len(entry[1]), most):
-            rows = tuple(_row(item, len(payload)) for item, payload in part)
-            payloads = b"".join(payload for _, payload in part)
-            yield cls(rows, np.frombuffer(payloads, dtype=np.uint8))
+        return map(cls._of, cut(encoded, lambda entry: len(entry[1]), most))
+
+    @classmethod
+    def _of(cls, encoded: Sequence[tuple[Item, bytes]]) -> Batch:
+        rows = tuple(_row(item, len(payload)) for item, payload in encoded)
+        payloads = b"".join(payload for _, payload in encoded)
+        return cls(rows, np.frombuffer(payloads, dtype=np.uint8))
 
     @classmethod
     def messages(cls, batches: Iterable[Batch], most: int = MESSAGE_BYTES) -> Iterator[list[Batch]]:
-        """The same items, in order, in lists of at most ``most`` bytes, to join; copies nothing."""
+        """The items in order, in lists of batches with at most ``most`` bytes. Copies nothing."""
         parts = (part for batch in batches for part in batch._parts(most))
         return cut(parts, lambda part: part.nbytes, most)
 
@@ -76,7 +74,7 @@ class Batch:
             yield rest
 
     def first(self, count: int, nbytes: int, tokens: int | None = None) -> int:
-        """How many of the first ``count`` items have at most so many bytes and tokens together."""
+        """How many of the first ``count`` items have together at most so many bytes and tokens."""
         rows = self.rows[:count]
         fits = len(rows)
         if self.nbytes > nbytes:
@@ -110,7 +108,7 @@ class Batch:
 
     @classmethod
     def of_headers(cls, headers: Iterable[Header]) -> Batch:
-        """Headers without payload: for who only needs to know which samples."""
+        """A batch of headers without payload, as topic ``stale`` has them."""
         rows = tuple((h.uid, h.tokens, 0, h.oldest_version, h.teacher) for h in headers)
         return cls(rows, np.empty(0, dtype=np.uint8))
 
@@ -150,10 +148,10 @@ NOTHING = Batch((), np.empty(0, dtype=np.uint8))
 
 
 def cut(
-    items: Iterable[Anything], nbytes: Callable[[Anything], int], most: int = MESSAGE_BYTES
-) -> Iterator[list[Anything]]:
+    items: Iterable[Element], nbytes: Callable[[Element], int], most: int = MESSAGE_BYTES
+) -> Iterator[list[Element]]:
     """Consecutive items in lists of at most ``most`` bytes; a larger item is alone in its list."""
-    part: list[Anything] = []
+    part: list[Element] = []
     size = 0
     for item in items:
         size += nbytes(item)
@@ -165,7 +163,7 @@ def cut(
         yield part
 
 
-def _row(item: Item, nbytes: int) -> Row:
+def _row(item: Item, nbytes: int) -> HeaderFields:
     if isinstance(item, Group):
         prompt = item.prompt
         return (prompt.uid, len(prompt.token_ids), nbytes, NO_VERSION, prompt.teacher)

@@ -4,8 +4,9 @@
                ▲           ▲        (queue)                   (queue)       │
                └─ version ─┴───────────── weight sync ──────────────────────┘
 
-``pipeline.py`` knows only these. Plain classes implement them (in one process, for tests) and so
-do the Ray proxies in ``async_opd.cluster``. Every message is frozen and small, except the queue's.
+``pipeline.py`` imports only these Protocols. Plain classes implement them (in one process, for
+tests), and so do the Ray proxies in ``async_opd.cluster``. Messages are frozen, and small except
+the queue's batches.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
 SCORED = "scored"
 PROMPTS = "prompts"
-"""Groups that are admitted and wait for a free slot on any replica."""
+"""Admitted groups that wait for a free slot on any replica."""
 DEAD = "dead"
-"""Headers of rollouts that nobody could sample, grade or score, with the reason."""
+"""Dead letters: headers of rollouts that could not be sampled, graded or scored, with reasons."""
 STALE = "stale"
-"""Headers of scored samples that came too late to be trained: their prompts run again."""
+"""Headers of scored samples that are too stale to be trained: their prompts are sampled again."""
 
 
 def rollouts_topic(teacher: str) -> str:
-    """The topic of rollouts that wait for one teacher, and for no other."""
+    """The topic of the rollouts that wait for one teacher."""
     return f"rollouts/{teacher}"
 
 
@@ -59,34 +60,34 @@ class Queue(Protocol):
     ) -> Lease:
         """Waits for ``at_least`` samples and takes up to ``at_most``; acknowledges ``ack`` first.
 
-        Of large samples it takes one message (``async_opd.core.batch``), be they fewer or not.
-        ``share``: no more than an even share of what is there among all who wait for it;
-        ``tokens``: no more than so many, or one sample.
+        The lease has at most one message's bytes (``async_opd.core.batch``), even if these are
+        fewer samples than ``at_least``; with ``share`` at most an even share of the ready samples
+        among all waiting consumers; at most ``tokens`` tokens, or one sample.
         Raises QueueClosed or LeaseExpired.
         """
         ...
 
     async def ack(self, topic: str, lease_id: int) -> None:
-        """The lease's samples are done with. Raises LeaseExpired."""
+        """Removes the lease's samples from the topic. Raises LeaseExpired."""
 
     async def renew(self, leases: Mapping[str, Sequence[int]]) -> float:
-        """Whoever holds these lives. Seconds after which leases that are not renewed expire."""
+        """Renews leases. Returns the seconds after which a lease expires that is not renewed."""
         ...
 
     async def nack(self, topic: str, lease_id: int) -> bool:
-        """The lease's samples go back to the front of the topic."""
+        """Puts the lease's samples back to the front. False if the lease was settled before."""
         ...
 
     async def headers(self, topic: str) -> tuple[Header, ...]:
-        """Of what the topic holds, leased or ready."""
+        """The headers of the topic's samples, leased or ready."""
         ...
 
     async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
-        """What the topic holds of these samples, leased or ready; it stays there."""
+        """The topic's samples of these uids, leased or ready; they stay there."""
         ...
 
     async def release(self, topic: str, consumer: str) -> int:
-        """All leases of a consumer that died go back; the number of samples."""
+        """Puts back all leases of a consumer that died. Returns the number of samples."""
         ...
 
     async def stats(self) -> dict[str, TopicStats]:
@@ -94,7 +95,7 @@ class Queue(Protocol):
         ...
 
     async def events(self, seen: int, wait: bool = True) -> Events:
-        """Leases that expired, after the line ``seen``; waits until there is one."""
+        """Messages on expired leases after number ``seen``; with ``wait`` at least one."""
         ...
 
 
@@ -135,7 +136,7 @@ class StageReport:
 
 @dataclass(frozen=True)
 class Events:
-    """Lines for people; ``seen`` is what to ask with for those that come after."""
+    """Messages for ``run.log``. ``seen`` is the number to ask with for those that come next."""
 
     seen: int
     lines: tuple[str, ...]
@@ -146,8 +147,8 @@ class StepReport:
     """One optimizer step.
 
     ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
-    ``requeued`` is the number of samples that were too old for it and went back; ``skipped`` says
-    why nothing was learned from the batch, if that is so.
+    ``requeued`` is the number of samples that were too stale for it and went to topic ``stale``;
+    ``skipped`` is the reason why the batch changed no weights, '' if it did.
     """
 
     step: int
@@ -162,8 +163,8 @@ class StepReport:
 class Captured:
     """A copy of the trainer's state is taken, after ``step`` steps.
 
-    ``trained`` and ``skipped`` are that last step's, as in its report: who did not hear of it
-    learns it here.
+    ``trained`` and ``skipped`` are that last step's, as in its report: the answer with the report
+    may have been lost.
     """
 
     step: int
@@ -191,7 +192,7 @@ class Rollouter(Protocol):
         ...
 
     async def progress(self) -> Progress:
-        """The tokens that its replicas have computed: a sign of life."""
+        """The tokens that the replicas have computed."""
         ...
 
     async def report(self) -> StageReport:
@@ -208,15 +209,15 @@ class TeacherScorer(Protocol):
     async def generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
-        """What the teacher itself answers: the yardstick of the evaluation."""
+        """The teacher's own answers, with which an evaluation compares the student's."""
         ...
 
     async def progress(self) -> Progress:
-        """The tokens of what was scored: a sign of life."""
+        """The tokens of all samples that were scored."""
         ...
 
     async def events(self, seen: int, wait: bool = True) -> Events:
-        """What became of replicas after the line ``seen``; waits until there is something."""
+        """Messages on teacher replicas after number ``seen``; with ``wait`` at least one."""
         ...
 
     async def report(self) -> dict[str, StageReport]:
@@ -228,14 +229,14 @@ class Trainer(Protocol):
     """Takes batches from topic ``scored`` and moves the student towards its teachers."""
 
     async def step(self) -> StepReport:
-        """Waits for one batch, trains on it, acknowledges it."""
+        """Waits for one batch, trains on it and acknowledges it."""
         ...
 
     async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:
-        """Whether a sample that was lost, and others of its group, will never be trained.
+        """Whether a dead-lettered sample, and ``others`` of its group, will never be trained.
 
-        False if there was a copy of it, which the trainer has: held, taken for a step, or trained.
-        Otherwise those held are let go, and those on their way as they come.
+        False if the trainer has a copy of it: held, taken for a step, or trained. Otherwise it
+        drops the others: those that it holds now, those still in the queue when they come.
         """
         ...
 
@@ -243,24 +244,24 @@ class Trainer(Protocol):
         """Writes the student in Hugging Face format."""
 
     async def capture(self) -> Captured:
-        """Copies its state, after the step that is being computed; then training may go on."""
+        """Copies the trainer's state after the current step; training may go on when it returns."""
         ...
 
     async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
-        """Writes what was captured last, and of the samples ``in_flight`` those that are scored.
+        """Writes the last captured state, and the scored ones of the samples ``in_flight``.
 
         Training goes on meanwhile. Raises CheckpointError.
         """
 
     async def restore(self, directory: str) -> frozenset[Uid]:
-        """Goes on from a checkpoint; the uids of the samples that need no rollout any more.
+        """Loads a checkpoint. Returns the uids of its samples, which need no new rollout.
 
         Raises CheckpointError.
         """
         ...
 
     async def progress(self) -> Progress:
-        """The tokens that it has trained on: a sign of life."""
+        """The tokens that the trainer has trained on."""
         ...
 
     async def report(self) -> StageReport:
@@ -272,9 +273,9 @@ class WeightSync(Protocol):
     """Carries the trainer's weights to every rollout replica."""
 
     async def snapshot(self, version: int, again: bool = False) -> None:
-        """Copies the weights out; training may go on when this returns.
+        """Copies the weights out as ``version``; training may go on when this returns.
 
-        ``again``: the run goes on from a checkpoint with this version, or from the start (0).
+        ``again``: the run resumes from a checkpoint of this version, or from the start (0).
         """
 
     async def push(self) -> SyncReport:
@@ -283,7 +284,7 @@ class WeightSync(Protocol):
 
 
 class Stages(Protocol):
-    """The boxes of the diagram."""
+    """The stages of the diagram."""
 
     @property
     def queue(self) -> Queue: ...
@@ -299,15 +300,15 @@ class Stages(Protocol):
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
-        """Restarts single stages that die, and calls ``reissue`` after the queue lost everything.
+        """Restarts stages that die, and calls ``reissue`` after a restart emptied the queue.
 
-        Works until cancelled; raises the error of one that was restarted too often. ``step()`` is
-        the last one trained.
+        Works until cancelled; raises the error of a stage that was restarted too often. ``step()``
+        is the last trained step.
         """
 
 
 class Log(Protocol):
-    """Where metrics go."""
+    """The record of a run; see ``observability.run_log.RunLog``."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
     def summarize(self, metrics: Mapping[str, float]) -> None: ...

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.batch import Batch, Row, cut, unpack
+from async_opd.core.batch import Batch, HeaderFields, cut, unpack
 from async_opd.core.samples import (
     HiddenStates,
     Rollout,
@@ -115,8 +115,8 @@ def test_some_items_of_a_batch_are_views_of_it() -> None:
 
 
 def test_the_first_items_are_found_without_a_look_at_the_rest() -> None:
-    class Rows(tuple[Row, ...]):
-        def __iter__(self) -> Iterator[Row]:
+    class Rows(tuple[HeaderFields, ...]):
+        def __iter__(self) -> Iterator[HeaderFields]:
             raise AssertionError("all rows were looked at")
 
     items = [make_rollout(f"p/{index}", tokens=2) for index in range(8)]
