@@ -19,11 +19,11 @@ from async_opd.config.run_config import EndpointHealth, HealthConfig, Supervisio
 from async_opd.core.batch import Batch
 from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.offload import offload
 from async_opd.core.stages import StageReport
 from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
+from teachers.offload import offload
 from teachers.protocols import RebuildTeacher, Reloadable, ScoringReplica, Sleepable, TeacherWeights
 
 Result = TypeVar("Result")

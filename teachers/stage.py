@@ -25,7 +25,6 @@ from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired, StageError, first_cause
 from async_opd.core.lease import Lease
 from async_opd.core.liveness import Progress
-from async_opd.core.offload import offload
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,
@@ -39,6 +38,7 @@ from async_opd.core.stages import (
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
 from teachers.backlog import ScoreBacklog
+from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
 from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots

@@ -1,4 +1,4 @@
-"""Accuracy per data source: who answers is a parameter, how answers are graded is not."""
+"""Accuracy per data source, of the student or of the teachers, whose answers are graded alike."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Grade = Callable[[Rollout], Awaitable[float]]
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Metrics, and what could not be graded: it is left out of the means."""
+    """Metrics, and the rollouts that could not be graded, which are in no mean."""
 
     metrics: dict[str, float]
     lost: tuple[DeadLetter, ...] = ()
@@ -28,8 +28,8 @@ class EvaluationResult:
 class Evaluation:
     """The evaluation prompts, how to sample and how to grade them.
 
-    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it sees
-    to its own bounds, of time and of how many at a time. ``close`` ends what it holds.
+    ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it bounds
+    its own time and its number of concurrent calls. ``close`` ends its processes.
     """
 
     prompts: tuple[Prompt, ...]
@@ -41,15 +41,15 @@ class Evaluation:
         """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
 
         Each is a mean over the graded rollouts of the data source; ``…/ungraded`` counts the
-        others, if there are any. ``<prefix>/seconds``: how long it took. StageError if nothing of a
-        data source can be graded.
+        others, if there are any. ``<prefix>/seconds`` is the time from first request to last grade.
+        StageError if no rollout of a data source can be graded.
         """
         return await self._measure(self.prompts, answers, prefix)
 
     async def run_teachers(
         self, answers: Callable[[str, Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
     ) -> EvaluationResult:
-        """``eval_teacher/<source>/…``: each teacher on the data sources it is responsible for."""
+        """``eval_teacher/<source>/…``: each teacher on its own prompts."""
         by_teacher: dict[str, list[Prompt]] = defaultdict(list)
         for prompt in self.prompts:
             by_teacher[prompt.teacher].append(prompt)

@@ -1,10 +1,10 @@
-"""Which evaluations a run has to make, and the step that each belongs to.
+"""The evaluations that a run has to make, and the step to which each belongs.
 
     version v is pushed ── due ──────► evaluation under v ──► logged at the step that made v
     the run is resumed ── missing ──► evaluation under the checkpoint's weights ──► at its step
 
-Training goes on meanwhile: the step that it has reached when an evaluation ends says nothing about
-the weights that were measured, and a resume would cut an evaluation that is logged there.
+Training goes on during an evaluation: the step at which the evaluation ends is not the step of the
+weights that were measured, and a resume would cut an evaluation that was logged there.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Evaluations:
         return min(version * self._sync_steps, self._steps)
 
     def is_due(self, version: int) -> bool:
-        """Whether the version has an evaluation of its own; the last one's comes after training."""
+        """Whether the version is evaluated when it is pushed; the last one is after training."""
         return bool(self._every) and version % self._every == 0 and version < self._versions
 
     def is_missing(self, cut: Cut) -> bool:
-        """Whether a run that goes on from here lacks its last evaluation before.
+        """Whether a run that resumes at the consistent cut lacks the last evaluation before it.
 
-        It was interrupted while it measured. The weights of that version may be gone: those of the
-        checkpoint are measured then, at the checkpoint's step.
+        It was interrupted during that evaluation. The weights of that version may not exist any
+        more: the checkpoint's weights are measured instead, at the checkpoint's step.
         """
         if not self._every or cut.version >= self._versions:
             return False
@@ -46,7 +46,7 @@ class Evaluations:
 
     @property
     def is_last_missing(self) -> bool:
-        """Whether the evaluation after the last step is still to be made."""
+        """Whether the evaluation after the last step is missing."""
         return self._logged < self._steps
 
     def log(self, metrics: Mapping[str, float], step: int, version: int) -> None:

@@ -1,13 +1,13 @@
 """Graders in processes of their own: one that hangs or dies costs one response, and no run.
 
     request, response, row ──pickle──► async_opd.grading.grader_process
-        a number, or why not ◄──JSON line that names the request──┘
-    what it writes on its standard output and error ──a pipe──► ours, quoted line by line
-                    who is late, or dies: kill -9, and another process for the next one
+    a number, or the reason why not ◄──JSON line that names the request──┘
+    its standard output and error ──a pipe──► ours, escaped line by line (GraderOutput)
+    a process that is late, or dies ──► kill -9, and another process for the next response
 
-A thread could not be ended, and code that holds the interpreter's lock would stop its whole
-replica. Processes serve many responses, and end with the one that started them. They import from
-where their starter does, and from the working directory only if that was told to.
+A thread could not be killed, and code that holds the interpreter's lock would stop its whole
+replica. A process grades many responses, and ends with its parent. It imports from where the parent
+does, from the working directory only if the parent does.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from async_opd.processes.parent_death import SAFE_PATH
 
 PROGRAM = "async_opd.grading.grader_process"
 RAYS_TOKEN = "RAY_AUTH_TOKEN_PATH"
-"""Where a local run's Ray has it: no secret by its name."""
+"""The variable with the path of Ray's token in a local run; its name does not say secret."""
 LOADED = "loaded"
 LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """Which grader, and its bounds. ``start_s``: until it is loaded; imports may take a while.
+    """A grader and its bounds. ``start_s`` bounds its loading; imports may take a while.
 
-    ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: those it gets.
-    ``allow_eval``: verifiers that run a response as code may be asked. ``memory_bytes``: the most
-    data of a process.
+    ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: variables that
+    are passed all the same. ``allow_eval``: whether verifiers may run a response as code.
+    ``memory_bytes`` bounds the data of a process.
     """
 
     name: str
@@ -61,7 +61,7 @@ class GraderSpec:
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> Self:
-        """A grader of a run."""
+        """The grader ``name`` with the bounds of a run's config."""
         limits = config.grading
         hidden = tuple(named_variables(config.model_dump(mode="json", by_alias=True)))
         given = tuple(limits.pass_env)
@@ -71,16 +71,17 @@ class GraderSpec:
         return cls(name, *bounds, hidden, given, limits.allow_eval, memory)
 
     def environ(self) -> dict[str, str]:
-        """What a grader's process gets of the environment: its code is not trusted with secrets."""
+        """The environment of a grader's process, without secrets: its code is not trusted."""
         hidden = (*self.hidden_env, RAYS_TOKEN)
         kept = without_secret_variables(os.environ, hidden, self.pass_env)
         return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class Graders:
-    """One grader, in as many processes as there is work for, up to a bound.
+    """One grader, in as many processes as it has work for, up to ``spec.processes``.
 
-    Waiting for one of them counts against nobody. ``exact`` runs here: it is ours, and quick.
+    The wait for a free process is no part of a response's time. ``exact`` runs in this process: it
+    is known code, and quick.
     """
 
     def __init__(self, spec: GraderSpec) -> None:
@@ -89,7 +90,7 @@ class Graders:
         self._idle: list[_Process] = []
 
     async def grade(self, response: str, row: Row) -> float:
-        """The number from 0 to 1. GradeError if there is none in time; StageError: no process."""
+        """The grade from 0 to 1. GradeError if none comes in time; StageError without a process."""
         if self._spec.name == "exact" and not has_verifier(row):
             return exact(response, row)
         if row.task is not None and evaluates(row.task.name) and not self._spec.allow_eval:
@@ -106,7 +107,7 @@ class Graders:
                     self._idle.append(process)
 
     def _one_idle(self) -> _Process | None:
-        """One that still lives: others may end it, for want of memory."""
+        """An idle process that still runs: the kernel may have killed it for want of memory."""
         while self._idle:
             process = self._idle.pop()
             if process.process.poll() is None:
@@ -115,14 +116,14 @@ class Graders:
         return None
 
     def close(self) -> None:
-        """Ends the processes that grade nothing."""
+        """Ends the idle processes."""
         while self._idle:
             self._idle.pop().end()
 
 
 @dataclass(frozen=True)
 class _Answer:
-    """A grade, or why there is none."""
+    """A grade, or the cause and remedy of having none."""
 
     grade: float
     cause: str
@@ -130,21 +131,21 @@ class _Answer:
 
     @classmethod
     def read(cls, line: bytes, request: str) -> Self:
-        """ValueError for what is no answer to the request: others may have written it."""
+        """ValueError for a line that does not answer the request: grader code may have sent it."""
         try:
-            told = json.loads(line)
-            answer = cls(float(told["grade"]), str(told["cause"]), str(told["remedy"]))
-            fits = told["to"] == request and (answer.cause or 0 <= answer.grade <= 1)
+            parsed = json.loads(line)
+            answer = cls(float(parsed["grade"]), str(parsed["cause"]), str(parsed["remedy"]))
+            fits = parsed["to"] == request and (answer.cause or 0 <= answer.grade <= 1)
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         if not fits:
-            raise ValueError("it is no answer to what was asked")
+            raise ValueError("the line names another request, or a grade outside 0 to 1")
         return answer
 
 
 @dataclass
 class _Process:
-    """One process. It is ended when its answer does not come, or is not waited for any more."""
+    """A grader's process. It is ended when its answer is late, or the wait for it is cancelled."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -155,19 +156,19 @@ class _Process:
 
     @classmethod
     async def start(cls, spec: GraderSpec) -> Self:
-        """Returns when its grader is loaded. StageError."""
-        ours, theirs = socket.socketpair()
+        """Returns when the grader is loaded. StageError if it cannot be loaded."""
+        parent_end, child_end = socket.socketpair()
         output = GraderOutput()
         try:
-            with theirs:
-                popen = _popen(spec, theirs.fileno(), output.writer)
+            with child_end:
+                popen = _popen(spec, child_end.fileno(), output.writer)
         except BaseException:
-            ours.close()
+            parent_end.close()
             output.close()
             raise
         finally:
             os.close(output.writer)
-        streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
+        streams = await asyncio.open_connection(sock=parent_end, limit=LINE_BYTES)
         process = cls(spec.name, popen, *streams, output)
         cause = await process._loaded(spec.start_s)
         if cause:
@@ -176,7 +177,7 @@ class _Process:
         return process
 
     async def _loaded(self, start_s: float) -> str:
-        """What stands against it."""
+        """'' when the grader is loaded, else the cause why it cannot be."""
         try:
             async with asyncio.timeout(start_s):
                 return (await self._answer(LOADED)).cause
@@ -185,20 +186,20 @@ class _Process:
         except ConnectionError:
             return f"its process ended ({self.end()})"
         except ValueError as error:
-            return f"its process answered with what is no grade: {error}"
+            return f"its process sent an invalid answer: {error}"
         except BaseException:
             self.end()
             raise
 
     async def grade(self, response: str, row: Row, timeout_s: float) -> float:
-        """GradeError; if there was no answer in time, or a wrong one, the process is gone."""
+        """The grade. GradeError; without a valid answer in time the process is ended as well."""
         request = secrets.token_hex(8)
         self.output.renew()
         try:
             async with asyncio.timeout(timeout_s):
                 self.writer.write(pickle.dumps((request, response, row)))
                 await self.writer.drain()
-                told = await self._answer(request)
+                answer = await self._answer(request)
         except TimeoutError as error:
             self.end()
             cause = f"{self.name} took longer than {timeout_s:g} s on row {row.uid}, and was ended"
@@ -209,26 +210,25 @@ class _Process:
             raise GradeError("grader", cause) from error
         except ValueError as error:
             self.end()
-            cause = f"{self.name} answered with what is no grade on row {row.uid}: {error}"
-            raise GradeError(
-                "grader", cause, "something else than it wrote to its socket"
-            ) from error
+            cause = f"{self.name} sent an invalid answer on row {row.uid}: {error}"
+            remedy = "other code in its process wrote to its socket: find and remove it"
+            raise GradeError("grader", cause, remedy) from error
         except BaseException:
             self.end()
             raise
-        if told.cause:
-            raise GradeError("grader", told.cause, told.remedy)
-        return told.grade
+        if answer.cause:
+            raise GradeError("grader", answer.cause, answer.remedy)
+        return answer.grade
 
     async def _answer(self, request: str) -> _Answer:
-        """ConnectionResetError if the process is gone, ValueError for what is no answer to this."""
+        """ConnectionResetError if the process has ended, ValueError for an invalid answer."""
         line = await self.reader.readline()
         if not line.endswith(b"\n"):
-            raise ConnectionResetError("the process is gone")
+            raise ConnectionResetError("the process has ended")
         return _Answer.read(line, request)
 
     def end(self) -> str:
-        """kill -9, also for what the grader had started. Returns how it has ended."""
+        """Kills the process and its children with -9. Returns how the process has ended."""
         self.alive = False
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -241,10 +241,10 @@ class _Process:
 
 
 def _popen(spec: GraderSpec, connection: int, output: int) -> subprocess.Popen[bytes]:
-    """Called by the event loop's own thread: the process ends with the thread that started it.
+    """Starts the process. The event loop's thread has to call it: the process ends with its thread.
 
-    The working directory is not on its path (``-P``). A script that a grader starts may import what
-    is beside it: ``PYTHONSAFEPATH`` is for the run's own processes.
+    The working directory is not on its path (``-P``). ``PYTHONSAFEPATH`` is unset, because a script
+    that a grader starts may import what lies beside it.
     """
     env = spec.environ()
     env.pop(SAFE_PATH, None)

@@ -32,7 +32,7 @@ def load_grader(name: str) -> Grader:
         except MemoryError as error:
             raise GradeError(
                 "grader",
-                f"{label} needed more memory on row {row.uid} than there is for it",
+                f"{label} needed more memory on row {row.uid} than grading.memory_gb",
                 "make it need less, or raise grading.memory_gb",
             ) from error
         except (Exception, SystemExit) as error:
@@ -53,7 +53,7 @@ def load_grader(name: str) -> Grader:
 
 
 def has_verifier(row: Row) -> bool:
-    """Whether it is graded by its own task, whatever the grader."""
+    """Whether the row's own task grades it, whatever the configured grader."""
     return row.task is not None
 
 
@@ -73,16 +73,16 @@ def _named(name: str) -> Grader:
 
 
 def exact(response: str, row: Row) -> float:
-    """1 if the response is the answer, white space around both left out."""
+    """1 if the response equals the answer, white space around both ignored."""
     return float(row.answer is not None and response.strip() == row.answer.strip())
 
 
 def math_verify(response: str, row: Row) -> float:
-    """1 if both are the same mathematical value. Our bound takes the place of its own."""
+    """1 if both are the same mathematical value; ``grading.timeout_s`` replaces its timeouts."""
     from math_verify import parse, verify
 
     answer = str(row.answer)
-    bare = "$" not in answer and "\\boxed" not in answer  # outside of them LaTeX is not read
+    bare = "$" not in answer and "\\boxed" not in answer  # math_verify reads LaTeX only in these
     gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)
     if not gold:
         raise ValueError(f"the answer {row.answer!r} cannot be read as mathematics")
@@ -91,7 +91,7 @@ def math_verify(response: str, row: Row) -> float:
 
 
 def reasoning_gym(response: str, row: Row) -> float:
-    """The task's own score."""
+    """The score of the row's own task."""
     assert row.task is not None
     task = _task(row.task.name, json.dumps(row.task.options, sort_keys=True))
     return float(task.score_answer(answer=response.strip(), entry=row.fields))
@@ -99,7 +99,7 @@ def reasoning_gym(response: str, row: Row) -> float:
 
 @functools.cache
 def _task(name: str, options: str) -> Any:
-    """The task with the options its rows were made with: some verifiers read them."""
+    """The task with the options with which its rows were made: some verifiers read them."""
     import reasoning_gym as gym
 
     return gym.create_dataset(name, size=1, seed=0, **json.loads(options))

@@ -102,9 +102,9 @@ SAFE_TASKS = frozenset(
         "zebra_puzzles",
     ]
 )
-"""Tasks of reasoning_gym 0.1.25 whose verifiers parse, compare and count. The others ``eval`` what
-the model wrote, or hand it to sympy, which does (``composite``: whatever its tasks do); a task that
-is not named here counts as one of them."""
+"""Tasks of reasoning_gym 0.1.25 whose verifiers parse, compare and count. All other verifiers count
+as unsafe: they ``eval`` the response, or pass it to sympy, which does (``composite``: whatever its
+tasks do), or belong to a newer version."""
 
 REMEDY = (
     "take another task, or files with a grader of your own; with grading.allow_eval: true these "
@@ -113,5 +113,5 @@ REMEDY = (
 
 
 def evaluates(task: str) -> bool:
-    """Whether its verifier may run a response as code."""
+    """Whether the verifier of the task may run a response as code."""
     return task not in SAFE_TASKS

@@ -21,7 +21,6 @@ import numpy as np
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from async_opd.core.offload import LARGE
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import rollout_uid
@@ -35,6 +34,7 @@ from teachers.endpoint.api import (
 )
 from teachers.endpoint.spec import EndpointSpec
 from teachers.meter import ScoringMeter, gather_or_cancel
+from teachers.offload import LARGE
 
 Result = TypeVar("Result")
 

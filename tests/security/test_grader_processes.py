@@ -185,7 +185,7 @@ async def test_an_answer_to_no_request_is_no_grade_and_ends_the_process(
     made: Made, said: str
 ) -> None:
     graders = made("speakers:speaks_itself")
-    with pytest.raises(GradeError, match="answered with what is no grade"):
+    with pytest.raises(GradeError, match="sent an invalid answer"):
         await graders.grade("x", row(said))
     assert graders._idle == []
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from async_opd.core.offload import LARGE
 from teachers.endpoint.api import AnswerCounter, AnswerLimits
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import EndpointSpec
+from teachers.offload import LARGE
 from tests.conftest import make_rollout
 from tests.security.hostile_teacher import Hostile, serving
 

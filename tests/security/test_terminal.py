@@ -224,8 +224,8 @@ class TestWhatAGraderWrites:
     ) -> None:
         assert await graded("writes_very_much") == 1
         assert len(written.getvalue()) < 2 * SHOWN_BYTES
-        left_out = 64 * ((1 << 14) + 1) - SHOWN_BYTES
-        assert f"({left_out} bytes left out)" in written.getvalue()
+        dropped = 64 * ((1 << 14) + 1) - SHOWN_BYTES
+        assert f"({dropped} bytes dropped)" in written.getvalue()
 
     async def test_may_be_read_by_nobody(self) -> None:
         ours, theirs = os.pipe()
