@@ -1,5 +1,5 @@
-"""What a run is: frozen pydantic sections, and how YAML and overrides become one ``RunConfig``.
+"""The config of a run: frozen pydantic sections, and their loading from YAML and overrides.
 
-``run_config`` holds the sections together, ``load`` reads them. ``registry`` names the
-modules of sources and transports. Imports ``core``.
+``run_config`` has all sections together, ``load`` reads them. ``registry`` names the modules of
+sources and transports. Imports ``core``.
 """

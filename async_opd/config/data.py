@@ -1,4 +1,4 @@
-"""Where prompts come from: the ``data`` section of the config."""
+"""The ``data`` section: sources of prompts, and the fields of their rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ else:
 
 
 class DataConfig(Section):
-    """Where prompts come from and which field means what."""
+    """Sources of prompts, and the fields of their rows."""
 
     train: list[Source]
     """Sources of the prompts that are trained on, mixed by weight. A bare string is a file."""
@@ -29,17 +29,18 @@ class DataConfig(Section):
     prompt: str = "prompt"
     """Field with the prompt: a string, or a list of chat messages."""
     answer: str = "answer"
-    """Field with the reference answer; only evaluation needs it."""
+    """Field with the reference answer, which graders compare responses with."""
     route_by: str = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
     special_tokens: Literal["text", "parse"] = "text"
     """Special tokens that a prompt spells (``<|im_end|>``): ``text`` reads them as any other text,
-    so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data that
-    comes with its chat template applied."""
+    so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data whose
+    chat template is applied already."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are refused; by default what the model leaves beside the response."""
+    """Longer prompts are refused; by default the positions that the model has left beside the
+    longest response."""
     shuffle: bool = True
     """Reorders the rows of each source in every epoch, by the seed."""
 

@@ -1,4 +1,4 @@
-"""The tree of config keys: which keys there are, and what a user calls the place of an error."""
+"""The tree of config keys: all keys, and the dotted key of a pydantic error."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ REMOVED = {
     "teachers.*.early_tokens": "scoring while the student decodes was removed: it gained nothing "
     "where response lengths vary (docs/adr/0008-no-scoring-while-decoding.md)",
 }
-"""Patterns of keys that earlier versions had, and why this one does not."""
+"""The reason of the removal, by patterns of keys that earlier versions had."""
 RENAMED = {
     "supervision.tries": "supervision.max_restarts",
     "teachers.*.health.rebuilds": "supervision.max_restarts",
     "teachers.*.health.probe_s": "supervision.delay_s",
 }
-"""Patterns of keys that earlier versions had, and the key that now means the same."""
+"""The key that now means the same, by patterns of keys that earlier versions had."""
 
 
 def key_of(loc: Iterable[int | str]) -> str:
-    """The dotted key of a pydantic location, without the tags it adds for unions."""
+    """The dotted key of a pydantic location, without the tags that pydantic adds for unions."""
     parts: list[str] = []
     places: list[Any] = [ROOT]
     for item in loc:
@@ -44,52 +44,43 @@ def key_of(loc: Iterable[int | str]) -> str:
 
 
 def keys_below(key: str) -> list[str]:
-    """The keys a section has, all of its kinds together; none if ``key`` is no section."""
-    places: list[Any] = [ROOT]
-    for part in key.split(".") if key else []:
-        places = _below(places, part)
-    return list(dict.fromkeys(name for name, _ in _fields(places)))
+    """The keys of a section, of all its kinds together; none if ``key`` is no section."""
+    return list(dict.fromkeys(name for name, _ in _fields(_annotations(key))))
 
 
 def kinds_with(key: str, name: str) -> list[str]:
     """The kinds of a section that have a field of this name; none if it has no kinds."""
-    places: list[Any] = [ROOT]
-    for part in key.split(".") if key else []:
-        places = _below(places, part)
-    found = (section for place in places for section in sections(place))
-    with_name = (one for one in found if any(name == own for own, _ in _fields([one])))
+    choices = (section for place in _annotations(key) for section in sections(place))
+    with_name = (one for one in choices if any(name == own for own, _ in _fields([one])))
     return [kind for one in with_name for kind in _kinds(one)]
 
 
 def default_of(key: str) -> Any:
-    """A plain field's default, or None."""
+    """The default of a plain field, or None."""
     parent, _, name = key.rpartition(".")
-    places: list[Any] = [ROOT]
-    for part in parent.split(".") if parent else []:
-        places = _below(places, part)
-    for field, info in _fields(places):
+    for field, info in _fields(_annotations(parent)):
         if field == name and not info.is_required() and not isinstance(info.default, BaseModel):
             return info.default
     return None
 
 
 def why_removed(key: str) -> str | None:
-    """Why a key of earlier versions is gone; None if there never was one."""
+    """The reason why a key of earlier versions was removed; None for any other key."""
     return next((why for pattern, why in REMOVED.items() if fnmatchcase(key, pattern)), None)
 
 
 def new_name(key: str) -> str | None:
-    """What a key of earlier versions is called now; None if there never was one."""
+    """The present name of a key of earlier versions; None for any other key."""
     return next((new for pattern, new in RENAMED.items() if fnmatchcase(key, pattern)), None)
 
 
 def keys_called(name: str) -> list[str]:
-    """The dotted keys anywhere that end in ``name``, names of teachers left open."""
+    """All dotted keys that end in ``name``, with ``<name>`` for the name of a teacher."""
     return [key for key in _all_keys(ROOT, "") if key.rpartition(".")[2] == name]
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:
-    """The sections a value itself can be (not those inside of a list or dict)."""
+    """The sections that a value itself can be, without those inside of a list or dict."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     if get_origin(annotation) in (Union, types.UnionType, Annotated):
@@ -103,6 +94,14 @@ def _all_keys(annotation: Any, prefix: str) -> Iterator[str]:
     for name, info in _fields([annotation]):
         yield f"{prefix}{name}"
         yield from _all_keys(info.annotation, f"{prefix}{name}.")
+
+
+def _annotations(key: str) -> list[Any]:
+    """The annotations of the values that a dotted key can have."""
+    places: list[Any] = [ROOT]
+    for part in key.split(".") if key else []:
+        places = _below(places, part)
+    return places
 
 
 def _below(places: Sequence[Any], part: str) -> list[Any]:

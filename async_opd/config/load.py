@@ -39,14 +39,14 @@ _short.maxstring = _short.maxother = 80
 _shown = _short.repr
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Bytes of a config file; its data and models are other files."""
+"""Bound of a config file's size, in bytes."""
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Reads, overrides, validates. Raises ConfigError with every problem found.
+    """Reads a config, applies overrides, validates. Raises ConfigError with all problems.
 
-    Relative paths of models and data are relative to the file's folder, wherever they were given;
-    ``run_dir`` stays relative to the working directory.
+    Relative paths of models and data, in the file or in overrides, are relative to the file's
+    folder; ``run_dir`` stays relative to the working directory.
     """
     file = Path(path)
     source = _Source(str(file), _read(file))
@@ -68,7 +68,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _without_secrets(source: _Source) -> list[Problem]:
-    """The problems without the values of variables that the config names."""
+    """The problems, without secrets in their texts."""
     hide = Redactor(source.tree)
     return [
         Problem(hide(p.where), hide(p.key), hide(p.message), hide(p.remedy))
@@ -82,7 +82,7 @@ def dump_config(config: RunConfig) -> str:
 
 
 class _Source:
-    """The tree of values, where each came from, and what is wrong with it so far."""
+    """The tree of values, the origin of each value, and the problems so far."""
 
     def __init__(self, file: str, tree: dict[Any, Any]) -> None:
         self.file = file
@@ -91,69 +91,69 @@ class _Source:
         self._overridden: set[str] = set()
 
     def where(self, key: str) -> str:
-        """The file, or the command line if the key or one it lies in was given there."""
+        """The file, or the command line if the key or a section above it was given there."""
         return COMMAND_LINE if any(_lies_in(key, k) for k in self._overridden) else self.file
 
+    def add(self, key: str, message: str, remedy: str) -> None:
+        """Adds a problem of a key, with the key's origin."""
+        self.problems.append(Problem(self.where(key), key, message, remedy))
+
     def override(self, text: str) -> None:
-        """Applies ``a.b.c=value``; what is wrong with it becomes a problem."""
+        """Applies ``a.b.c=value``; a fault of it is added to the problems."""
         key, equals, raw = text.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
-            remedy = "write key=value, as in train.lr=1e-4"
             short = text if len(text) < MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}…"
-            self.problems.append(Problem(COMMAND_LINE, short, "is no override", remedy))
+            self._refuse(short, "is no override", "write key=value, as in train.lr=1e-4")
             return
         if len(parts) > MAX_DEPTH:
-            said = f"{key[:40]}…"
-            self.problems.append(Problem(COMMAND_LINE, said, f"has {len(parts)} parts", "fewer"))
+            remedy = f"write at most {MAX_DEPTH}"
+            self._refuse(f"{key[:40]}…", f"has {len(parts)} parts", remedy)
             return
         try:
             value = load_yaml(raw)
         except YamlError as error:
-            said = f"{_shown(raw)} is no valid YAML: {error}"
-            message = "is no valid YAML" if names_secret(parts[-1]) else said
-            remedy = "quote it: key='\"value\"'"
-            self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+            quoted = "" if names_secret(parts[-1]) else f"{_shown(raw)} "
+            cause = f": {error}" if quoted else ""
+            self._refuse(key, f"{quoted}is no valid YAML{cause}", "quote it: key='\"value\"'")
             return
         node: Any = self.tree
         for depth, part in enumerate(parts[:-1], 1):
+            section = ".".join(parts[:depth])
             if node.get(part) is None:
                 node[part] = {}
-                self._overridden.add(".".join(parts[:depth]))
+                self._overridden.add(section)
             node = node[part]
             if not isinstance(node, dict):
                 shown = _shown(_without_names(part, node))
-                message = f"{'.'.join(parts[:depth])} is {shown}, which has no keys below it"
-                remedy = f"give {'.'.join(parts[:depth])} as a whole"
-                self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+                message = f"{section} is {shown}, which has no keys below it"
+                self._refuse(key, message, f"give {section} as a whole")
                 return
         node[parts[-1]] = value
         self._overridden.add(".".join(parts))
 
+    def _refuse(self, key: str, message: str, remedy: str) -> None:
+        self.problems.append(Problem(COMMAND_LINE, key, message, remedy))
+
     def check_secrets(self) -> None:
-        """Secrets that stand in the config: it is written to the run directory and to wandb."""
+        """Refuses secrets: the config is written to the run directory and to wandb."""
         for key in take_out(self.tree):
-            message = "holds a secret, or what looks like one"
             remedy = (
                 "put it into an environment variable; a key of an endpoint is named by "
                 "api_key_env, the hub and wandb read HF_TOKEN and WANDB_API_KEY themselves"
             )
-            self.problems.append(Problem(self.where(key), key, message, remedy))
+            self.add(key, "holds a secret, or what looks like one", remedy)
 
     def check_names(self) -> None:
-        """What pydantic would accept or refuse for another reason than the true one."""
+        """Refuses names that pydantic would accept, or refuse with a misleading reason."""
         if "async_" in self.tree:
             value = self.tree.pop("async_")
-            message = f"unknown key (value {_shown(value)})"
-            where = self.where("async_")
-            self.problems.append(Problem(where, "async_", message, "did you mean async?"))
+            self.add("async_", f"unknown key (value {_shown(value)})", "did you mean async?")
         loss = self.tree.get("loss")
         culprit = supervised_k1(loss)
         if culprit is not None:
             key = f"loss.{culprit}" if culprit else "loss"
-            self.problems.append(
-                Problem(self.where(key), key, f"found {_shown(loss)}: {MESSAGE}", REMEDY)
-            )
+            self.add(key, f"found {_shown(loss)}: {MESSAGE}", REMEDY)
             loss = self.tree["loss"] = without_request(loss)
         if isinstance(loss, dict):
             self.tree["loss"] = {"kind": "forward_kl", **loss}
@@ -194,16 +194,14 @@ def _required() -> list[str]:
 
 
 def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
-    """Makes paths absolute that are relative to the config file.
-
-    A model whose first folder is there is a path, even if the rest of it is not: it may be
-    mistyped, and would be asked for on the hub.
-    """
+    """Makes paths of models and data absolute, relative to the config file's folder."""
     teachers = tree.get("teachers")
     models = [tree.get("student"), *(teachers.values() if isinstance(teachers, dict) else ())]
     for section in models:
         if isinstance(section, dict) and isinstance(section.get("model"), str):
             model = section["model"]
+            # A model whose first folder exists is a path, even if the rest of it is missing: it
+            # may be mistyped, and would be downloaded from the hub as another model.
             first = model.partition("/")[0]
             if model.startswith(("./", "../")) or (first and _exists(folder / first)):
                 section["model"] = str(folder / model)
@@ -228,35 +226,33 @@ def _resolved(entry: Any, folder: Path) -> Any:
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL: preflight says so
+    except (OSError, ValueError):  # a name too long, or with a NUL: preflight reports it
         return False
 
 
 def _problems(entry: Any, source: _Source) -> Iterator[Problem]:
-    """One pydantic error in our words."""
+    """The problems of one pydantic error."""
     if isinstance(entry.get("ctx", {}).get("error"), SizesError):
         for key, message, remedy in entry["ctx"]["error"].faults:
             yield Problem(source.where(key), key, message, remedy)
         return
     key = key_of(entry["loc"])
-    message, remedy = _words(entry, key)
+    message, remedy = _message(entry, key)
     if entry["type"] in ("union_tag_invalid", "union_tag_not_found"):
         key = f"{key}.kind"
     yield Problem(source.where(key), key, message, remedy)
 
 
-def _words(entry: Any, key: str) -> tuple[str, str]:
-    """Message and remedy."""
+def _message(entry: Any, key: str) -> tuple[str, str]:
+    """Message and remedy for a pydantic error."""
     kind, found = entry["type"], _without_names(key, entry["input"])
     if kind == "extra_forbidden":
         return _unknown(entry["loc"], key, found)
     if kind == "missing":
         return "is missing", f"add {key}"
     if kind == "union_tag_invalid":
-        allowed = entry["ctx"]["expected_tags"]
-        return f"found {found['kind']!r}, expected one of {allowed}", _nearest(
-            found["kind"], allowed
-        )
+        named, allowed = found["kind"], entry["ctx"]["expected_tags"]
+        return f"found {named!r}, expected one of {allowed}", _nearest(named, allowed)
     if key == "loss" and isinstance(found, str):
         return f"found {found!r}, expected a section", f"write loss: {{kind: {found}}}"
     expected = str(entry["msg"]).removeprefix("Value error, ")
@@ -270,7 +266,7 @@ def _words(entry: Any, key: str) -> tuple[str, str]:
 
 
 def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
-    """Of a key that the section does not have; another kind of it, or an older version, may."""
+    """Message and remedy for an unknown key, which another kind or version may have."""
     removed = why_removed(key)
     if removed is not None:
         return f"found {_shown(found)}: {removed}", "delete the key"
@@ -289,7 +285,7 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
 
 
 def _without_names(key: str, found: Any) -> Any:
-    """The value, hidden where a key may stand in place of its variable's name."""
+    """The value, with values of ``*_env`` hidden: a user may have put the key itself there."""
     if key.endswith("_env"):
         return HIDDEN
     if isinstance(found, dict):
@@ -298,7 +294,7 @@ def _without_names(key: str, found: Any) -> Any:
 
 
 def _nearest(found: Any, allowed: str) -> str:
-    """The closest of the quoted words in ``allowed``."""
+    """A suggestion of the closest quoted word in ``allowed``, or the empty string."""
     near = difflib.get_close_matches(str(found).lower(), re.findall(r"'([^']+)'", allowed), n=1)
     return f"did you mean {near[0]}?" if near else ""
 

@@ -1,6 +1,6 @@
-"""The config's ``plan`` section: how fast the parts of a run are. Only ``async_opd plan`` reads it.
+"""The ``plan`` section: speeds of the parts of a run. Only ``async_opd plan`` reads it.
 
-``async_opd plan RUN_DIR`` prints the section that a finished run measured.
+``async_opd plan RUN_DIR`` prints the section with the measured speeds of a finished run.
 """
 
 from __future__ import annotations
@@ -14,46 +14,46 @@ class RolloutPlan(Section):
     """One replica of the student: an engine step gives each running request one token."""
 
     step_s: float = Field(ge=0)
-    """Seconds of an engine step, whatever its size."""
+    """Seconds of an engine step without any request."""
     step_s_per_request: float = Field(default=0.0, ge=0)
-    """Further seconds of it for each running request."""
+    """Further seconds of an engine step for each running request."""
     turnaround_s: float = Field(default=0.0, ge=0)
-    """Seconds from the moment a replica has room for more requests until they are there."""
+    """Seconds from the moment a replica has room for more requests until they arrive."""
 
 
 class TeacherPlan(Section):
     """One replica of a teacher: a batch takes ``overhead_s`` and its tokens."""
 
     tokens_per_s: float = Field(gt=0)
-    """Prompt and response tokens per second while it scores."""
+    """Prompt and response tokens per second while the replica scores."""
     overhead_s: float = Field(default=0.0, ge=0)
     """Seconds of a batch besides its tokens."""
     turnaround_s: float = Field(default=0.0, ge=0)
-    """Seconds from a scored batch until its place asks for the next one; a replica has two."""
+    """Seconds from a scored batch until its slot gets the next one; a replica has two slots."""
     share: float | None = Field(default=None, gt=0, le=1)
-    """Share of the prompts that are this teacher's; by default what the others leave, evenly."""
+    """This teacher's share of the prompts; by default an equal part of the rest."""
 
 
 class TrainPlan(Section):
     """The trainer on one rank: a step takes ``overhead_s`` and its tokens."""
 
     tokens_per_s: float = Field(gt=0)
-    """Prompt and response tokens per second while it computes."""
+    """Prompt and response tokens per second while the trainer computes."""
     overhead_s: float = Field(default=0.0, ge=0)
     """Seconds of a step besides its tokens."""
     turnaround_s: float = Field(default=0.0, ge=0)
     """Seconds between two steps although the next batch is there."""
     snapshot_s: float = Field(default=0.0, ge=0)
-    """Seconds of the trainer for copying weights out, once a weight version."""
+    """Seconds in which the trainer copies its weights for a sync, once a weight version."""
     sync_s: float = Field(default=0.0, ge=0)
-    """Seconds for which a weight sync holds each rollout replica."""
+    """Seconds for which a weight sync pauses each rollout replica."""
     scaling: float = Field(default=0.9, gt=0, le=1)
     """Assumption about further ranks: r ranks have 1 + scaling · (r - 1) times the tokens per
     second of one."""
 
 
 class PlanConfig(Section):
-    """What ``async_opd plan`` needs to know of the hardware and of the responses."""
+    """Speeds of the hardware and lengths of responses, for ``async_opd plan``."""
 
     prompt_tokens: float = Field(gt=0)
     """Mean length of a prompt."""
@@ -66,7 +66,7 @@ class PlanConfig(Section):
     """Speeds by name of the teacher."""
     train: TrainPlan
     evaluation_s: float = Field(default=0.0, ge=0)
-    """Seconds for which an evaluation holds the rollout replicas."""
+    """Seconds for which an evaluation takes the rollout replicas."""
     outside_s: float = Field(default=0.0, ge=0)
     """Seconds of a run before its first and after its last step: start, first and last evaluation,
     saving, shutdown."""

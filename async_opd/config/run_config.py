@@ -1,21 +1,19 @@
-"""What a run is: frozen pydantic sections; the docstring under a field is its documentation.
+"""The config of a run: frozen pydantic sections; the docstring under a field is its documentation.
 
-Defaults are the recommended run. Loading a file, overrides and error messages are in
-``async_opd.config.load``; checks that need the files it names in ``async_opd.checks.preflight``.
-Imports nothing heavier than pydantic.
+Defaults are the recommended run. ``async_opd.config.load`` loads files and overrides and makes
+error messages; ``async_opd.checks.preflight`` checks the files that a config names. Imports nothing
+heavier than pydantic.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.data import DataConfig as DataConfig
-from async_opd.config.ending import CheckpointConfig as CheckpointConfig
-from async_opd.config.ending import ShutdownConfig as ShutdownConfig
-from async_opd.config.ending import TimeoutConfig as TimeoutConfig
 from async_opd.config.engine import EngineConfig as EngineConfig
 from async_opd.config.loss import ForwardKLConfig as ForwardKLConfig
 from async_opd.config.loss import JSDConfig as JSDConfig
@@ -26,22 +24,22 @@ from async_opd.config.loss import RewardConfig as RewardConfig
 from async_opd.config.loss import SampledConfig as SampledConfig
 from async_opd.config.loss import nucleus_faults
 from async_opd.config.plan import PlanConfig as PlanConfig
-from async_opd.config.section import Section as Section
-from async_opd.config.supervision import SupervisionConfig as SupervisionConfig
+from async_opd.config.reliability import CheckpointConfig, ShutdownConfig, TimeoutConfig
+from async_opd.config.reliability import SupervisionConfig as SupervisionConfig
+from async_opd.config.section import Section
 from async_opd.config.teachers import EndpointHealth as EndpointHealth
 from async_opd.config.teachers import EndpointTeacher as EndpointTeacher
 from async_opd.config.teachers import EngineTeacher as EngineTeacher
 from async_opd.config.teachers import HealthConfig as HealthConfig
 from async_opd.config.teachers import SelfTeacher as SelfTeacher
-from async_opd.config.teachers import TeacherConfig as TeacherConfig
+from async_opd.config.teachers import TeacherConfig
 from async_opd.config.teachers import VllmTeacher as VllmTeacher
-from async_opd.config.train import AsyncConfig as AsyncConfig
-from async_opd.config.train import SyncConfig as SyncConfig
+from async_opd.config.train import AsyncConfig, SyncConfig
 from async_opd.config.train import TrainConfig as TrainConfig
 
 
 class SizesError(ValueError):
-    """Sizes that do not fit each other; ``faults`` are (dotted key, what is wrong, remedy)."""
+    """Sizes that do not fit each other; ``faults`` are (dotted key, fault, remedy)."""
 
     def __init__(self, faults: list[tuple[str, str, str]]) -> None:
         super().__init__("; ".join(f"{key}: {message}" for key, message, _ in faults))
@@ -62,7 +60,7 @@ class StudentConfig(Section):
 
 
 class RolloutConfig(Section):
-    """How the student answers prompts."""
+    """Sampling of the student's responses."""
 
     replicas: int = Field(default=1, ge=1)
     """Independent engines of the student."""
@@ -73,30 +71,30 @@ class RolloutConfig(Section):
     max_tokens: PositiveInt = 1024
     """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
     temperature: float = Field(default=1.0, gt=0, le=2)
-    """Sampling temperature; rollouts' log-probabilities are those of the tempered one."""
+    """Sampling temperature; rollouts' log-probabilities are those of the tempered distribution."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the sampled distribution; 1 keeps it all."""
+    """Nucleus of the sampled distribution; 1 samples from all tokens."""
     top_k: int = Field(default=0, ge=0)
-    """Samples from so many of the most probable tokens; 0: from all."""
+    """Number of the most probable tokens that are sampled from; 0: all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Samples from tokens at least this fraction as probable as the best one; 0: from all."""
     reproducible: bool = False
-    """Draws every rollout by a seed of its own, from ``seed`` and its uid, so that it does not
-    depend on what else is sampled. Slower; what else it takes is in docs/reliability.md."""
+    """Samples every rollout with its own seed, from ``seed`` and its uid, so that it does not
+    depend on other requests. Sampling is slower; docs/reliability.md has the further conditions."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Rollouts in flight on each replica. ``auto`` follows what its engine can hold (requests that
-    wait, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
+    """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
+    requests, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
 
 
 class QueueConfig(Section):
-    """The message queue between the stages. Producers wait where it is full."""
+    """The message queue between the stages. Producers wait while it is full."""
 
     max_samples: PositiveInt = 4096
-    """Most samples of a topic, those leased out included."""
+    """Maximum of samples in a topic, leased ones included."""
     max_mib: PositiveInt = 4096
-    """Most MiB of a topic, those leased out included."""
+    """Maximum size of a topic in MiB, leased samples included."""
     lease_s: float = Field(default=600, gt=0)
     """A stage that does not renew its leases for so long loses their samples to the next one. While
     it lives it renews its leases, however long it works on them."""
@@ -108,7 +106,7 @@ class EvalConfig(Section):
     every: int = Field(default=5, ge=0)
     """Weight versions between two evaluations; 0: only before and after."""
     max_prompts: PositiveInt | None = None
-    """Evaluates on the first so many prompts of each data source; by default on all."""
+    """Number of prompts of each data source, from the first on; by default all."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
     max_tokens: PositiveInt | None = None
@@ -121,47 +119,47 @@ class EvalConfig(Section):
 
 
 class GradingConfig(Section):
-    """Graders run in processes of their own, so that one that hangs can be ended."""
+    """Bounds of graders, which run in separate processes, so that a hanging one can be ended."""
 
     timeout_s: float = Field(default=60, gt=0)
-    """Longest time for one response. Its grader's process is ended then, and the response is a
-    dead letter; in an evaluation it is left out of the mean, and counted."""
+    """Timeout of grading one response. Its grader's process is ended then, and the response is a
+    dead letter; an evaluation counts it, and excludes it from the mean."""
     processes: PositiveInt = 4
-    """Most grader processes of each student replica (for a reward) and of the driver (for
-    evaluation); so many responses are graded at a time. They start as they are needed."""
+    """Maximum of grader processes, and of responses graded at the same time, in each student
+    replica (for a reward) and in the driver (for evaluation). They start when they are needed."""
     memory_gb: float = Field(default=16, gt=0)
-    """Most memory of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: files that
-    are mapped do not count). Whatever asks for more in it fails, and the response is a dead letter.
-    What a grader starts has the same bound of its own."""
+    """Memory bound of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: mapped
+    files do not count). A larger allocation fails, and the response is a dead letter. Each process
+    that a grader starts has the same bound."""
     pass_env: list[str] = Field(default=[])
     """Environment variables that graders get although they hold secrets, such as the key of a
-    judge. They inherit all others whose name or value does not tell of a secret."""
+    judge. Graders inherit all variables that look like no secret by name and value."""
     allow_eval: bool = False
-    """Allows reasoning-gym tasks whose verifiers evaluate what the model wrote as Python (puzzle24,
-    countdown, n_queens and others, see ``grading/verifiers.py``): a response can then run code as
-    the user. Without it ``check`` refuses them where they grade, and such a row is a dead
-    letter."""
+    """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
+    n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.
+    Otherwise ``check`` refuses graded rows of these tasks, and their responses are dead letters."""
 
 
 class GuardrailConfig(Section):
-    """Limits of what responses may turn into while training. See docs/staleness.md."""
+    """Limits for the form of responses while training. See docs/staleness.md."""
 
     mode: Literal["warn", "stop", "off"] = "warn"
-    """A limit that is passed is a message (``warn``), or ends the run with exit code 1."""
+    """An exceeded limit gives a message (``warn``), or ends the run with exit code 1 (``stop``)."""
     max_truncated_share: float = Field(default=0.5, gt=0, le=1)
-    """Most responses of a batch that are cut off at ``rollout.max_tokens``."""
+    """Limit of the share of responses that are cut off at ``rollout.max_tokens``."""
     max_length_drift: float = Field(default=3.0, gt=1)
-    """Longest mean response, as a multiple of that of the first ``baseline_steps`` steps."""
+    """Limit of the mean response length, as a multiple of that of the first ``baseline_steps``
+    steps."""
     max_repetition: float = Field(default=0.5, gt=0, le=1)
-    """Largest share of a response's 8-grams that occurred in it before, as a mean."""
+    """Limit of the mean share of a response's 8-grams that occurred in it before."""
     baseline_steps: PositiveInt = 10
-    """Steps at the start that define the usual length."""
+    """Steps at the start that define the baseline of the length."""
     window: PositiveInt = 10
     """Steps over which the values are smoothed (exponential mean)."""
 
 
 class LogConfig(Section):
-    """Where metrics go, besides ``metrics.jsonl``."""
+    """Destinations of metrics, besides ``metrics.jsonl``."""
 
     console: Literal["auto", "live", "plain", "off"] = "auto"
     """Live display, plain lines, or nothing; ``auto``: live on a terminal."""
@@ -177,7 +175,7 @@ class LogConfig(Section):
 
 
 class ClusterConfig(Section):
-    """Where the pools live."""
+    """The Ray cluster of the run, and the device of its pools."""
 
     address: str | None = None
     """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
@@ -186,14 +184,14 @@ class ClusterConfig(Section):
 
 
 class RunConfig(Section):
-    """Everything of a run."""
+    """All settings of a run."""
 
     name: str = "run"
     """Name of the run: its wandb name and its directory below ``runs/``."""
     seed: int = 0
     """Seed of data order, sampling and training."""
     run_dir: str | None = None
-    """Where results go; by default ``runs/<name>-<time>``."""
+    """Directory of the results; by default ``runs/<name>-<time>``."""
     student: StudentConfig
     teachers: dict[str, TeacherConfig] = Field(min_length=1)
     """Teachers by name."""
@@ -221,7 +219,7 @@ class RunConfig(Section):
     @field_validator("teachers", mode="before")
     @classmethod
     def _teachers_have_a_kind(cls, teachers: Any) -> Any:
-        """One that says none is a model in engines of its own."""
+        """Without a ``kind``, a teacher is one of kind ``vllm``."""
         if not isinstance(teachers, dict):
             return teachers
         return {
@@ -231,56 +229,42 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        """Sizes that would starve or dead-lock the pipeline are refused here."""
-        size, group = self.train.batch_size, self.rollout.n
-        faults = []
-        if size % group:
-            low, high = size // group * group, -(-size // group) * group
-            faults.append(
-                (
-                    "train.batch_size",
-                    f"found {size}, expected a multiple of rollout.n ({group}): groups are whole",
-                    f"for example {low or high} or {high}",
-                )
-            )
-        if self.queue.max_samples < size:
-            faults.append(
-                (
-                    "queue.max_samples",
-                    f"found {self.queue.max_samples}, which cannot hold one batch "
-                    f"(train.batch_size = {size})",
-                    f"at least {size}",
-                )
-            )
-        if self.loss.weight == 0 and self.reward is None:
-            faults.append(
-                ("loss.weight", "found 0 without a reward: nothing is learned", "add a reward")
-            )
-        if self.reward is not None and group < 2:
-            faults.append(
-                (
-                    "rollout.n",
-                    f"found {group}, expected at least 2: an advantage is relative to the group",
-                    "for example 4",
-                )
-            )
-        rollout = self.rollout
-        faults += nucleus_faults(
-            self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
-        )
+        """Refuses sizes that would starve or dead-lock the pipeline."""
+        faults = list(self._size_faults())
         if faults:
             raise SizesError(faults)
         return self
 
+    def _size_faults(self) -> Iterator[tuple[str, str, str]]:
+        size, rollout, group = self.train.batch_size, self.rollout, self.rollout.n
+        if size % group:
+            low, high = size // group * group, -(-size // group) * group
+            yield (
+                "train.batch_size",
+                f"found {size}, expected a multiple of rollout.n ({group}): groups are whole",
+                f"for example {low or high} or {high}",
+            )
+        if (room := self.queue.max_samples) < size:
+            fault = f"found {room}, which cannot hold one batch (train.batch_size = {size})"
+            yield "queue.max_samples", fault, f"at least {size}"
+        if self.loss.weight == 0 and self.reward is None:
+            yield "loss.weight", "found 0 without a reward: nothing is learned", "add a reward"
+        if self.reward is not None and group < 2:
+            fault = f"found {group}, expected at least 2: an advantage is relative to the group"
+            yield "rollout.n", fault, "for example 4"
+        yield from nucleus_faults(
+            self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
+        )
+
     def teacher_of(self, data_source: str) -> str | None:
-        """The name of the teacher responsible for a data source, if there is one."""
+        """The name of the teacher that scores a data source, if there is one."""
         for name, teacher in self.teachers.items():
             if data_source in (teacher.sources if teacher.sources is not None else [name]):
                 return name
         return None
 
     def teacher_model(self, name: str) -> str:
-        """The model of a teacher, by directory, hub id or its name on a server."""
+        """The directory or hub id of a teacher's model, or its name on a server."""
         teacher = self.teachers[name]
         if isinstance(teacher, EndpointTeacher):
             return teacher.served_model
@@ -288,13 +272,13 @@ class RunConfig(Section):
 
     @property
     def prompt_templates(self) -> dict[str, str]:
-        """By teacher, where it sees another prompt than the student."""
+        """The prompt templates of the teachers that have one, by name."""
         teachers = self.teachers.items()
         return {name: t.prompt_template for name, t in teachers if t.prompt_template is not None}
 
     @property
     def versions(self) -> int:
-        """Weight versions the run makes: one per ``sync_steps``, and one for a remainder."""
+        """Number of weight versions of the run: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)
 
     def version_after(self, step: int) -> int:

@@ -1,9 +1,8 @@
-"""Secrets: they come from the environment, and go nowhere else.
+"""Secrets are found in configs and texts by their names and shapes, refused and redacted.
 
-A config names an environment variable (``api_key_env: NAME``). A value that stands in it itself
-is refused before anything else reads the config, and what people read (the console, run.log,
-summary.json, dead letters, error messages) is redacted, because the errors of libraries may quote
-what they were given.
+A config names an environment variable (``api_key_env: NAME``). A secret in the config itself is
+refused before any other check. All output for people (the console, run.log, summary.json, dead
+letters, error messages) is redacted, because errors of libraries may quote their arguments.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 HIDDEN = "<hidden>"
-LEAST_LENGTH = 8
-"""Shorter values of environment variables are left alone: they would be found everywhere."""
+MIN_CHARACTERS = 8
+"""Shorter values of environment variables are not redacted: they occur in ordinary text."""
 
 _HUMP = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _NAME = re.compile(
@@ -25,7 +24,7 @@ _NAME = re.compile(
 )
 _SPECIAL_TOKEN = re.compile(r"(^|_)(bos|eos|unk|sep|pad|cls|mask|image|audio|video)_token$")
 _DIGEST = re.compile(r"(^|[_.-])(revision|commit|sha|hash|digest|checksum|fingerprint)$")
-"""Names of what looks like a key of wandb, and is none."""
+"""Names of hexadecimal values that look like a key of wandb but are none."""
 _HEX = r"(?<![\w/@.-])[0-9a-f]{40}(?![\w/.-])"  # wandb's; in paths it is a commit
 _SHAPES = (
     r"\bsk-[\w-]{16,}",  # OpenAI, Anthropic and those who follow them
@@ -63,14 +62,14 @@ def names_secret(name: str) -> bool:
 
 
 def looks_secret(value: str) -> bool:
-    """Whether a key of a well-known kind, or of a URL's query, is in the value."""
+    """Whether the value contains a key of a well-known kind, or one in a URL's query."""
     return bool(_VALUE.search(value)) or any(
         names_secret(name) and found != HIDDEN for name, found in _QUERY.findall(value)
     )
 
 
 def looks_like_a_variable(name: str) -> bool:
-    """Whether the name can be shown: words in capitals, and not a key given in its place."""
+    """Whether the name can be shown: it consists of words in capitals, and is no key itself."""
     words = name.split("_")
     shape = all(re.fullmatch(r"[A-Z][A-Z0-9]{0,15}|[0-9]{1,4}", word) for word in words)
     return shape and not looks_secret(name)
@@ -79,7 +78,7 @@ def looks_like_a_variable(name: str) -> bool:
 def without_secret_variables(
     environ: Mapping[str, str], hidden: Iterable[str] = (), given: Iterable[str] = ()
 ) -> dict[str, str]:
-    """The variables that hold no secret by name or shape and are not hidden, and those given."""
+    """The variables in ``given``, and all others that are neither secret nor in ``hidden``."""
     hidden, given = set(hidden), set(given)
     return {
         name: value
@@ -89,9 +88,9 @@ def without_secret_variables(
 
 
 def take_out(tree: Any, key: str = "") -> Iterator[str]:
-    """Dotted keys of secrets in a tree of YAML values, each replaced there by ``<hidden>``.
+    """Yields dotted keys of secrets in a tree of YAML values; puts ``<hidden>`` in their place.
 
-    Replaced, so that no later message about the same value can show it.
+    No later message about the same value can show the secret then.
     """
     if not isinstance(tree, dict | list):
         return
@@ -118,7 +117,7 @@ def _is_secret(name: str, value: Any) -> bool:
 
 
 def without_secrets(value: Any, key: str = "") -> Any:
-    """A copy in which the values of keys such as ``hf_token`` or ``api_key`` are hidden."""
+    """A copy with ``<hidden>`` in place of the values of keys as ``hf_token`` or ``api_key``."""
     if isinstance(value, Mapping):
         return {name: without_secrets(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list):
@@ -127,20 +126,20 @@ def without_secrets(value: Any, key: str = "") -> Any:
 
 
 class Redactor:
-    """Replaces secrets in text: the values of environment variables, and what looks like a key.
+    """Replaces secrets in text: values of secret environment variables, and texts like keys.
 
-    Variables count whose names say so, and those that a config names under ``*_env``.
+    A variable is secret by its name, or because a config names it under ``*_env``.
     """
 
     def __init__(self, config: Any = None) -> None:
         self._names = set(named_variables(config))
 
     def __call__(self, text: str) -> str:
-        """The text without secrets. The environment is read now: it may have changed."""
+        """The text without secrets. The environment is read at each call: it may have changed."""
         values = {
             value
             for name, value in os.environ.items()
-            if len(value) >= LEAST_LENGTH and (name in self._names or names_secret(name))
+            if len(value) >= MIN_CHARACTERS and (name in self._names or names_secret(name))
         }
         for value in sorted(values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
@@ -153,7 +152,7 @@ def _query_hidden(match: re.Match[str]) -> str:
 
 
 def named_variables(config: Any) -> Iterator[str]:
-    """The names of variables, which stand under ``*_env`` in a tree."""
+    """Yields the names of environment variables under ``*_env`` keys of a tree."""
     if isinstance(config, Mapping):
         for name, value in config.items():
             if str(name).endswith("_env") and isinstance(value, str):

@@ -1,4 +1,4 @@
-"""What every part of the config has in common."""
+"""The base class of all sections of the config."""
 
 from __future__ import annotations
 

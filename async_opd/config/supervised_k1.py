@@ -1,4 +1,4 @@
-"""Refuses a supervised k1 under every name it goes by.
+"""A supervised k1 is found, and refused, under all of its names.
 
 k1 = log q(x) - log p(x) for a token x sampled from the student q. Differentiating it as a loss
 gives ∇ log q(x): the teacher p does not appear, and the mean of that over x ~ q is zero. Only as
@@ -27,7 +27,7 @@ REMEDY = "write loss: {kind: k1, gradient: policy_gradient}, or use reverse_kl, 
 
 
 def supervised_k1(loss: Any) -> str | None:
-    """The key below ``loss`` that asks for a supervised k1 ('' for ``loss`` itself), or None."""
+    """The key below ``loss`` that asks for a supervised k1; '' for ``loss`` itself; or None."""
     if isinstance(loss, str):
         return "" if _is_alias(loss) and loss != "k1" else None
     if not isinstance(loss, dict):
@@ -35,9 +35,9 @@ def supervised_k1(loss: Any) -> str | None:
     key = next((key for key in KIND_KEYS if isinstance(loss.get(key), str)), None)
     if key is None or not _is_alias(loss[key]):
         return None
-    against = next((name for name in ("gradient", *FLAGS) if _asks(loss, name) is False), None)
-    if against is not None:
-        return against
+    refused = next((name for name in ("gradient", *FLAGS) if _asks(loss, name) is False), None)
+    if refused is not None:
+        return refused
     if _words(loss[key]) & SUPERVISED:
         return key
     if loss[key].lower() == "k1" or any(_asks(loss, name) for name in ("gradient", *FLAGS)):
@@ -53,14 +53,14 @@ def without_request(loss: Any) -> dict[str, Any]:
 
 
 def _asks(loss: dict[Any, Any], name: str) -> bool | None:
-    """Whether this key asks for a policy gradient; None if it says nothing."""
+    """Whether this key asks for a policy gradient; None if it is missing or misspelled."""
     value = loss.get(name)
     if value is None:
         return None
     if name == "gradient":
         text = str(value)
         if difflib.get_close_matches(text, [POLICY_GRADIENT], cutoff=0.8):
-            return True if text == POLICY_GRADIENT else None  # a misspelling: pydantic tells
+            return True if text == POLICY_GRADIENT else None  # pydantic reports the misspelling
         return False
     off = value is False or str(value).lower() in ("0", "false", "no", "off", "none")
     return off is not FLAGS[name]

@@ -1,4 +1,4 @@
-"""The ``teachers`` section: kinds of teacher, and when one of their replicas counts as broken."""
+"""The ``teachers`` section: kinds of teacher, and bounds of calls to their replicas."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ from async_opd.config.section import Section
 
 
 class CallHealth(Section):
-    """How long calls may take, and how often they are tried."""
+    """Timeouts and tries of calls to a teacher."""
 
     timeout_s: float = Field(default=60, gt=0)
-    """A call may take so long, plus the time of the tokens outstanding on its replica."""
+    """Timeout of a call, to which the time of the tokens outstanding on its replica is added."""
     min_tokens_per_s: float = Field(default=200, gt=0)
-    """The slowest speed at which a replica's outstanding tokens are waited for."""
+    """Lowest assumed speed of a replica, which gives the time of its outstanding tokens."""
     min_response_tokens_per_s: float = Field(default=5, gt=0)
-    """The slowest speed at which one response of the teacher itself grows (``eval.teachers``): it
-    is waited for at least as long as its ``max_tokens`` take then."""
+    """Lowest assumed speed of one response of the teacher itself (``eval.teachers``), which gives
+    the timeout of its ``max_tokens``."""
     tries: int = Field(default=4, ge=2)
     """Calls with a rollout before it is dead-lettered: half of them with its whole batch, the
     others alone."""
 
     def response_s(self, tokens: int) -> float:
-        """Seconds that one response of so many tokens may take: they come one after the other."""
+        """Timeout in seconds of one response of ``tokens``, which are generated one by one."""
         return self.timeout_s + tokens / self.min_response_tokens_per_s
 
 
 class HealthConfig(CallHealth):
-    """When a teacher's replica counts as broken, and what is done about it."""
+    """Bounds after which a teacher's replica counts as broken."""
 
     probes: PositiveInt = 5
-    """A replica that failed has to score a rollout that was scored before, in at most so many tries
-    (``supervision.delay_s`` says when); otherwise it is rebuilt, and a dead one is at once."""
+    """Probes of a replica that failed, at the times of ``supervision.delay_s``: it must score a
+    rollout that was scored before. After the last one it is rebuilt; a dead replica at once."""
 
 
 class EndpointHealth(CallHealth):
-    """When a server counts as away. Nobody here can restart it."""
+    """Bounds after which a server counts as gone. The run cannot restart a server."""
 
     patience_s: float = Field(default=600, gt=0)
-    """A server that fails is probed for so long, at most 30 s apart; then it is given up. Without
-    any left, the run fails."""
+    """A server that fails is probed for this time, at most 30 s apart, and then removed. Without
+    any server left the run fails."""
 
 
 class Teacher(Section):
-    """What every kind of teacher has."""
+    """Settings of every kind of teacher."""
 
     sources: list[str] | None = None
-    """Values of ``data.route_by`` this teacher is responsible for; by default its own name."""
+    """Values of ``data.route_by`` whose rows this teacher scores; by default its own name."""
     weight: float = Field(default=1.0, gt=0)
     """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
     weighted mean, so that only ratios between teachers matter."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
-    """Its scores are those of softmax(logits / temperature): above 1 softer, so that what it finds
-    unlikely counts for more; below 1 sharper. Its own answers (``eval.teachers``) do not use it."""
+    """The teacher's scores are those of softmax(logits / temperature): above 1 unlikely tokens get
+    more weight, below 1 less. Its own answers (``eval.teachers``) do not use it."""
     max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
     """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
-    code 1. Counted of at least 1000: by default the first ten are always allowed."""
+    code 1. It is taken of at least 1000 rollouts: by default the first ten are always allowed."""
     prompt_template: str | None = Field(default=None, min_length=1)
-    """What this teacher sees instead of the student's prompt: a text with fields of the data row in
-    braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is taken as it is, so that
+    """The teacher's prompt, if it differs from the student's: a text with fields of the data row in
+    braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is used unchanged, so that
     it may hold chat messages. Scores still cover the student's response."""
 
     @field_validator("prompt_template")
@@ -82,17 +82,17 @@ class Teacher(Section):
 
     @property
     def host(self) -> Literal["rollout", "train"] | None:
-        """The pool whose GPUs it shares, if any."""
+        """The pool whose GPUs the teacher shares, if any."""
         return None
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """The most rollouts in one call to a replica."""
+        """Maximum number of rollouts in one call to a replica."""
 
 
 class EngineTeacher(Teacher):
-    """A teacher in vLLM engines of the run's own."""
+    """A teacher in the run's own vLLM engines."""
 
     replicas: int = Field(default=1, ge=1)
     """Independent engines of this teacher."""
@@ -102,9 +102,9 @@ class EngineTeacher(Teacher):
     """Settings of each engine."""
     health: HealthConfig = HealthConfig()
     placement: Literal["dedicated", "colocated"] = "dedicated"
-    """On GPUs of its own; or on those of another pool, with which it takes turns: it sleeps, wakes
-    when a batch's worth of rollouts waits for teachers or the pool has nothing to do, scores all
-    of them, and sleeps again."""
+    """``dedicated``: on GPUs of its own. ``colocated``: on the GPUs of another pool, alternating
+    with it: the teacher sleeps, wakes when a batch of rollouts waits for teachers or the pool is
+    idle, scores all waiting rollouts, and sleeps again."""
     with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")
     """The pool whose GPUs a colocated teacher shares, one replica on those of each engine."""
 
@@ -114,11 +114,11 @@ class EngineTeacher(Teacher):
 
     @property
     def host(self) -> Literal["rollout", "train"] | None:
-        """The pool it takes turns with, if it is colocated."""
+        """The pool whose GPUs it shares, if it is colocated."""
         return self.with_ if self.placement == "colocated" else None
 
     @model_validator(mode="after")
-    def _colocated_with_somebody(self) -> Self:
+    def _colocated_has_a_pool(self) -> Self:
         if (self.placement == "colocated") != (self.with_ is not None):
             raise ValueError("'placement: colocated' and 'with: rollout' or 'with: train' together")
         return self
@@ -129,7 +129,7 @@ class EngineTeacher(Teacher):
 
 
 class VllmTeacher(EngineTeacher):
-    """A model in vLLM engines of the run's own."""
+    """A model in the run's own vLLM engines."""
 
     kind: Literal["vllm"] = "vllm"
     model: str = Field(min_length=1)
@@ -143,51 +143,50 @@ class VllmTeacher(EngineTeacher):
 
 
 class SelfTeacher(EngineTeacher):
-    """The student itself, as it was at the start or some weight versions ago."""
+    """The student itself, with its initial weights or those of an earlier weight version."""
 
     kind: Literal["self"]
     refresh_every: int = Field(default=0, ge=0)
-    """Weight versions after which it takes the student's newest weights, by way of a copy in the
-    run directory; 0: it keeps the initial ones."""
+    """Weight versions after which the teacher takes the student's newest weights, through a copy in
+    the run directory; 0: it keeps the initial ones."""
 
 
 class EndpointTeacher(Teacher):
-    """A model on servers that somebody else runs."""
+    """A model on external servers."""
 
     kind: Literal["endpoint"]
     urls: list[str] = Field(min_length=1)
-    """Servers of the same model, as ``http://host:port``; balanced like replicas."""
+    """Servers of the same model, as ``http://host:port``, with the load balanced over them."""
     api: Literal["vllm", "sglang"] = "vllm"
     """``vllm``: an OpenAI-compatible vLLM server (``/v1/completions``); ``sglang``: an SGLang
     server (``/generate``)."""
     served_model: str = Field(min_length=1)
-    """The model's name on the servers; checked before anything starts."""
+    """The model's name on the servers; checked before any engine starts."""
     model: str | None = Field(default=None, min_length=1)
-    """Directory or hub id of the same model, if it is to be had: its tokenizer, vocabulary and
-    length are compared with the student's. By default only the servers are asked."""
+    """Directory or hub id of the same model, whose tokenizer, vocabulary and length are compared
+    with the student's. By default only the servers' answers are."""
     revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
     """Commit, tag or branch of a hub id; by default the newest."""
     api_key_env: str | None = None
     """Environment variable with the servers' key, sent as a bearer token. The key itself is in no
-    file and no log. Every process that asks the servers reads it from its own environment: in a
-    cluster that is joined, that of the node."""
+    file and no log. Every process that calls the servers reads it from its own environment: in a
+    joined cluster from that of its node."""
     allow_http_key: bool = False
-    """Sends the key to ``http://`` servers of other machines, readable on the way. Otherwise that
-    is refused."""
+    """Allows sending the key to ``http://`` servers of other machines, unencrypted."""
     concurrency: PositiveInt = 32
     """Requests in flight at each server."""
     health: EndpointHealth = EndpointHealth()
 
     @field_validator("temperature")
     @classmethod
-    def _is_what_servers_score_at(cls, temperature: float) -> float:
+    def _servers_score_at_one(cls, temperature: float) -> float:
         if temperature != 1:
-            raise ValueError("1, at which servers score; engines of the run's own (kind: vllm) can")
+            raise ValueError("1, at which servers score; another one needs kind: vllm")
         return temperature
 
     @property
     def replicas(self) -> int:
-        """Servers."""
+        """Number of servers."""
         return len(self.urls)
 
     @property
@@ -209,37 +208,37 @@ class EndpointTeacher(Teacher):
     @classmethod
     def _are_servers(cls, urls: list[str]) -> list[str]:
         """Without trailing slashes, and without ``/v1``, which users copy along."""
-        found = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        for url in found:
+        servers = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        for url in servers:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname:
                 raise ValueError(f"http://host:port, not {url!r}")
             if "@" in parts.netloc or parts.query or parts.fragment:
                 raise ValueError("URLs without credentials or ?…: the key belongs in api_key_env")
-        if len(set(found)) < len(found):
+        if len(set(servers)) < len(servers):
             raise ValueError("each server once")
-        return found
+        return servers
 
     @model_validator(mode="after")
     def _keys_travel_encrypted(self) -> Self:
         plain = [url for url in self.urls if not _is_private(url)]
         if plain and self.api_key_env and not self.allow_http_key:
             raise ValueError(
-                f"https for {plain[0]}, which gets a key, or 'allow_http_key: true' where the way "
-                "there is private"
+                f"https for {plain[0]}, which gets a key, or 'allow_http_key: true' if the network "
+                "between is private"
             )
         return self
 
 
 def _is_private(url: str) -> bool:
-    """Whether nobody on the way can read what is sent there."""
+    """Whether requests to the server are encrypted or stay on this machine."""
     parts = urlsplit(url)
     host = parts.hostname or ""
     try:
-        here = ip_address(host).is_loopback
+        local = ip_address(host).is_loopback
     except ValueError:
-        here = host == "localhost"
-    return here or parts.scheme == "https"
+        local = host == "localhost"
+    return local or parts.scheme == "https"
 
 
 TeacherConfig = Annotated[VllmTeacher | EndpointTeacher | SelfTeacher, Field(discriminator="kind")]

@@ -1,4 +1,4 @@
-"""The ``train``, ``async`` and ``sync`` sections: steps, how far the stages run apart, weights."""
+"""The ``train``, ``async`` and ``sync`` sections: the optimizer, staleness, and weight syncs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ else:
 
 
 class TrainConfig(Section):
-    """The optimizer and how batches meet the hardware."""
+    """The optimizer, and the distribution of batches over the hardware."""
 
     steps: PositiveInt = 200
     """Optimizer steps."""
@@ -25,9 +25,9 @@ class TrainConfig(Section):
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "cosine"] = "cosine"
-    """After the warm-up: stay at ``lr``, or fall to ``min_lr_ratio`` of it along a cosine."""
+    """The learning rate after the warm-up: ``lr``, or a cosine from it to ``min_lr_ratio``."""
     min_lr_ratio: float = Field(default=0.1, ge=0, le=1)
-    """Where the cosine ends, as a share of ``lr``."""
+    """Last value of the cosine, as a share of ``lr``."""
     warmup_steps: int = Field(default=10, ge=0)
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: float = Field(default=0.0, ge=0)
@@ -37,54 +37,55 @@ class TrainConfig(Section):
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A step whose loss or gradient is not finite: ends the run with exit code 1, or is left out.
-    Then no weight changes, and its samples are dead letters."""
+    """A step with a loss or gradient that is not finite ends the run with exit code 1 (``stop``),
+    or changes no weight, and its samples are dead letters (``skip``)."""
     max_skipped: PositiveInt = 3
-    """Steps left out in a row; one more ends the run."""
+    """Maximum of consecutive skipped steps; one more ends the run."""
     tokens_per_micro_batch: PositiveInt = 16384
-    """Most prompt plus response tokens in one forward pass; samples are packed without padding."""
+    """Maximum of prompt plus response tokens in one forward pass; samples are packed without
+    padding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
     ranks: PositiveInt = 1
-    """Processes that train in lock-step, each on a GPU of its own. Student, gradients and optimizer
-    are sharded over them (FSDP2)."""
+    """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
+    sharded over them (FSDP2)."""
     threads: PositiveInt = 1
-    """CPU threads of each rank, where it trains on a CPU."""
+    """CPU threads of each rank that trains on a CPU."""
 
 
 class AsyncConfig(Section):
-    """How far the stages may run apart: admitted ≤ (version + 1 + s) · K · batch."""
+    """Bounds of staleness: admitted ≤ (version + 1 + s) · K · batch."""
 
     staleness_threshold: float = Field(default=0.5, ge=0)
-    """s: share of a weight version's samples that may start before its weights are there. 0 with
-    ``sync_steps`` 1 is exactly on-policy."""
+    """s: share of a weight version's samples that may start before the engines have its weights. 0
+    with ``sync_steps`` 1 is exactly on-policy."""
     sync_steps: PositiveInt = 4
     """K: optimizer steps between two weight syncs."""
     on_sync: Literal["keep", "recompute", "finish"] = "keep"
-    """Rollouts in flight at a sync: frozen and continued on their KV cache (``keep``), continued
+    """Rollouts in flight at a sync are frozen and continued on their KV cache (``keep``), continued
     after a new prefill (``recompute``), or finished on the old weights first (``finish``)."""
     max_version_lag: int | None = Field(default=None, ge=0)
-    """Hard bound of a sample's staleness, counted from its oldest token, where it is trained. By
-    default none: admission bounds how many samples are stale, not how stale one may be."""
+    """Hard bound of a sample's staleness when it is trained, counted from its oldest token. By
+    default none: admission bounds the number of stale samples, not the staleness of one."""
     on_stale: Literal["requeue", "train"] = "requeue"
-    """A sample beyond ``max_version_lag``: its prompt runs again, or it is trained and counted."""
+    """A sample beyond ``max_version_lag`` is sampled again, or trained and counted."""
 
 
 class SyncConfig(Section):
-    """How weights travel from the trainer to the rollout engines."""
+    """Weight syncs from the trainer to the rollout engines."""
 
     backend: Backend = "auto"
     """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs."""
     chunk_mib: PositiveInt = 256
-    """Weights are packed into messages of this size."""
+    """Size of the messages that weights are packed into, in MiB."""
     rolling: bool = False
     """Updates the rollout replicas one after the other, so that generation never stops altogether;
-    takes longer in all, and for a moment replicas have different versions."""
+    a sync takes longer, and meanwhile replicas have different versions."""
     timeout_s: float = Field(default=120, gt=0)
     """Bound of the rendezvous and of each part of a sync. The pause of ``on_sync: finish`` lasts as
     long as the longest response: for it, this is the longest time without a token."""
     tries: PositiveInt = 3
-    """Times that a sync is made which fails although no replica is to blame; then the run ends. A
-    replica that is to blame is rebuilt, and the others' sync is made again."""
+    """Tries of a sync that fails without a failed replica; after the last one the run ends. A
+    failed replica is rebuilt, and the sync is repeated with the others."""

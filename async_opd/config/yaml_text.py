@@ -1,7 +1,7 @@
-"""YAML as configs need it: ``1e-5`` is a number, a key is there once, errors know their line.
+"""YAML for configs: ``1e-5`` is a number, duplicate keys are refused, errors have a line.
 
-Of what YAML 1.1 makes of plain words, ``12:30:00`` is no number of base 60 here, ``2026-01-01`` no
-date and ``010`` no eight: they are strings, like any other word.
+Some plain words that YAML 1.1 converts stay strings here: ``12:30:00`` is no number of base 60,
+``2026-01-01`` no date and ``010`` no eight.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from async_opd.core.nesting import MAX_DEPTH
 FLOAT_WITHOUT_DOT = re.compile(r"^[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$")
 MERGE = "tag:yaml.org,2002:merge"
 MAX_VALUES = 100_000
-"""Values of a document with every alias written out: a few lines of aliases of aliases are
-billions of them."""
+"""Bound of a document's values with every alias expanded: a few lines of nested aliases can expand
+to billions."""
 SHOWN = 80
-"""Letters of a value in an error."""
+"""Characters of a value that an error shows."""
 CONSTRUCTOR_ERRORS = (ValueError, TypeError, AttributeError, LookupError, OverflowError)
-"""What PyYAML's own constructors raise for values that do not fit an explicit tag."""
+"""Errors of PyYAML's own constructors for values that do not fit an explicit tag."""
 
 
 class YamlError(Exception):
-    """No valid YAML. ``faults`` are (1-based line, dotted key or '', what is wrong)."""
+    """No valid YAML. ``faults`` are (1-based line, dotted key or '', fault)."""
 
     def __init__(self, faults: list[tuple[int, str, str]]) -> None:
         super().__init__(faults)
@@ -53,7 +53,7 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _number(loader: _Loader, node: yaml.ScalarNode) -> Any:
-    """Without base 60, which takes time by the square of its length."""
+    """A number; base 60 is refused, whose conversion takes time quadratic in the length."""
     if ":" in node.value or len(node.value) > MAX_NUMBER_DIGITS:
         raise ValueError(node.value)
     if node.tag.endswith("int"):
@@ -71,7 +71,7 @@ WORDS = {
         re.compile(r"^[-+]?(?:[0-9][0-9_]{0,99}\.[0-9_]{0,99}|\.[0-9][0-9_]{0,99})$"),
     ),
 }
-"""Plain words that are numbers, by their first letter; infinities and NaN beside them."""
+"""Plain words that are numbers: their first letters and their form; ``_NUMBERS`` has the rest."""
 MAX_NUMBER_DIGITS = 102
 _NUMBERS = re.compile(r"^(?:[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN))$")
 _LEFT = (*(f"tag:yaml.org,2002:{kind}" for kind in ("null", "bool", "value")), MERGE)
@@ -120,18 +120,18 @@ def load_yaml(text: str) -> Any:
 def dump_yaml(value: Any) -> str:
     """A document that ``load_yaml`` reads back to an equal value (tuples as lists).
 
-    ASCII only: PyYAML would write some line breaks of Unicode as they are, and fold them.
+    It is ASCII: PyYAML would write some Unicode line breaks unescaped, and fold them on reading.
     """
     text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
     return text
 
 
 def _excess(root: yaml.Node) -> Iterator[tuple[int, str, str]]:
-    """A document that is too large or too deep with its aliases written out; it has no cycles."""
+    """Faults of a document without cycles that is too large or too deep with aliases expanded."""
     known: dict[int, tuple[int, int]] = {}
 
     def measure(node: yaml.Node) -> tuple[int, int]:
-        """Values in the node, itself included, and how deep they go."""
+        """Number of values in the node, itself included, and their depth."""
         if isinstance(node, yaml.ScalarNode):
             return 1, 1
         if id(node) not in known:
@@ -145,13 +145,13 @@ def _excess(root: yaml.Node) -> Iterator[tuple[int, str, str]]:
     if depth > MAX_DEPTH:
         yield 1, "", f"nested too deeply: {depth} values inside of each other"
     if values > MAX_VALUES:
-        yield 1, "", f"too large: more than {MAX_VALUES:,} values with its aliases written out"
+        yield 1, "", f"too large: more than {MAX_VALUES:,} values with its aliases expanded"
 
 
 def _faults(
     node: yaml.Node, key: str, above: tuple[yaml.Node, ...], seen: set[int]
 ) -> Iterator[tuple[int, str, str]]:
-    """Keys that are there twice, and values that contain themselves."""
+    """Faults of duplicate keys, and of values that contain themselves."""
     if node in above:
         yield node.start_mark.line + 1, key, "the value contains itself"
         return

@@ -1,0 +1,69 @@
+"""The ``checkpoint``, ``shutdown``, ``timeouts`` and ``supervision`` sections: a run's failures."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from async_opd.config.section import Section
+
+
+class CheckpointConfig(Section):
+    """Checkpoints, from which ``--resume`` continues a run. See docs/reliability.md."""
+
+    every: int = Field(default=10, ge=0)
+    """Weight versions between two checkpoints; 0: only when a run ends or is interrupted. Training
+    goes on while a checkpoint is written; one that is due before it is written is skipped."""
+    keep: PositiveInt = 2
+    """Number of the newest checkpoints that are kept."""
+    on_exit: bool = True
+    """Takes a checkpoint also when a signal or an error ends the run, if the trainer answers."""
+    timeout_s: float = Field(default=1800, gt=0)
+    """Timeout of writing one, also when an error ends the run (after a signal:
+    ``shutdown.grace_s``). A checkpoint that fails is counted and reported; the run goes on."""
+
+
+class ShutdownConfig(Section):
+    """The end of a run on SIGINT and SIGTERM: exit code 130, after a checkpoint and the model."""
+
+    grace_s: float = Field(default=60, gt=0)
+    """Seconds from the signal to the exit, less than the platform grants. Unwritten files are
+    abandoned then; a second SIGINT ends the run at once."""
+
+
+class TimeoutConfig(Section):
+    """Bounds of all waits for anything but work, in seconds."""
+
+    engine_start_s: float = Field(default=600, gt=0)
+    """Start of all engines and the trainer."""
+    stall_s: float = Field(default=1800, gt=0)
+    """Time without a generated, scored or trained token, after which the run is stopped as stalled.
+    Tokens beyond the most that a step can need (of ``rollout.max_tokens`` each) do not count."""
+    request_s: float = Field(default=600, gt=0)
+    """One call to a replica or stage. Before a GPU host of colocated teachers goes to sleep it
+    finishes its responses, or its step, for any time: this then bounds the time without a token."""
+    collective_s: float = Field(default=600, gt=0)
+    """One collective of the trainer's ranks: the longest wait of one rank for the others."""
+    shutdown_s: float = Field(default=30, gt=0)
+    """Clean shutdown, after which remaining processes are killed."""
+
+
+class SupervisionConfig(Section):
+    """Restarts of replicas, stages and ranks that die or hang. See docs/reliability.md."""
+
+    max_restarts: int = Field(default=5, ge=0)
+    """Restarts of one replica or stage that are not forgotten; the next failure is final."""
+    window_s: float = Field(default=600, gt=0)
+    """A restart longer ago than this is forgotten once the run has made progress since: for the
+    trainer, the queue and the scoring stage a step that had not been trained before, for a
+    student's replica a step during which it finished rollouts, for a teacher's a successful
+    call."""
+    delay_s: float = Field(default=1, gt=0)
+    """Seconds before a restart: 0 before the first that is not forgotten, this before the second,
+    then 3, 7, 15 … times as many. Probes of a teacher's replica that failed come after the same
+    times, at most 30 s apart."""
+    heartbeat_s: float = Field(default=10, gt=0)
+    """Seconds between two heartbeats of a student's replica, the queue, the scoring stage or a
+    rank. A teacher's replica has none: its calls and reports show failures."""
+    timeout_s: float = Field(default=60, gt=0)
+    """A member whose heartbeat has no answer within this time counts as dead, is ended and
+    restarted."""
