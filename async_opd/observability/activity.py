@@ -1,4 +1,4 @@
-"""When a pool was busy: the source of busy shares, of the overlap metric and of the trace."""
+"""The busy intervals of a pool, from which come busy shares, overlap metric and trace."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from async_opd.core.stages import Interval
 
 
 class Activity:
-    """Records the intervals in which at least one piece of work was under way.
+    """Records the intervals in which at least one block of ``busy`` was open.
 
     Times are seconds since the epoch, so that intervals of several processes can be compared.
     """
@@ -24,7 +24,7 @@ class Activity:
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """The pool works inside of this block; blocks may overlap."""
+        """Records the block as work of the pool; blocks may overlap."""
         if self.depth == 0:
             self._since = self.clock()
         self.depth += 1
@@ -36,7 +36,7 @@ class Activity:
                 self._intervals.append(Interval(self._what, self._since, self.clock()))
 
     def drain(self) -> tuple[Interval, ...]:
-        """The intervals since the last call, one still open cut off now."""
+        """The intervals since the last call; one that is still open is cut now."""
         if self.depth:
             now = self.clock()
             self._intervals.append(Interval(self._what, self._since, now))

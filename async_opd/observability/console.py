@@ -1,8 +1,8 @@
 """The run on a terminal (a live display) or in a log file (plain lines), and its end screen.
 
-Both are sinks: RunLog reports it when the terminal is gone. Neither waits for a terminal that is
-stopped, or for the reader of a pipe (``async_opd.processes.output``). ``rich`` is imported when
-needed.
+Both are sinks: RunLog reports their errors, of a closed terminal for example. Neither waits for a
+stopped terminal or for the reader of a pipe (``async_opd.processes.output``). ``rich`` is imported
+when needed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, TextIO
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
 from async_opd.core.printable import escaped
-from async_opd.core.stages import Interval
 from async_opd.observability.console_state import Dashboard, accuracies
-from async_opd.observability.sinks import Summary
+from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.output import NonBlockingStream, nonblocking
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def open_console(
     return PlainConsole(dashboard, stream, clock)
 
 
-class LiveConsole:
+class LiveConsole(Sink):
     """A display that refreshes 4 times a second in a thread, whether steps arrive or not."""
 
     name = "console"
@@ -58,7 +57,7 @@ class LiveConsole:
         self._failure: Exception | None = None
 
     def start(self) -> None:
-        """Shows the display; what else prints to stdout scrolls above it."""
+        """Shows the display; other output to stdout scrolls above it."""
         from rich.live import Live
 
         self._terminal = terminal_on(self._file)
@@ -68,20 +67,14 @@ class LiveConsole:
         self._ticker.start()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows new values. Raises AsyncOPDError if the display broke since."""
+        """Shows new values. AsyncOPDError if the display's thread has failed."""
         self.dashboard.post(step, metrics)
         if self._failure is not None:
             raise AsyncOPDError(f"the live display stopped: {self._failure}") from self._failure
 
-    def rewind(self) -> None:
-        """Nothing: a message tells it."""
-
     def waits(self, waits: Mapping[str, str]) -> None:
         """Shows what pools wait for."""
         self.dashboard.post_waits(waits)
-
-    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
-        """Nothing: intervals are the trace's."""
 
     def message(self, text: str) -> None:
         """Shows the text among the last messages."""
@@ -112,7 +105,7 @@ class LiveConsole:
     def _tick(self) -> None:
         while not self._stopped.wait(REFRESH_S):
             if isinstance(self._file, NonBlockingStream) and self._file.waiting:
-                continue  # the picture before is not yet shown
+                continue  # the terminal has not taken the previous frame yet
             try:
                 self._live.refresh()
             except Exception as error:
@@ -120,8 +113,8 @@ class LiveConsole:
                 return
 
 
-class PlainConsole:
-    """Lines without colours: messages, and a step every 2 s at most (the first, the last too)."""
+class PlainConsole(Sink):
+    """Plain lines: messages, and at most one step every 2 s, the first and last always."""
 
     name = "console"
 
@@ -137,9 +130,6 @@ class PlainConsole:
         self._printed_step = 0
         self._printed_at: float | None = None
 
-    def start(self) -> None:
-        """Nothing to open."""
-
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step if it is new and a line is due."""
         self.dashboard.post(step, metrics)
@@ -147,16 +137,6 @@ class PlainConsole:
         due = self._printed_at is None or now - self._printed_at >= PLAIN_INTERVAL_S
         if self.dashboard.step > self._printed_step and (due or step >= self.dashboard.steps):
             self._print_step(now)
-
-    def rewind(self) -> None:
-        """Nothing: a message tells it."""
-
-    def waits(self, waits: Mapping[str, str]) -> None:
-        """Keeps what pools wait for; a line has no room for it."""
-        self.dashboard.post_waits(waits)
-
-    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
-        """Nothing: intervals are the trace's."""
 
     def message(self, text: str) -> None:
         """Prints the text."""
@@ -190,16 +170,16 @@ class PlainConsole:
 
 
 def _finish(file: TextIO | None) -> str | None:
-    """What is missing on the terminal, if something is."""
+    """A message if lines are missing on the terminal."""
     if not isinstance(file, NonBlockingStream) or file.finish():
         return None
     return f"the console is not complete: {file.dropped} lines were dropped, the reader was behind"
 
 
 def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
-    """A rich console that takes text as it is, and raises where rich would end the process.
+    """A rich console that escapes control characters, and raises where rich would end the process.
 
-    Text is no markup, and what commands a terminal is escaped.
+    Text is not parsed as markup.
     """
     from rich.console import Console
 
@@ -207,28 +187,21 @@ def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
         """rich exits the process when the reader of a pipe is gone; the run must go on."""
 
         def render_str(self, text: str, **options: Any) -> Text:
-            """A cell or a line: escaped, whoever wrote it."""
+            """Escapes a cell or a line."""
             return super().render_str(escaped(text), **options)
 
         def on_broken_pipe(self) -> None:
-            """Lets the BrokenPipeError through: rich calls this while it handles it."""
+            """Raises the BrokenPipeError that rich is handling when it calls this."""
             raise
 
+    options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
     if plain:
-        return Terminal(
-            file=file,
-            force_terminal=False,
-            color_system=None,
-            width=PLAIN_WIDTH,
-            markup=False,
-            emoji=False,
-            highlight=False,
-        )
-    return Terminal(file=file, markup=False, emoji=False, highlight=False)
+        options |= {"force_terminal": False, "color_system": None, "width": PLAIN_WIDTH}
+    return Terminal(file=file, **options)
 
 
 def print_end(terminal: Console, summary: Summary) -> None:
-    """Accuracy before, after and of the teachers; then where the results are and how it ended."""
+    """Prints accuracies before, after and of the teachers, the run directory, and the status."""
     from rich.table import Table
 
     before, after, teacher = (
@@ -243,7 +216,7 @@ def print_end(terminal: Console, summary: Summary) -> None:
             table.add_row(source, *(_share(of.get(source), 1) for of in (before, after, teacher)))
         terminal.print(table)
     terminal.print(f"results   {summary.run_dir}", soft_wrap=True)
-    steps = f"{summary.steps} steps in {_duration(summary.seconds)}"
+    steps = f"{summary.steps} steps in {duration(summary.seconds)}"
     style = "bold green" if summary.status == "completed" else "bold red"
     terminal.print(f"status    {summary.status}, {steps}", style=style, soft_wrap=True)
     if summary.error:
@@ -288,7 +261,7 @@ _NUMBERS = (
 
 
 def _numbers(dashboard: Dashboard) -> str:
-    """The scalars that are known."""
+    """The scalars that have a value."""
     metrics = dashboard.metrics
     return "  ".join(
         f"{label} {form.format(metrics[key])}" for label, key, form in _NUMBERS if key in metrics
@@ -309,8 +282,8 @@ def _eval(dashboard: Dashboard) -> str:
 
 def _times(dashboard: Dashboard) -> str:
     left = dashboard.left_s
-    remaining = _duration(left) if left is not None else "?"
-    return f"{_duration(dashboard.elapsed_s)} elapsed, {remaining} left"
+    remaining = duration(left) if left is not None else "?"
+    return f"{duration(dashboard.elapsed_s)} elapsed, {remaining} left"
 
 
 def _rate(value: float | None) -> str:
@@ -323,6 +296,7 @@ def _share(value: float | None, digits: int = 0) -> str:
     return "-" if value is None else f"{value:.{digits}%}"
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """``h:mm:ss``."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,4 +1,4 @@
-"""What a console shows: the newest values, arranged by stage, topic and data source."""
+"""The dashboard of a console: the newest values by stage, topic and data source."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from async_opd.config.run_config import RunConfig
 
 MESSAGES = 5
 MESSAGE_CHARACTERS = 1000
-"""Of a message; run.log has all of it."""
+"""The longest message; run.log has all of it."""
 
 
 @dataclass(frozen=True)
 class StageRow:
-    """A stage as it is now; None where it has not reported the value."""
+    """A stage's newest values; None for a value that it has not reported."""
 
     name: str
     tokens_per_s: float | None
@@ -25,7 +25,7 @@ class StageRow:
 
 @dataclass(frozen=True)
 class TopicRow:
-    """Samples of a topic: waiting, and leased out to a consumer."""
+    """Samples of a topic: ready, and leased to a consumer."""
 
     name: str
     ready: float
@@ -33,9 +33,9 @@ class TopicRow:
 
 
 class Dashboard:
-    """Keeps the newest value of every metric, missing ones allowed.
+    """Keeps the newest value of every metric, any of which may be missing.
 
-    One thread posts, another may read: containers are replaced, never changed.
+    One thread posts while another one reads: containers are replaced, never changed.
     """
 
     def __init__(self, config: RunConfig, clock: Callable[[], float] = time.time) -> None:
@@ -50,7 +50,7 @@ class Dashboard:
         self._origin: tuple[int, float] | None = None
 
     def post(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes new values."""
+        """Updates the metrics."""
         now = self._clock()
         late = any(key.startswith("eval/") for key in metrics)  # training goes on meanwhile
         if self._origin is None or (step <= self._origin[0] and not late):
@@ -61,11 +61,11 @@ class Dashboard:
         self.metrics = {**self.metrics, **metrics}
 
     def post_waits(self, waits: Mapping[str, str]) -> None:
-        """Takes what pools wait for."""
+        """Updates what pools wait for."""
         self._waits = {**self._waits, **waits}
 
     def post_message(self, text: str) -> None:
-        """Takes a message and forgets all but the last few."""
+        """Appends a message and drops all but the last few."""
         self.messages = (*self.messages, text[:MESSAGE_CHARACTERS])[-MESSAGES:]
 
     @property
@@ -75,9 +75,9 @@ class Dashboard:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last step at the mean pace so far; None before there is one.
+        """Seconds until the last step at the mean pace so far; None before the second step.
 
-        The pace counts from the first thing logged, so that engine start-up is no part of it.
+        The pace counts from the first line logged, which excludes the start of the engines.
         """
         if self._origin is None or self.step <= self._origin[0]:
             return None

@@ -14,7 +14,7 @@ from async_opd.observability.activity import covered, overlap_s
 
 
 class Metering:
-    """Knows the time between two steps; of a pool's intervals only their overlap so far."""
+    """Keeps the time of the last step, and the overlap of the pools' intervals so far."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self.waits: dict[str, str] = {}
@@ -24,17 +24,17 @@ class Metering:
         self._overlap_s = 0.0
 
     def start(self) -> None:
-        """Training begins now; what came before (evaluation) is no part of rates and overlap."""
+        """Called when training begins: time before it (evaluation) is no part of any rate."""
         self._started = self._last = self._clock()
         self._overlap_s = 0.0
 
     def synced(self, report: SyncReport) -> None:
-        """Remembers the last sync's metrics for the next step."""
+        """Keeps the last sync's metrics for the next step."""
         self._sync |= report.metrics
 
     @contextmanager
     def timed(self, metric: str) -> Iterator[None]:
-        """Seconds inside of the block, as a metric of the next step."""
+        """Measures the seconds in the block, as a metric of the next step."""
         started = self._clock()
         yield
         self._sync[metric] = self._clock() - started
@@ -65,8 +65,8 @@ class Metering:
     def _overlap(self, pools: Mapping[str, StageReport], now: float) -> float:
         """Share of the time since ``start`` in which rollout, scoring and training all computed.
 
-        Scoring counts when any teacher computes. Never overstated: what straddles two reports of
-        different pools is left out.
+        Scoring counts when any teacher computes. The share is never overstated: an overlap of
+        intervals that arrive with different steps' reports is not counted.
         """
         groups: dict[str, list[Interval]] = defaultdict(list)
         for pool, stage in pools.items():

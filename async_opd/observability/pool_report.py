@@ -1,33 +1,34 @@
-"""Reports of several replicas as the report of their pool."""
+"""Merges the reports of several replicas into the report of their pool."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from async_opd.core.stages import StageReport
 
 
 def merge_reports(reports: Iterable[StageReport]) -> StageReport:
-    """Counters and gauges summed (``version``: the oldest), busy intervals side by side.
+    """Sums counters and gauges (``version``: the oldest) and concatenates busy intervals.
 
-    The pool waits only if every replica does.
+    The pool waits only if every replica waits.
     """
     reports = list(reports)
-    counters: defaultdict[str, float] = defaultdict(float)
-    gauges: defaultdict[str, float] = defaultdict(float)
-    for report in reports:
-        for key, value in report.counters.items():
-            counters[key] += value
-        for key, value in report.gauges.items():
-            gauges[key] += value
-    merged = dict(gauges)
-    if "version" in merged:
-        merged["version"] = min(report.gauges["version"] for report in reports)
+    gauges = _sums(report.gauges for report in reports)
+    if "version" in gauges:
+        gauges["version"] = min(report.gauges["version"] for report in reports)
     waiting = [report.waits_for for report in reports]
     return StageReport(
-        counters=dict(counters),
-        gauges=merged,
+        counters=_sums(report.counters for report in reports),
+        gauges=gauges,
         busy=tuple(interval for report in reports for interval in report.busy),
         waits_for=waiting[0] if waiting and all(waiting) else "",
     )
+
+
+def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    sums: defaultdict[str, float] = defaultdict(float)
+    for part in parts:
+        for key, value in part.items():
+            sums[key] += value
+    return dict(sums)

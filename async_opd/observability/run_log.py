@@ -2,11 +2,11 @@
 
     log ──┬──► metrics.jsonl           message ──┬──► run.log         finish ──► summary.json
           └──► sinks (wandb, console)            └──► sinks                  └──► sinks close
-    dead_letter ──► dead_letters.jsonl, which is there only if there is one
+    dead_letter ──► dead_letters.jsonl, which the first dead letter creates
 
-Everything is called from the driver's event loop. A file that cannot be written ends the run with
-StageError, and a run whose record is not complete never ends as completed; a sink that fails is
-reported once, counted (``log/sink_failures``), and never ends it.
+All methods are called from the driver's event loop. A file that cannot be written ends the run with
+StageError, and a run whose record is incomplete never ends as completed. A sink that fails is
+reported once, counted (``log/sink_failures``), and never ends the run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class RunLog:
 
     A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
     ``sinks`` replaces those the config asks for; they are closed in order. ``before`` are the last
-    metrics of the run that is gone on with, None if it is another one.
+    metrics of the run that is resumed, None in a new run.
     """
 
     def __init__(
@@ -95,9 +95,9 @@ class RunLog:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Finishes the run if nobody did."""
+        """Finishes the run if ``finish`` was not called."""
         if error is None:
-            self.finish("failed", "the run's log was closed before the run said how it ended")
+            self.finish("failed", "the run's log was closed before the run had ended")
         elif isinstance(error, KeyboardInterrupt | asyncio.CancelledError):
             self.finish("interrupted")
         else:
@@ -117,7 +117,7 @@ class RunLog:
         self._each(lambda sink: sink.log(step, named))
 
     def rewind(self, before: Mapping[str, float]) -> None:
-        """The run goes on from a checkpoint, to which the files of its directory were cut.
+        """Called when the run goes back to a checkpoint, to which its files were cut.
 
         ``before`` as in ``__init__``.
         """
@@ -129,22 +129,22 @@ class RunLog:
         self._each(lambda sink: sink.rewind())
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
-        """Keeps the values for the summary, where they win over logged ones."""
+        """Keeps the values for the summary, where they replace logged ones."""
         self._summarized |= metrics
 
     def waits(self, waits: Mapping[str, str]) -> None:
-        """Tells the sinks what each pool waits for ('' if it computes)."""
+        """Passes to the sinks what each pool waits for ('' if it computes)."""
         named = {on_one_line(pool): on_one_line(wait) for pool, wait in waits.items()}
         self._each(lambda sink: sink.waits(named))
 
     def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
-        """Tells the sinks when each pool computed since the last call."""
+        """Passes to the sinks the intervals in which each pool computed since the last call."""
         self._each(lambda sink: sink.busy(pools))
 
     def message(self, text: str) -> None:
-        """A line to ``run.log``, with the time, and to the sinks.
+        """Writes a line to ``run.log``, with the time, and to the sinks.
 
-        Secrets in it are hidden, control characters escaped, lines but the first one indented.
+        Secrets are hidden, control characters escaped, and all lines but the first indented.
         """
         text = indented(self._redacted(text))
         moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
@@ -153,7 +153,7 @@ class RunLog:
             self._messages_file.write(f"{moment} {text}\n")
 
     def dead_letter(self, lost: DeadLetter) -> None:
-        """A line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
+        """Writes a line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
         if lost.stage not in self._lost_by:
             self._lost_by.add(lost.stage)
             self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")
@@ -169,37 +169,37 @@ class RunLog:
             append_line(file, json.dumps(line).encode() + b"\n")
 
     def finish(self, status: Status, error: str | None = None) -> Status:
-        """Writes ``summary.json`` and closes the sinks. The first call counts, others do nothing.
+        """Writes ``summary.json`` and closes the sinks; later calls do nothing. Never raises.
 
-        The summary is on the disk before a sink is closed, and again if closing one failed. Never
-        raises: a run whose record cannot be written has failed, on standard error if nowhere else.
-        Returns how the run has really ended.
+        The summary is written before the sinks are closed, and again if closing one failed. A run
+        whose record cannot be written has failed, which standard error says in any case. Returns
+        the status that the run has in the end.
         """
         if self._status is not None:
             return self._status
         self._status = status
         error = None if error is None else self._redacted(error)
-        with self._kept():
+        with self._failing_if_unwritten():
             self.message(f"{status}: {error}" if error else status)
         if self._quiet and status == "failed":
             write_stderr(indented(f"failed: {error}"))
-        with self._kept():
+        with self._failing_if_unwritten():
             self._write_summary(status, error)
         summary = _printable(self._summary(status, error))
         for sink in self._sinks:
-            with self._kept():
+            with self._failing_if_unwritten():
                 self._noted(sink, lambda sink: sink.close(summary))
         for file in (self._metrics_file, self._messages_file):
-            with self._kept(), _written(file.name):
+            with self._failing_if_unwritten(), _written(file.name):
                 file.close()
         if self.failures != summary.metrics[SINK_FAILURES] or self._status != status:
-            with self._kept():
+            with self._failing_if_unwritten():
                 self._write_summary(self._status, error)
         return self._status
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
-        """What cannot be written at the end makes a failed run of it."""
+    def _failing_if_unwritten(self) -> Iterator[None]:
+        """Makes the run a failed one if the block cannot write."""
         try:
             yield
         except (OSError, StageError) as error:
@@ -207,14 +207,14 @@ class RunLog:
             write_stderr(indented(f"failed: {error}"))
 
     def give_up(self, status: Status, error: str) -> None:
-        """Like ``finish`` for a process that ends at once: sinks are neither told nor closed."""
+        """``finish`` for a process that is killed: sinks get no message and are not closed."""
         if self._status is None:
-            with self._kept():
+            with self._failing_if_unwritten():
                 self._messages_file.write(indented(f"{status}: {error}") + "\n")
                 self._write_summary(status, error)
 
     def _open(self, name: str) -> TextIO:
-        """Line-buffered: what was logged is in the file, whatever becomes of the process."""
+        """Opens a file line-buffered: a process that is killed loses no line."""
         path = self._run_dir / name
         end_torn_line(path)
         return open(path, "a", encoding="utf-8", buffering=1, opener=regular_file)
@@ -223,7 +223,7 @@ class RunLog:
         summary = self._summary(status, error)
         content = asdict(summary) | {"run_dir": str(self._run_dir)}
         del content["metrics"]
-        content |= _finite(summary.metrics)  # metric names have a slash: they hide nothing
+        content |= _finite(summary.metrics)  # metric names have a slash: they replace no other key
         text = json.dumps(content, indent=2, allow_nan=False)
         with _written(str(self._run_dir / SUMMARY)):
             write_atomically(self._run_dir / SUMMARY, text + "\n")
@@ -239,7 +239,7 @@ class RunLog:
         )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:
-        """Names each metric that is not a finite number, once."""
+        """Writes a message for the first value of each metric that is not finite."""
         for key, value in metrics.items():
             if not math.isfinite(value) and key not in self._not_finite:
                 self._not_finite.add(key)
@@ -250,7 +250,7 @@ class RunLog:
             self._guard(sink, call)
 
     def _noted(self, sink: Sink, call: Callable[[Sink], str | None]) -> bool:
-        """As ``_guard``; what the sink has to say is a message."""
+        """As ``_guard``; the text that the sink returns becomes a message."""
         notes: list[str | None] = []
         succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
         for note in filter(None, notes):
@@ -258,7 +258,7 @@ class RunLog:
         return succeeded
 
     def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
-        """Whether the call succeeded. Every failure is counted, a sink's first one is reported."""
+        """Whether the call succeeded. Failures are counted, a sink's first one is reported."""
         try:
             call(sink)
         except Exception as error:
@@ -288,7 +288,7 @@ def _written(file: str) -> Iterator[None]:
 def _configured(
     config: RunConfig, run_dir: Path, clock: Callable[[], float], resumed: bool
 ) -> list[Sink]:
-    """The sinks the config asks for. The console is last: it tells how closing the others went."""
+    """The sinks of the config. The console is last: it shows the messages of closing the others."""
     sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
     if config.log.wandb != "off":
         sinks.append(WandbSink(config, run_dir, resumed))
@@ -297,7 +297,7 @@ def _configured(
 
 
 def _printable(summary: Summary) -> Summary:
-    """For people; ``summary.json`` has it as it is."""
+    """The summary with control characters escaped; ``summary.json`` has it unescaped."""
     return replace(
         summary,
         error=summary.error and indented(summary.error),

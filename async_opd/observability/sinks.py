@@ -1,4 +1,4 @@
-"""Where a run's metrics and messages go, besides its files: the console, wandb, the trace."""
+"""Sinks of a run's metrics and messages besides its files: the console, wandb, the trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Status = Literal["completed", "failed", "interrupted"]
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended: the content of ``summary.json``, where metrics stand beside the rest.
+    """How a run ended: the content of ``summary.json``, in which each metric is a key of its own.
 
     ``steps`` is the last step that was logged, ``seconds`` the time since the log was opened,
     ``metrics`` the last value of every metric (the summarized ones win).
@@ -29,33 +29,41 @@ class Summary:
 
 
 class Sink(Protocol):
-    """A place that may fail: RunLog reports what its methods raise, and the run goes on.
+    """A receiver that may fail: RunLog reports the errors of its methods, and the run goes on.
 
-    ``start`` comes first and ``close`` last. A sink whose ``start`` raised is not called again.
+    ``start`` is called first and ``close`` last. A sink whose ``start`` raised is not called again.
+    A class that inherits from this one ignores what it does not override.
     """
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """The sink's name in messages."""
         ...
 
     def start(self) -> str | None:
-        """Opens the sink. What people should know of it, if it is not as they asked."""
+        """Opens the sink. Returns a message if it differs from what the config asks for."""
+        return None
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes the metrics of a step; a step may come several times, with other metrics."""
+        """Receives the metrics of a step; a step may come several times, with other metrics."""
+        return
 
     def rewind(self) -> None:
-        """Steps come again: the run goes on from a checkpoint."""
+        """Called when the run goes back to a checkpoint: later steps come once more."""
+        return
 
     def waits(self, waits: Mapping[str, str]) -> None:
-        """Takes what each pool waits for ('' if it computes)."""
+        """Receives what each pool waits for ('' if it computes)."""
+        return
 
     def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
-        """Takes when each pool computed since the last call."""
+        """Receives the intervals in which each pool computed since the last call."""
+        return
 
     def message(self, text: str) -> None:
-        """Takes a line for people."""
+        """Receives a line of ``run.log``."""
+        return
 
     def close(self, summary: Summary) -> str | None:
-        """The run ended. What people should know of what the sink has, if it is not all."""
+        """Called when the run has ended. Returns a message if the sink's record is incomplete."""
+        return None

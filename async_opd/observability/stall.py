@@ -1,4 +1,4 @@
-"""A run that stands still ends: no token was computed anywhere for ``timeouts.stall_s``."""
+"""Ends a run that makes no progress: no stage computed a token for ``timeouts.stall_s``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIPELINE = "pipeline"
 STAGES = 3
 """Each token of a sample is computed by the student, a teacher and the trainer."""
 LONGEST_PROMPT = 32_768
-"""Tokens of a prompt, where the config bounds them by nothing else."""
+"""Tokens of a prompt for which the config has no bound."""
 
 
 class ReportsProgress(Protocol):
@@ -28,7 +28,7 @@ class ReportsProgress(Protocol):
 
 
 class ComputingStages(Protocol):
-    """Those that do."""
+    """The stages that compute tokens."""
 
     @property
     def rollouter(self) -> ReportsProgress: ...
@@ -39,7 +39,7 @@ class ComputingStages(Protocol):
 
 
 class StallDetector:
-    """Waits for what lasts as long as the stages' work. ``evaluated`` prompts are asked at once."""
+    """Bounds waits by the stages' progress. ``evaluated`` is the prompts of one evaluation."""
 
     def __init__(
         self,
@@ -64,9 +64,10 @@ class StallDetector:
         )
 
     async def within(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:
-        """The work's result. StageTimeout when nothing was computed for ``timeouts.stall_s``.
+        """The work's result. StageTimeout when no token was computed for ``timeouts.stall_s``.
 
-        ``least_s``: for so long nothing needs to be heard of.
+        The bound is at least ``least_s``, the longest time without a progress report. The error
+        says what each pool waited for.
         """
         quiet_s = max(self._bound_s, least_s)
         watchdog = ProgressWatchdog(PIPELINE, quiet_s, "timeouts.stall_s", self._timer)
@@ -81,9 +82,9 @@ class StallDetector:
 
 
 def most_tokens(config: RunConfig, evaluated: int) -> int:
-    """Tokens that all stages compute, at most, until a step ends, or an evaluation.
+    """An upper bound of the tokens that all stages compute until a step or evaluation ends.
 
-    Those of the samples that may be under way, (1 + s) K B, or of the evaluation's prompts.
+    They are those of the (1 + s) K B samples in flight, or of the evaluation's prompts.
     """
     run = config.async_
     samples = (1 + run.staleness_threshold) * run.sync_steps * config.train.batch_size
@@ -94,7 +95,7 @@ def most_tokens(config: RunConfig, evaluated: int) -> int:
 
 
 def teachers_s(config: RunConfig, evaluation: Evaluation) -> float:
-    """Seconds that teachers may take for their own answers; only whole ones are heard of."""
+    """Seconds that teachers may take for their own answers, which they report only when done."""
     longest_s = 0.0
     for name, teacher in config.teachers.items():
         health, sampling = teacher.health, evaluation.sampling

@@ -1,13 +1,13 @@
-"""When each pool computed, as a picture: Chrome trace events, which https://ui.perfetto.dev opens.
+"""The trace of a run: its pools' intervals as Chrome trace events, for https://ui.perfetto.dev.
 
-    reports' intervals ──busy──► a thread ──► trace.json, whole JSON after every write
+    reports' intervals ──busy──► a thread ──► trace.json, complete JSON after every write
 
 A pool is a process of the trace. Its intervals may overlap (replicas work side by side), which
 events of one thread must not, so that a pool has as many threads ("lanes") as overlap at once.
 
-The file ends with a tail that closes the JSON and says how to go on; events are written over it,
-with the next tail behind them, in one write. Times are the wall clock's, so that what a run does
-after ``--resume``, or after its trainer died, comes after what it did before.
+The file ends with a tail that closes the JSON and holds the state for the next write. Events are
+written over the tail, with the next tail behind them, in one write. Times are the wall clock's, so
+that the events after ``--resume``, or after a rewind, come after those before.
 """
 
 from __future__ import annotations
@@ -24,29 +24,26 @@ from typing import Any
 
 from async_opd.core.stages import Interval
 from async_opd.files.safe_open import regular_file, write_atomically
-from async_opd.observability.sinks import Summary
+from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 
 Event = dict[str, Any]
 Pools = Mapping[str, Sequence[Interval]]
 
 MAX_INTERVALS = 500_000
-"""About 50 MiB. Those that come later are counted in the file and left out."""
+"""About 50 MiB. Later intervals are counted in the file and dropped."""
 MAX_WAITING = 100_000
-"""Intervals that a disk may be behind with."""
+"""Intervals that may wait for the disk."""
 CLOSE_S = 10.0
-"""The wait for the disk when the run ends."""
+"""Seconds that the end of the run waits for the disk."""
 
 HEAD = '{"displayTimeUnit": "ms", "traceEvents": [\n'
 TAIL = '\n], "otherData": '
 TAIL_BYTES = 1 << 16
 
 
-class TraceSink:
-    """``trace.json`` of a run directory, as the intervals come.
-
-    ``resumed``: goes on with the file that is there.
-    """
+class TraceSink(Sink):
+    """Writes ``trace.json`` of a run directory; with ``resumed`` appends to an existing one."""
 
     name = "trace"
 
@@ -65,38 +62,26 @@ class TraceSink:
         self._writer = BackgroundWorker("trace", self._write, MAX_WAITING, _count)
 
     def start(self) -> str | None:
-        """Opens the file. OSError if that cannot be written."""
+        """Opens the file. OSError if it cannot be written."""
         note = None
         if self._resumed and self.path.is_file():
             try:
                 self._file = _TraceFile.again(self.path)
                 return None
             except (ValueError, TypeError, LookupError) as error:
-                note = f"trace.json begins anew: it cannot be gone on with ({error})"
+                note = f"trace.json begins anew: the existing one cannot be continued ({error})"
         self._file = _TraceFile.new(self.path, self._clock())
         return note
 
     def busy(self, pools: Pools) -> None:
-        """Hands the intervals to the thread that writes. Raises what the last write raised."""
+        """Passes the intervals to the writing thread. Raises the error of its last write."""
         if not self._writer.put(pools):
             self._behind += _count(pools)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing: the trace has intervals only."""
-
-    def rewind(self) -> None:
-        """Nothing: what was done was done, though its steps come again."""
-
-    def waits(self, waits: Mapping[str, str]) -> None:
-        """Nothing."""
-
-    def message(self, text: str) -> None:
-        """Nothing."""
-
     def close(self, summary: Summary) -> str | None:
-        """Ends the file, in bounded time; how many intervals it does not have."""
+        """Closes the file within ``CLOSE_S``; a message if intervals are missing in it."""
         if not self._writer.close(CLOSE_S):
-            return f"trace.json is not whole: its disk did not answer for {CLOSE_S:g} s"
+            return f"trace.json is incomplete: its disk did not answer for {CLOSE_S:g} s"
         state = self._file.state
         if self._behind:
             state.left_out += self._behind
@@ -104,7 +89,7 @@ class TraceSink:
         self._file.close()
         if not state.left_out:
             return None
-        return f"trace.json has {state.intervals} intervals; {state.left_out} were left out"
+        return f"trace.json has {state.intervals} intervals; {state.left_out} were dropped"
 
     def _write(self, waiting: list[Pools]) -> None:
         for pools in waiting:
@@ -129,7 +114,7 @@ def _count(pools: Pools) -> int:
 
 @dataclass
 class _State:
-    """What the tail keeps: the trace's time 0 (seconds since the epoch), and counts."""
+    """The state in the tail: the trace's time 0 (seconds since the epoch), and counts."""
 
     start: float
     pools: list[str] = field(default_factory=list)
@@ -138,7 +123,7 @@ class _State:
 
 
 class _TraceFile:
-    """A file that is whole JSON whenever nobody writes."""
+    """A file that is complete JSON between two writes."""
 
     def __init__(self, file: int, end: int, empty: bool, state: _State) -> None:
         self.state = state
@@ -149,14 +134,14 @@ class _TraceFile:
 
     @classmethod
     def new(cls, path: Path, start: float) -> _TraceFile:
-        """Without events; in place of any that is there."""
+        """A file without events, in place of an existing one."""
         state = _State(start)
         write_atomically(path, HEAD + _tail(state), durable=False)
         return cls(regular_file(str(path), os.O_RDWR), len(HEAD), True, state)
 
     @classmethod
     def again(cls, path: Path) -> _TraceFile:
-        """One that is there. OSError; ValueError, TypeError or LookupError if it is torn."""
+        """An existing file. OSError; ValueError, TypeError or LookupError if it is damaged."""
         file = regular_file(str(path), os.O_RDWR)
         size = os.fstat(file).st_size
         last = os.pread(file, TAIL_BYTES, max(size - TAIL_BYTES, 0))
@@ -169,7 +154,7 @@ class _TraceFile:
         return cls(file, end, end <= len(HEAD), state)
 
     def append(self, events: list[Event]) -> None:
-        """Writes events over the tail, and the tail behind them. OSError: it is as before."""
+        """Writes events over the tail, and the tail behind them. OSError leaves the old content."""
         lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
         if lines and not self._empty:
             lines = ",\n" + lines
@@ -184,22 +169,22 @@ class _TraceFile:
         self._empty = self._empty and not lines
 
     def _put(self, text: str) -> None:
-        """ASCII, at the end of the events."""
+        """Writes ASCII text at the end of the events."""
         data, at = memoryview(text.encode("ascii")), self._end
         while data:
             written = os.pwrite(self._file, data, at)
             data, at = data[written:], at + written
 
     def close(self) -> None:
-        """It can be opened again."""
+        """Closes the file; ``again`` can open it."""
         os.close(self._file)
 
     def ts(self, moment: float) -> int:
-        """Microseconds of the trace."""
+        """The moment in microseconds since the trace's time 0."""
         return round((moment - self.state.start) * 1e6)
 
     def events(self, pool: str, intervals: list[Interval]) -> Iterator[Event]:
-        """The pool's names when they are new, then its intervals, which are sorted by start."""
+        """The events of intervals sorted by start, each name's own event before its first use."""
         if pool not in self.state.pools:
             self.state.pools.append(pool)
         number = self.state.pools.index(pool) + 1
@@ -238,14 +223,14 @@ def _named(kind: str, process: int, thread: int, name: str) -> Event:
 
 
 def _end_of_room(ts: int) -> Event:
-    name = "intervals are left out from here on; otherData.left_out counts them"
+    name = "intervals are dropped from here on; otherData.left_out counts them"
     return {"name": name, "ph": "i", "s": "g", "pid": 1, "tid": 0, "ts": ts}
 
 
 class Lanes:
-    """Gives each interval of a pool a lane in which no other one overlaps it.
+    """Assigns each interval of a pool to a lane in which no other interval overlaps it.
 
-    Intervals come in several calls, of which a later one may begin before an earlier one's last.
+    Intervals come in several calls; those of a later call may begin before those of an earlier one.
     """
 
     def __init__(self) -> None:
@@ -253,11 +238,11 @@ class Lanes:
 
     @property
     def count(self) -> int:
-        """Lanes that were needed so far."""
+        """Lanes in use so far."""
         return len(self._ends)
 
     def assign(self, intervals: Sequence[Interval]) -> Iterator[tuple[int, Interval]]:
-        """The first lane that is free, for intervals that are sorted by their start.
+        """The first free lane for each of several intervals, which are sorted by their start.
 
         O(n log lanes).
         """

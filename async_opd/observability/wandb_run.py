@@ -1,7 +1,7 @@
-"""Which wandb run a run directory belongs to, and how far that has come: ``wandb_run.json``.
+"""The wandb run of a run directory and the rows that it has: ``wandb_run.json``.
 
-wandb takes no row back. So a run that goes on from a checkpoint goes on in the same wandb run,
-after the last row that this was given; steps that come again are not given to it again.
+wandb cannot delete a row. So a resumed run continues the same wandb run after its last row, and
+steps that come once more are not logged to it again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ NAME = "wandb_run.json"
 
 @dataclass(frozen=True)
 class WandbRun:
-    """``rows`` were given to the wandb run ``id``; ``step`` is the highest among them.
+    """The wandb run ``id`` has ``rows`` rows; ``step`` is the highest step among them.
 
-    ``evaluated`` is the highest among rows of evaluations, which come after their step's own.
+    ``evaluated`` is the highest step among rows of evaluations, which come after their step's own.
     """
 
     id: Annotated[str, Field(pattern=r"^[0-9a-f]{8}$")]
@@ -33,24 +33,24 @@ class WandbRun:
 
     @classmethod
     def new(cls) -> Self:
-        """One that wandb does not know yet."""
+        """A run with a new id."""
         return cls(secrets.token_hex(4))
 
     @classmethod
     def of(cls, run_dir: Path) -> Self:
-        """That of a run directory; a new one if it has none, or none that can be read."""
+        """The wandb run of a run directory; a new one if its file is missing or invalid."""
         try:
             return TypeAdapter(cls).validate_json(read_bytes(run_dir / NAME))
         except (OSError, ValidationError):
             return cls.new()
 
     def after(self, step: int, *, evaluation: bool = False) -> Self:
-        """With one row more."""
+        """A copy with one row more."""
         if evaluation:
             return replace(self, rows=self.rows + 1, evaluated=max(self.evaluated, step))
         return replace(self, rows=self.rows + 1, step=max(self.step, step))
 
     def write(self, run_dir: Path) -> None:
-        """OSError."""
+        """Writes ``wandb_run.json``. OSError if that fails."""
         text = TypeAdapter(type(self)).dump_json(self).decode()
         write_atomically(run_dir / NAME, text + "\n", durable=False)

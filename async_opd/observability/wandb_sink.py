@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import netrc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import chdir, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -14,9 +14,8 @@ import psutil
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
-from async_opd.core.stages import Interval
 from async_opd.files.safe_open import make_folder
-from async_opd.observability.sinks import Summary
+from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.wandb_run import WandbRun
 from async_opd.processes.background import BackgroundWorker
 
@@ -27,19 +26,18 @@ Mode = Literal["online", "offline", "disabled"]
 
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
-"""wandb's own process, as the system names it."""
+"""The name of wandb's own process."""
 MAX_ROWS = 1000
-"""Rows that wandb's own process may be behind with."""
+"""Rows that may wait for wandb's own process."""
 
 Row = tuple[int, dict[str, float]]
 
 
-class WandbSink:
-    """One wandb run. ``start`` and ``close`` are bounded; logging hands rows to a thread.
+class WandbSink(Sink):
+    """One wandb run. ``start`` and ``close`` are bounded; ``log`` passes rows to a thread.
 
-    It is the thread that waits when wandb's own process does not take them.
-
-    ``resumed``: it is that of the run directory, and goes on.
+    Only that thread waits when wandb's own process accepts no rows. ``resumed`` continues the wandb
+    run of the run directory.
     """
 
     name = "wandb"
@@ -50,12 +48,12 @@ class WandbSink:
         self._run: wandb.Run | None = None
         self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
         self._known = self._at
-        self._left_out = 0
+        self._dropped = 0
         self._failure: Exception | None = None
         self._writer: BackgroundWorker[Row] = BackgroundWorker("wandb", self._give, MAX_ROWS)
 
     def start(self) -> str | None:
-        """Opens the wandb run, offline if its server cannot be reached; then says so.
+        """Opens the wandb run; if its server cannot be reached, offline, and returns a message.
 
         Raises what ``wandb.init`` raises, after its time limit at most.
         """
@@ -70,7 +68,7 @@ class WandbSink:
             self._open("offline")
             reason = " ".join(f"{type(error).__name__}: {error}".split())
             return (
-                f"wandb cannot be reached ({reason}): it is offline for this run; wandb sync "
+                f"wandb cannot be reached ({reason}): this run is logged offline; wandb sync "
                 "uploads its directory later"
             )
         return None
@@ -78,7 +76,7 @@ class WandbSink:
     def _open(self, mode: Mode) -> None:
         import wandb
 
-        make_folder(self._run_dir / "wandb")  # refuses a link
+        make_folder(self._run_dir / "wandb")  # raises if it is a link
         self._run = wandb.init(
             project=self._config.log.project,
             name=self._config.name,
@@ -100,17 +98,17 @@ class WandbSink:
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row; ``step`` is a column, because a step may come several times.
+        """Logs one row; ``step`` is a column, because a step may come several times.
 
-        wandb's own step counts rows. Steps that it was given before the run went back to a
-        checkpoint are left out. Raises what wandb made of a row before.
+        wandb's own step counts rows. Steps that were logged before the run went back to a
+        checkpoint are not logged again. Raises the error of an earlier row.
         """
         evaluation = any(key.startswith("eval") for key in metrics)
         known = self._known.evaluated if evaluation else self._known.step
         if self._run is None or step <= known:
             return
         if self._writer.waiting >= MAX_ROWS:
-            self._left_out += 1
+            self._dropped += 1
             return
         row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
         self._at.write(self._run_dir)
@@ -131,23 +129,14 @@ class WandbSink:
             raise failure
 
     def rewind(self) -> None:
-        """What wandb has stays there."""
+        """Keeps the rows that wandb has: ``log`` skips their steps from now on."""
         self._known = self._at
-
-    def waits(self, waits: Mapping[str, str]) -> None:
-        """Nothing: wandb takes numbers."""
-
-    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
-        """Nothing: intervals are the trace's."""
-
-    def message(self, text: str) -> None:
-        """Nothing: wandb takes numbers."""
 
     def close(self, summary: Summary) -> str | None:
         """Sets wandb's summary and ends the wandb run, as failed unless the run completed.
 
-        In ``timeouts.shutdown_s``, twice at most. Raises what wandb made of the last rows. wandb's
-        own process, if it hangs, is ended: this one would wait for it when it exits.
+        It takes at most twice ``timeouts.shutdown_s``. Raises the error of the last rows. wandb's
+        own process is killed if it hangs, because this process would wait for it at its exit.
         """
         bound_s = self._config.timeouts.shutdown_s
         if not self._writer.close(bound_s):
@@ -158,7 +147,7 @@ class WandbSink:
             run.summary.update({**summary.metrics, "status": summary.status})
             run.finish(exit_code=0 if summary.status == "completed" else 1)
         self._raise()
-        return f"wandb has {self._left_out} rows less, it was behind" if self._left_out else None
+        return f"wandb lacks {self._dropped} rows: it was behind" if self._dropped else None
 
 
 def _end_service() -> None:
@@ -172,11 +161,11 @@ _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "dis
 
 
 def _own_settings() -> wandb.Settings:
-    """wandb's settings, of the environment and of the user's own file.
+    """wandb's settings from the environment and the user's own file.
 
-    wandb would also read ``wandb/settings`` or ``.wandb/settings`` of the directory in which they
-    are loaded, once for a process. What lies in the working directory may be downloaded, and must
-    not say which server gets the user's key: they are loaded in the root directory.
+    wandb would also read ``wandb/settings`` or ``.wandb/settings`` of the working directory, once
+    per process. A file there may be downloaded, and must not choose the server that gets the user's
+    key: the settings are loaded in the root directory.
     """
     import wandb
 
@@ -187,7 +176,7 @@ def _own_settings() -> wandb.Settings:
 
 
 def _auto_mode(settings: wandb.Settings) -> Mode:
-    """Online if wandb has credentials; WANDB_MODE can keep it from going online."""
+    """Online if wandb has credentials, unless WANDB_MODE says otherwise."""
     if settings.mode in ("offline", "dryrun"):
         return "offline"
     if settings.mode == "disabled":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_opd.observability.console import terminal_on
+from async_opd.observability.console import duration, terminal_on
 from async_opd.plan.advice import ENOUGH, Advice, current
 from async_opd.plan.measure.measured import MeasuredRates
 from async_opd.plan.prediction import PoolUse, Prediction
@@ -49,11 +49,11 @@ def _facts(prediction: Prediction, measured: MeasuredRates | None) -> list[str]:
     rate, wall, mean = "", "", ""
     if measured is not None:
         rate = f"   measured {measured.samples_per_s:.4g}"
-        wall = f"   measured {_time(measured.wall_s)}" if measured.wall_s is not None else ""
+        wall = f"   measured {duration(measured.wall_s)}" if measured.wall_s is not None else ""
         mean = f"   measured mean {measured.mean_staleness:.2f}"
     return [
         f"samples/s   {prediction.samples_per_s:.4g}{rate}",
-        f"wall time   {_time(prediction.wall_s)}, steps {_time(prediction.seconds)}{wall}",
+        f"wall time   {duration(prediction.wall_s)}, steps {duration(prediction.seconds)}{wall}",
         f"staleness   {shares}   mean {prediction.mean_staleness:.2f}{mean}",
         f"queues      {queues}",
         f"limit       {prediction.bottleneck.name}",
@@ -85,9 +85,3 @@ def _advice(setting: Setting, advice: Advice) -> RenderableType:
         "(plan.train.scaling);",
         "            every replica has a device of its own and keeps the speed given or measured",
     )
-
-
-def _time(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}"

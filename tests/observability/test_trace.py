@@ -148,7 +148,7 @@ def test_intervals_beyond_the_bound_are_counted_in_the_file_and_told(tmp_path: P
     assert len(events(trace)) == 3
     assert written(trace)["otherData"]["left_out"] == 3
     assert len(events(trace, "i")) == 1
-    assert trace.close(SUMMARY) == "trace.json has 3 intervals; 3 were left out"
+    assert trace.close(SUMMARY) == "trace.json has 3 intervals; 3 were dropped"
 
 
 def test_a_resumed_run_keeps_to_the_bound_of_the_whole_trace(tmp_path: Path) -> None:
