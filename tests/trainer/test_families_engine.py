@@ -14,7 +14,7 @@ from async_opd.config.run_config import RunConfig
 from tests.engines import QUICKSTART, kwargs
 from tests.trainer import families
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
 
 ROPE = {
     **families.LONGROPE,
