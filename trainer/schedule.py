@@ -1,4 +1,4 @@
-"""The learning rate of a step: a pure function."""
+"""The learning rate of a step, as a function of the step and the config only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def learning_rate(step: int, train: TrainConfig) -> float:
     """The rate of step ``step`` (0-based): linear warm-up, then constant or a cosine to the end.
 
-    The first step of a warm-up is lr / warmup_steps, the last of the run (steps - 1) of a cosine
-    is lr · min_lr_ratio, if at least two steps follow the warm-up.
+    The first step of a warm-up has lr / warmup_steps. With a cosine the last step (steps - 1) has
+    lr · min_lr_ratio, if at least two steps follow the warm-up.
     """
     if step < train.warmup_steps:
         return train.lr * (step + 1) / train.warmup_steps

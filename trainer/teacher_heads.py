@@ -1,9 +1,9 @@
-"""The teachers' heads: from the hidden states that a teacher sends to its logits.
+"""The teachers' heads, which turn the hidden states that a teacher sends into its logits.
 
     model directory ──safetensors, one tensor──► head's weight [V, H] ──× states──► logits
 
-Only the head is read, and of it only the rows that the student has too. Teachers of the same model
-share its weight.
+Only the head is read from a model, and of it only the rows that the student has too. Teachers with
+the same model share one weight.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TeacherHead:
-    """Logits of states h: those of W h + b as the model shapes them, divided by the temperature."""
+    """Logits of hidden states h: W h + b, shaped as the model does, divided by the temperature."""
 
     name: str
     weight: torch.Tensor
@@ -35,7 +35,7 @@ class TeacherHead:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the weight."""
+        """Number of rows of the weight."""
         return int(self.weight.shape[0])
 
     def logits(self, states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -69,7 +69,9 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
     of_model: dict[tuple[str, torch.dtype], TeacherHead] = {}
     for name, teacher in config.teachers.items():
         if not isinstance(teacher, EngineTeacher):
-            raise StageError("trainer", f"teacher {name} returns no hidden states")
+            remedy = "use a teacher with a model, or a loss.support other than full_vocab"
+            cause = f"teacher {name} is a server, and returns no hidden states"
+            raise StageError("trainer", cause, remedy)
         key = (config.teacher_model(name), _dtype(teacher, device))
         if key not in of_model:
             of_model[key] = read_head(name, *key, vocabulary, device)
@@ -78,7 +80,7 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
 
 
 def _dtype(teacher: EngineTeacher, device: torch.device) -> torch.dtype:
-    """The engine's: states come in it, and logits are to be the engine's own."""
+    """The engine's dtype: its states have it, and the head rounds as the engine's does."""
     name = teacher.engine.dtype
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -88,7 +90,7 @@ def _dtype(teacher: EngineTeacher, device: torch.device) -> torch.dtype:
 def read_head(
     name: str, model: str, dtype: torch.dtype, vocabulary: int, device: torch.device
 ) -> TeacherHead:
-    """Reads one tensor (two with a bias) from a model directory."""
+    """Reads the head from a model directory. StageError for a model whose head cannot be read."""
     try:
         files = HeadFiles.read(model)
     except ModelError as error:

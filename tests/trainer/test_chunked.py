@@ -18,6 +18,7 @@ from trainer.losses import (
     ClippedSurrogate,
     ForwardKL,
     Objective,
+    OnVocabulary,
     ReverseKL,
     Sampled,
     TeacherStates,
@@ -44,7 +45,12 @@ def problem(name: str, n: int = 6, dtype: torch.dtype = DOUBLE) -> tuple[Any, ..
     hidden = torch.randn(n, H, dtype=DOUBLE).to(dtype).requires_grad_()
     weight = torch.randn(V, H, dtype=DOUBLE).to(dtype).requires_grad_()
     bias = torch.randn(V, dtype=DOUBLE).to(dtype).requires_grad_()
-    return hidden, weight, bias, x.states() if OBJECTIVES[name].needs_heads else x
+    return (
+        hidden,
+        weight,
+        bias,
+        x.states() if isinstance(OBJECTIVES[name].term, OnVocabulary) else x,
+    )
 
 
 def loss_of(name: str, hidden: Any, weight: Any, bias: Any, x: Case, **options: Any) -> Any:
@@ -246,7 +252,9 @@ def test_an_objective_is_traced_whole_and_the_trace_agrees(name: str) -> None:
     eager, traced = x.logits.detach().clone(), x.logits.detach().clone()
     objective, tokens = OBJECTIVES[name], x.tokens.part(slice(0, 6))
     tokens = replace(tokens, response_log_ratios=torch.randn(6, dtype=DOUBLE))
-    teachers = [x.teacher.clone() if objective.needs_heads else None for _ in range(2)]
+    teachers = [
+        x.teacher.clone() if isinstance(objective.term, OnVocabulary) else None for _ in range(2)
+    ]
     compiled = torch.compile(objective.__call__, dynamic=True, fullgraph=True, backend="aot_eager")
     first = objective(eager, tokens, teachers[0])
     second = compiled(traced, tokens, teachers[1])

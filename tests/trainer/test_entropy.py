@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.trainer.oracle import DOUBLE, Case, case, run, term
-from trainer.losses import K1, ForwardKL, Objective, ReverseKL, Sampled, jsd
+from trainer.losses import K1, ForwardKL, Objective, OnVocabulary, ReverseKL, Sampled, jsd
 
 OBJECTIVES: dict[str, Any] = {
     "topk": Objective(term(ForwardKL(), "bucket")),
@@ -22,7 +22,9 @@ OBJECTIVES: dict[str, Any] = {
 
 
 def entropy_of(name: str, x: Case) -> torch.Tensor:
-    return run(OBJECTIVES[name], x.states() if OBJECTIVES[name].needs_heads else x)[1]["entropy"]
+    return run(
+        OBJECTIVES[name], x.states() if isinstance(OBJECTIVES[name].term, OnVocabulary) else x
+    )[1]["entropy"]
 
 
 def exact(logits: torch.Tensor) -> torch.Tensor:

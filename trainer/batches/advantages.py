@@ -1,11 +1,11 @@
-"""Group-relative advantages (GRPO, arXiv:2402.03300): a rollout against the others of its prompt.
+"""Group-relative advantages (GRPO, arXiv:2402.03300): rewards compared within a prompt's group.
 
     A_i = (r_i - mean(r)) / std(r)       ``std``; population standard deviation of the group
     A_i = r_i - mean(r)                  ``none`` (arXiv:2503.20783: no bias towards easy prompts)
 
-A group whose rewards are all equal says nothing: its advantages are 0. Rewards that differ by no
-more than ``ROUNDING`` are equal: divided by their own spread, 0.1 + 0.2 + 0.3 would be one standard
-deviation better than 0.6.
+A group whose rewards are all equal ("flat") has advantages 0. Rewards that differ by no more than
+``ROUNDING`` count as equal: divided by the standard deviation, 0.1 + 0.2 + 0.3 would be better than
+0.6 by one standard deviation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from async_opd.core.uid import Uid, prompt_uid
 Normalize = Literal["std", "none"]
 
 ROUNDING = 1e-6
-"""Rewards this close, relative to the largest of their group or to 1, are the same number: graders
-return 0 to 1, and a sum in float32 is rounded by some 1e-7 of it."""
+"""Largest difference of equal rewards, relative to the largest of their group or to 1: graders
+return 0 to 1, and float32 rounds a sum by about 1e-7 of it."""
 
 
 def rewards_of(samples: Sequence[Sample]) -> list[float]:
-    """The grader's numbers; StageError for a sample without one."""
+    """The grader's rewards, in order; StageError for one that is missing or not finite."""
     rewards = []
     for sample in samples:
         reward = sample.rollout.reward
@@ -37,7 +37,7 @@ def rewards_of(samples: Sequence[Sample]) -> list[float]:
             raise StageError(
                 "trainer",
                 f"sample {sample.rollout.uid} has reward {reward}; expected a finite number",
-                "look at what reward.grader returns for it",
+                "make reward.grader return a finite number for it",
             )
         rewards.append(float(reward))
     return rewards
@@ -56,7 +56,7 @@ def advantages(
 ) -> list[float]:
     """The advantage of each rollout, in the order of ``rewards``.
 
-    0 for all of a flat group, and for rollouts that are in no group.
+    It is 0 for all rollouts of a flat group and for those in no group.
     """
     result = [0.0] * len(rewards)
     for group in groups:

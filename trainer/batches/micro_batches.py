@@ -1,9 +1,9 @@
-"""Which rank computes what: every rank the same number of micro-batches, in rounds.
+"""Assigns samples to ranks: every rank computes the same number of micro-batches.
 
-    lengths ──longest first, to the emptiest──► groups ──by size, in rounds──► rank 0 … N-1
+    lengths ──longest first, to the smallest──► groups ──by size, in turn──► rank 0 … N-1
 
-FSDP's collectives need all ranks in lock-step, and a round lasts as long as its largest
-micro-batch: so those of one round are about equal.
+FSDP's collectives keep all ranks in lock-step: the i-th micro-batches of all ranks are computed at
+the same time, and last as long as the largest of them. Sorted by size, they are about equal.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from trainer.batches.packing import group_by_budget
 def assign_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> list[list[list[int]]]:
     """Groups of indices for each rank. Deterministic.
 
-    With one rank as ``group_by_budget``. With more each gets equally many groups, of at most
-    ``budget`` tokens unless a single sample is longer; where there are fewer samples than ranks,
-    some are empty.
+    With one rank, the groups of ``group_by_budget``. With more, every rank gets equally many groups
+    of at most ``budget`` tokens; a longer sample is a group of its own. Some groups are empty if
+    there are fewer samples than ranks.
     """
     if ranks == 1 or not lengths:
         return [group_by_budget(lengths, budget)] + [[] for _ in range(ranks - 1)]
@@ -29,7 +29,7 @@ def assign_micro_batches(lengths: Sequence[int], budget: int, ranks: int) -> lis
 
 
 def _groups(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
-    """As few as fit, and a multiple of ``ranks``."""
+    """As few groups as the budget allows, a multiple of ``ranks``."""
     count = -(-len(group_by_budget(lengths, budget)) // ranks) * ranks
     while True:
         groups = _balanced_groups(lengths, count)
@@ -39,7 +39,7 @@ def _groups(lengths: Sequence[int], budget: int, ranks: int) -> list[list[int]]:
 
 
 def _balanced_groups(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Exactly so many groups: the longest first, each to the group with the fewest tokens."""
+    """``count`` groups: the longest sample first, each to the group with the fewest tokens."""
     groups: list[list[int]] = [[] for _ in range(count)]
     sizes = [(0, group) for group in range(count)]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):

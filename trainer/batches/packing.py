@@ -1,9 +1,9 @@
-"""Ragged samples become micro-batches: one row of tokens each, no padding, a token budget.
+"""Packs ragged samples into micro-batches: one row of tokens each, no padding, a token budget.
 
     samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], tokens [N])
 
-Position ids restart with every sample; with them and no attention mask, transformers keeps packed
-samples from attending to each other (tested: packed logits equal each sample's own).
+Position ids restart with every sample. Given these and no attention mask, transformers keeps packed
+samples from attending to each other (a test compares packed logits with each sample's own).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Packed:
     tokens: Tokens
 
     def to(self, device: torch.device) -> Packed:
-        """The same on another device."""
+        """The same micro-batch on another device."""
         return Packed(
             self.input_ids.to(device, non_blocking=True),
             self.position_ids.to(device, non_blocking=True),
@@ -56,7 +56,7 @@ class Packed:
 def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Groups of indices whose lengths sum to at most ``budget``: first fit, longest first.
 
-    A longer sample gets a group of its own. Deterministic.
+    A sample longer than the budget is a group of its own. Deterministic.
     """
     groups: list[list[int]] = []
     room: list[int] = []
@@ -81,14 +81,14 @@ def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
 
 @dataclass(frozen=True)
 class Vocabularies:
-    """Rows of the student's head, and those it shares with the heads of teachers that have one."""
+    """Rows of the student's head; ``common``: rows it shares with each teacher's head, by name."""
 
     student: int
     common: Mapping[str, int] = field(default_factory=dict)
 
 
 def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies) -> None:
-    """StageError for a token, sampled or in a support, that a head does not have."""
+    """StageError for a token, sampled or in a support, without a row in every head it needs."""
     for sample in samples:
         scores, teacher = sample.scores, sample.rollout.prompt.teacher
         rows = vocabularies.common.get(teacher, vocabularies.student)
@@ -108,7 +108,7 @@ def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies)
 def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None = None) -> Packed:
     """Concatenates samples; without ``token_weights``, every token weighs 1 and there is no reward.
 
-    All must have the same kind of scores (TypeError).
+    TypeError unless all have the same kind of scores.
     """
     ids, positions, rows = [], [], []
     start = 0
@@ -129,26 +129,25 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
 
 
 def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> Tokens:
-    """What is known of the response tokens without their teacher."""
+    """The fields of Tokens that do not depend on the scores."""
     rollouts = [sample.rollout for sample in samples]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
-    rewarded = all(token_weight.advantage is not None for token_weight in token_weights)
+    advantages, reward_weights = None, None
+    if all(one.advantage is not None for one in token_weights):
+        advantages = _repeated([one.advantage or 0.0 for one in token_weights], lengths)
+        reward_weights = _repeated([one.reward_weight for one in token_weights], lengths)
     return Tokens(
         targets=_tensor([rollout.response_ids for rollout in rollouts], np.int64),
         rollout_logprobs=_tensor([rollout.rollout_logprobs for rollout in rollouts], np.float32),
-        weights=_repeated([token_weight.weight for token_weight in token_weights], lengths),
-        advantages=_repeated([s.advantage or 0.0 for s in token_weights], lengths)
-        if rewarded
-        else None,
-        reward_weights=(
-            _repeated([s.reward_weight for s in token_weights], lengths) if rewarded else None
-        ),
+        weights=_repeated([one.weight for one in token_weights], lengths),
+        advantages=advantages,
+        reward_weights=reward_weights,
         response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
     )
 
 
 def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
-    """The fields of Tokens that depend on the kind of scores, which is the same for all."""
+    """The fields of Tokens that the scores determine; all samples have the same kind."""
     scores = [sample.scores for sample in samples]
     if plain := [score for score in scores if isinstance(score, SampledLogprobs)]:
         return {"teacher_logprobs": _tensor([score.logprobs for score in plain], np.float32)}
@@ -163,16 +162,17 @@ def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _rest(scores: TopK | CandidateLogprobs) -> Float32:
-    """As the teacher sent it; of who cannot, and of older checkpoints, what can be known of it."""
+    """log mass outside of the support: the teacher's, or an estimate where it sent none."""
     sent = scores.rest_logprobs
     return estimate_log_rest(scores.logprobs) if sent is None else sent
 
 
 def _states(samples: Sequence[Sample]) -> tuple[TeacherStates, ...]:
-    """Hidden states by runs of samples of one teacher."""
+    """Hidden states, one tensor for each run of consecutive samples of one teacher."""
     runs, start = [], 0
     for teacher, run in groupby(samples, key=lambda sample: sample.rollout.prompt.teacher):
         parts = [_tensor_of(s.scores) for s in run if isinstance(s.scores, HiddenStates)]
+        # Without the empty parts: those may have another width or dtype.
         states = torch.cat([part for part in parts if len(part)] or parts[:1])
         runs.append(TeacherStates(teacher, start, states))
         start += len(states)
@@ -185,7 +185,7 @@ def _tensor_of(scores: HiddenStates) -> torch.Tensor:
 
 
 def _repeated(values: Sequence[float], lengths: Sequence[int]) -> torch.Tensor:
-    """One value a token, float64: denominators of large batches are small numbers."""
+    """Each sample's value for all its tokens, [N] float64: weights of large batches are tiny."""
     return torch.from_numpy(np.repeat(np.asarray(values, dtype=np.float64), lengths))
 
 

@@ -1,4 +1,4 @@
-"""How much a response repeats itself."""
+"""The repetition of a response: its share of repeated 8-grams."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from async_opd.accounting.guardrail import GRAM
 from async_opd.core.samples import Rollout
 
 WEIGHTS = np.random.default_rng(0).integers(2**63, dtype=np.uint64, size=GRAM) * 2 + 1
-"""Odd multipliers: two different 8-grams have the same hash once in about 2^60."""
+"""Odd multipliers of a hash: two different 8-grams collide with a probability of about 2^-60."""
 
 
 def repetition(rollout: Rollout) -> float:
-    """Share of the response's 8-grams that occurred in it before: 0 none, near 1 a loop.
+    """Share of the response's 8-grams that occurred in it before: 0 for none, near 1 for a loop.
 
-    No 8-gram reaches over tokens that the student did not sample. 0 where there are fewer than 2.
+    No 8-gram spans tokens that the student did not sample. 0 for fewer than two 8-grams.
     """
     turns = [turn for turn in rollout.turns if len(turn) >= GRAM]
     if not turns:

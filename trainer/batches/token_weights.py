@@ -1,4 +1,4 @@
-"""What each token of a batch weighs, in the distillation loss and in the reward's.
+"""The weight of each token of a batch, in the distillation loss and in the reward's loss.
 
 samples ──lengths, teachers' weights──► reduction × weight ──┐
    └──groups──► advantages ──────────────────────────────────┴──► one TokenWeight a sample
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenWeight:
-    """Of every token of one sample. ``advantage`` is None where there is no reward."""
+    """The weights of every token of one sample. ``advantage`` is None without a reward."""
 
     weight: float = 1.0
     reward_weight: float = 0.0
@@ -31,12 +31,12 @@ class TokenWeight:
 
 @dataclass(frozen=True)
 class TokenWeighting:
-    """How a batch becomes shares. ``reward_weight`` None: there is no reward.
+    """Computes the token weights of a batch. ``reward_weight`` None: there is no reward.
 
-    ``teachers`` are the weights of teachers' samples in the distillation loss, 1 for those that are
-    not there; the reward is no teacher's, and weighs all samples alike. ``mask_truncated`` and
-    ``mask_truncated_rewards`` leave responses that were cut off out of the one and of the other:
-    they weigh 0, and count in no denominator and in no group.
+    ``teachers`` are the weights of teachers' samples in the distillation loss, by default 1; the
+    reward weighs the samples of all teachers alike. ``mask_truncated`` excludes truncated responses
+    from the distillation loss, ``mask_truncated_rewards`` from the reward's: their tokens weigh 0,
+    and they count in no denominator and in no group.
     """
 
     weight: float = 1.0
@@ -56,7 +56,7 @@ class TokenWeighting:
         max_tokens: int,
         teachers: Mapping[str, float] | None = None,
     ) -> TokenWeighting:
-        """As configured; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` their weights."""
+        """From the config; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` are weights."""
         made = cls(
             loss.weight,
             loss.reduction,
@@ -74,9 +74,9 @@ class TokenWeighting:
         )
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[TokenWeight], dict[str, float]]:
-        """A share for each sample of a whole batch, and metrics of its rewards.
+        """The token weights of each sample of a whole batch, and metrics of its rewards.
 
-        StageError for a sample without a reward, where there is one. Groups must be whole.
+        The batch must hold whole groups. With a reward, StageError for a sample without one.
         """
         own = [self.teachers.get(sample.rollout.prompt.teacher, 1.0) for sample in samples]
         distilled = self._weights(samples, self.mask_truncated, own)
@@ -103,7 +103,7 @@ class TokenWeighting:
     def _weights(
         self, samples: Sequence[Sample], masked: bool, own: Sequence[float] | None = None
     ) -> list[float]:
-        """Of each sample's tokens; ``masked``: as if those cut off had no response."""
+        """The weight of each sample's tokens; ``masked``: of truncated ones 0, as if empty."""
         left_out = [masked and _cut_off(sample) for sample in samples]
         lengths = [
             0 if out else len(sample.rollout.response_ids)

@@ -1,8 +1,8 @@
 """Objectives, one file each: losses of response tokens, in nats, with their gradients.
 
-``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at its own
-(``teachers.<name>.temperature``). Responses were sampled from the student (of a possibly older
-version).
+``q`` is the student under its current weights, at temperature 1, ``p`` the teacher, at the
+temperature ``teachers.<name>.temperature``. Responses were sampled from the student, perhaps under
+older weights.
 
     divergence (forward_kl, reverse_kl, jsd) ── over top-k or vocabulary ──┐
     estimator (k1, k2, k3, abs) ── of the sampled token ───────────────────┼─► Objective ─► chunked
@@ -62,13 +62,11 @@ def build_objective(
         _term(loss),
         importance_cap=loss.importance_cap if corrects(loss) else None,
         weighs_responses=loss.importance == "sequence",
-        surrogate=_surrogate(reward) if reward else None,
+        surrogate=None
+        if reward is None
+        else ClippedSurrogate(reward.clip_low, reward.clip_high, reward.dual_clip),
         temperature=temperature,
     )
-
-
-def _surrogate(reward: RewardConfig) -> ClippedSurrogate:
-    return ClippedSurrogate(reward.clip_low, reward.clip_high, reward.dual_clip)
 
 
 def _term(loss: Loss) -> Term:
@@ -87,7 +85,7 @@ def _term(loss: Loss) -> Term:
 
 
 def _over(divergence: DivergenceFunction, loss: DivergenceConfig) -> Term:
-    """The divergence over the support that the config names."""
+    """The term of a divergence over the support that the config names."""
     if loss.support == "full_vocab":
         return OnVocabulary(divergence, loss.clamp)
     return OnTopK(divergence, loss.tail, loss.clamp)

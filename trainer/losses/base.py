@@ -1,4 +1,4 @@
-"""What objectives get: the response tokens of a micro-batch, and what is known about them.
+"""The inputs of objectives: the response tokens of a micro-batch, with weights and scores.
 
 N: response tokens, V: the student's vocabulary, k: tokens of a top-k support. ``q`` is the student
 under its current weights, ``p`` the teacher, ``mu`` the distribution that was sampled.
@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 
 Slopes = tuple[torch.Tensor, torch.Tensor]
-"""(value [n], slope [n, K]): a loss per token, and its derivative with respect to each log q_i,
-as if they were independent of each other; ``rows.py`` knows that they are not."""
+"""(value [n], slope [n, K]): a loss per token, and its partial derivative by each log q_i. Partial:
+each log q_i depends on all logits, which ``rows.py`` accounts for."""
 
 
 class DivergenceFunction(Protocol):
@@ -32,7 +32,7 @@ class TeacherStates:
 
     @property
     def rows(self) -> slice:
-        """The rows they belong to."""
+        """The rows of the micro-batch that these states predict."""
         return slice(self.start, self.start + len(self.states))
 
 
@@ -41,13 +41,14 @@ class Tokens:
     """Response tokens; every tensor has one row each.
 
     ``targets`` int64 [N] the sampled tokens and ``rollout_logprobs`` [N] log mu of them;
-    ``weights`` [N] each one's share of the distillation loss (``reduction.py``), ``reward_weights``
-    [N] of the reward's; ``advantages`` [N] where there is a reward. Each response is whole:
-    ``response_starts`` int64 [N] is the row of the first token of each one's response (counted in
-    the micro-batch), ``response_log_ratios`` float64 [N] log q/mu of all of it (``responses.py``).
-    Of the teacher: ``teacher_logprobs`` [N] of the sampled tokens, and of a top-k support
-    ``teacher_ids`` int64 and ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N],
-    the logarithm of the mass outside of it; or ``teacher_states``, which cover all rows in order.
+    ``weights`` [N] their weights in the distillation loss (``reduction.py``), ``reward_weights``
+    [N] in the reward's; ``advantages`` [N] where there is a reward. Each response is complete:
+    ``response_starts`` int64 [N] is the row (in the micro-batch) of the first token of a token's
+    response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
+    (``responses.py``). Of the teacher: ``teacher_logprobs`` [N] of the sampled tokens, and of a
+    top-k support ``teacher_ids`` int64 and ``teacher_topk_logprobs`` [N, k], and
+    ``teacher_rest_logprobs`` [N], the logarithm of the mass outside of it; or ``teacher_states``,
+    which cover all rows in order.
     """
 
     targets: torch.Tensor
@@ -67,11 +68,11 @@ class Tokens:
         return len(self.targets)
 
     def part(self, rows: slice) -> Tokens:
-        """Some of the rows, without hidden states."""
+        """The tokens of these rows, without hidden states."""
         return replace(self._map(lambda tensor: tensor[rows]), teacher_states=())
 
     def to(self, device: torch.device) -> Tokens:
-        """The same on another device."""
+        """The same tokens on another device."""
         states = tuple(
             replace(one, states=one.states.to(device, non_blocking=True))
             for one in self.teacher_states

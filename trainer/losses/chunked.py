@@ -1,21 +1,23 @@
-"""Loss and gradients from hidden states, with one chunk of logits alive at a time.
+"""Loss and gradients from hidden states, with one chunk of logits in memory at a time.
 
     hidden [N, H] ──rows of a chunk──► logits [n, V] ──objective──► ∂loss/∂logits, in place
                                             ▲                          │         │
                                        head's weight          grad hidden rows   + grad weight
 
-Everything happens in the forward pass: the backward pass only scales. Logits, their softmax and
-their gradient share one buffer of ``CHUNK_BYTES``; the objective works on tiles of it that fit a
-processor's cache. On a GPU, tiles are whole chunks and the objective is compiled. One that weighs
-whole responses has a pass over the chunks before, in the same buffer (``responses.py``).
+The forward pass computes the gradients too; the backward pass only scales them. Logits, their
+softmax and their gradient share one buffer of ``CHUNK_BYTES``; the objective works on tiles of it
+that fit a processor's cache. On a GPU, tiles are whole chunks and the objective is compiled. An
+objective that weighs whole responses needs another pass over the chunks before, in the same buffer
+(``responses.py``).
 
-The log-sum-exp and everything after it is float32 (or float64), whatever the matrix products are.
+The log-sum-exp and everything after it is float32 (or float64), whatever type the matrix products
+have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -26,19 +28,20 @@ from async_opd.models.lm_head import LogitShape
 from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
+from trainer.losses.report import Metrics, concat_metrics
 from trainer.losses.responses import log_sampled, response_sums
-from trainer.losses.terms import Metrics
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
-"""Logits alive at the same time, the teacher's included. Each chunk reads and writes the head's
-gradient once: on a GPU, below about a thousand rows, that would cost more than the products."""
+"""Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the
+head's gradient once: on a GPU, with less than about a thousand rows a chunk, that would cost more
+than the matrix products."""
 
 TILE_BYTES = 16 << 20
-"""Logits a processor works on at the same time."""
+"""Bytes of the logits that the objective works on at a time, on a CPU."""
 
 
 class Head(Protocol):
-    """A teacher's head: hidden states [n, H] to logits [n, V_teacher]."""
+    """A teacher's head: from hidden states [n, H] to logits [n, V_teacher]."""
 
     @property
     def vocabulary(self) -> int:
@@ -46,7 +49,7 @@ class Head(Protocol):
         ...
 
     def logits(self, states: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-        """Writes the logits into the first n rows of ``out``, and returns these."""
+        """Writes the logits into the first n rows of ``out`` and returns these rows."""
         ...
 
 
@@ -64,12 +67,12 @@ def chunked_loss(
     """The loss (a scalar with gradient) of hidden rows [N, H] under a head [V, H], and metrics [N].
 
     ``heads`` are the teachers', for objectives over the whole vocabulary. ``compute`` is the type
-    of the matrix products; by default that of ``hidden`` and ``weight`` together. ``shape`` is what
-    the model does to the head's logits.
+    of the matrix products; by default the promoted type of ``hidden`` and ``weight``. ``shape`` is
+    how the model scales and caps the head's logits.
     """
     differentiable = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     wanted = torch.is_grad_enabled() and bool(differentiable)
-    walk = _ChunkPass(
+    chunk_pass = _ChunkPass(
         objective,
         tokens,
         heads or {},
@@ -77,15 +80,15 @@ def chunked_loss(
         shape,
         tuple(wanted and t is not None and t.requires_grad for t in (hidden, weight, bias)),
     )
-    loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, walk)  # type: ignore[no-untyped-call]
-    return loss, walk.metrics
+    loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, chunk_pass)  # type: ignore[no-untyped-call]
+    return loss, chunk_pass.metrics
 
 
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, walk: _ChunkPass) -> torch.Tensor:
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, run: _ChunkPass) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.gradients = walk(hidden, weight, bias)
+            loss, ctx.gradients = run(hidden, weight, bias)
         return loss
 
     @staticmethod
@@ -95,53 +98,52 @@ class _ChunkedLoss(torch.autograd.Function):
         return *gradients, None
 
 
+@dataclass
 class _ChunkPass:
-    """One pass over the chunks; keeps what each objective's call reports."""
+    """One pass over the chunks, and the metrics [N] of it.
 
-    def __init__(
-        self,
-        objective: Objective,
-        tokens: Tokens,
-        heads: Mapping[str, Head],
-        compute: torch.dtype,
-        shape: LogitShape,
-        wanted: tuple[bool, ...],
-    ) -> None:
-        self._objective = objective
-        self._tokens = tokens
-        self._heads = heads
-        self._compute = compute
-        self._shape = shape
-        self._wanted = wanted
-        self._count = 0
-        self._widest = max((head.vocabulary for head in heads.values()), default=0)
-        self._scratch: torch.Tensor | None = None  # the teachers' logits of a chunk
-        self.metrics: Metrics = {}
+    ``wanted`` says of hidden, weight and bias whether its gradient is computed. ``scratch`` holds
+    the teachers' logits of one chunk of at most ``count`` rows.
+    """
+
+    objective: Objective
+    tokens: Tokens
+    heads: Mapping[str, Head]
+    compute: torch.dtype
+    shape: LogitShape
+    wanted: tuple[bool, ...]
+    count: int = 0
+    scratch: torch.Tensor | None = None
+    metrics: Metrics = field(default_factory=dict)
+
+    @property
+    def _widest(self) -> int:
+        return max((head.vocabulary for head in self.heads.values()), default=0)
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """The loss, and its gradients by hidden, weight and bias, each where it is wanted."""
-        precise = torch.promote_types(self._compute, torch.float32)
+        """The loss, and its gradients by hidden, weight and bias; None where it is not wanted."""
+        precise = torch.promote_types(self.compute, torch.float32)
         sums = [
             torch.zeros_like(t, dtype=precise) if t is not None and want else None
-            for t, want in zip((hidden, weight, bias), self._wanted, strict=True)
+            for t, want in zip((hidden, weight, bias), self.wanted, strict=True)
         ]
-        matrix = weight.to(self._compute)
-        own = weight.shape[0] * (1 if self._shape.soft_cap is None else 2)  # slopes, too
+        matrix = weight.to(self.compute)
+        own = weight.shape[0] * (1 if self.shape.soft_cap is None else 2)  # slope_of has its own
         row = (own + self._widest) * precise.itemsize
-        self._count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
-        logits = hidden.new_empty((self._count, weight.shape[0]), dtype=precise)
-        if self._objective.weighs_responses:
+        self.count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
+        logits = hidden.new_empty((self.count, weight.shape[0]), dtype=precise)
+        if self.objective.needs_response_ratios:
             ratios = self._response_log_ratios(hidden, matrix, bias, logits)
-            self._tokens = replace(self._tokens, response_log_ratios=ratios)
+            self.tokens = replace(self.tokens, response_log_ratios=ratios)
         reports = []
-        for rows, states in chunks(self._tokens, self._count):
-            part = hidden[rows].to(self._compute)
+        for rows, states in chunks(self.tokens, self.count):
+            part = hidden[rows].to(self.compute)
             out = project(part, matrix, bias, logits)
             reports.append(self._losses(out, rows, states))
             _accumulate(sums, rows, out, part, matrix)
-        self.metrics = _joined(reports)
+        self.metrics = concat_metrics(reports)
         loss = self.metrics["total"].sum() if reports else hidden.new_zeros((), dtype=precise)
         inputs = (hidden, weight, bias)
         return loss, [
@@ -158,47 +160,48 @@ class _ChunkPass:
     ) -> torch.Tensor:
         """log q/mu of each token's whole response, [N] float64; ``logits`` are overwritten.
 
-        ValueError for tokens that do not say whose response they are part of.
+        ValueError for tokens without ``response_starts``.
         """
-        tokens, temperature = self._tokens, self._objective.temperature
+        tokens, temperature = self.tokens, self.objective.temperature
         if tokens.response_starts is None:
             raise ValueError("weights of whole responses need Tokens.response_starts")
         log_ratios = -tokens.rollout_logprobs.double()
-        for rows, _ in chunks(tokens, self._count):
-            out = project(hidden[rows].to(self._compute), weight, bias, logits)
-            shaped = shape_logits(out, self._shape)
+        for rows, _ in chunks(tokens, self.count):
+            out = project(hidden[rows].to(self.compute), weight, bias, logits)
+            shaped = shape_logits(out, self.shape)
             log_ratios[rows] += log_sampled(shaped, tokens.targets[rows], temperature)
         return response_sums(log_ratios, tokens.response_starts)
 
     def _losses(self, logits: torch.Tensor, rows: slice, states: TeacherStates | None) -> Metrics:
-        """Turns a chunk's logits into their gradient, tile by tile."""
+        """Overwrites a chunk's logits by their gradient, tile by tile; returns the values [n]."""
         teacher = None if states is None else self._teacher(states, rows, logits)
-        run = run_objective(self._objective, logits.device.type)
+        run = run_objective(self.objective, logits.device.type)
         step = len(logits)
         if logits.device.type == "cpu":
             step = max(TILE_BYTES // (logits.shape[-1] * logits.itemsize), 1)
         reports = []
         for start in range(0, len(logits), step):
             tile = slice(start, min(start + step, len(logits)))
-            tokens = self._tokens.part(slice(rows.start + tile.start, rows.start + tile.stop))
-            shaped = shape_logits(logits[tile], self._shape)
-            slope = slope_of(shaped, self._shape)
+            tokens = self.tokens.part(slice(rows.start + tile.start, rows.start + tile.stop))
+            shaped = shape_logits(logits[tile], self.shape)
+            slope = slope_of(shaped, self.shape)
             reports.append(run(shaped, tokens, None if teacher is None else teacher[tile]))
-            if not isinstance(slope, float) or slope != 1:
+            if not isinstance(slope, float) or slope != 1:  # from shaped to plain logits
                 shaped.mul_(slope)
-        return _joined(reports)
+        return concat_metrics(reports)
 
     def _teacher(self, states: TeacherStates, rows: slice, logits: torch.Tensor) -> torch.Tensor:
-        head = self._heads[states.teacher]
+        """The teacher's logits [n, V_teacher] of a chunk, in the scratch buffer."""
+        head = self.heads[states.teacher]
         part = states.states[rows.start - states.start : rows.stop - states.start]
-        if self._scratch is None:
-            self._scratch = logits.new_empty(self._count * self._widest)
-        out = self._scratch[: len(part) * head.vocabulary].view(len(part), head.vocabulary)
+        if self.scratch is None:
+            self.scratch = logits.new_empty(self.count * self._widest)
+        out = self.scratch[: len(part) * head.vocabulary].view(len(part), head.vocabulary)
         return head.logits(part, out)
 
 
 def chunks(tokens: Tokens, count: int) -> Iterator[tuple[slice, TeacherStates | None]]:
-    """Runs of at most ``count`` rows; none has the hidden states of two teachers."""
+    """Runs of at most ``count`` rows with their hidden states; no run spans two teachers."""
     whole: list[tuple[slice, TeacherStates | None]] = [(slice(0, len(tokens)), None)]
     for rows, states in [(one.rows, one) for one in tokens.teacher_states] or whole:
         for start in range(rows.start, rows.stop, max(count, 1)):
@@ -208,7 +211,7 @@ def chunks(tokens: Tokens, count: int) -> Iterator[tuple[slice, TeacherStates | 
 def project(
     rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> torch.Tensor:
-    """rows [n, H] times weight [V, H], plus bias, into the first n rows of ``out``."""
+    """Writes rows [n, H] times weight [V, H] transposed, plus bias, into n rows of ``out``."""
     out = out[: len(rows)]
     if weight.dtype == out.dtype:
         torch.mm(rows, weight.t(), out=out)
@@ -226,7 +229,7 @@ def _accumulate(
     hidden: torch.Tensor,
     weight: torch.Tensor,
 ) -> None:
-    """Adds a chunk's ∂loss/∂logits to the gradients of its hidden rows, the head and its bias."""
+    """Adds a chunk's part of the gradients of hidden rows, head and bias, from ∂loss/∂logits."""
     of_hidden, of_weight, of_bias = sums
     if of_bias is not None:
         of_bias += gradient.sum(0)
@@ -243,17 +246,12 @@ def _accumulate(
         of_weight += gradient.t() @ hidden
 
 
-def _joined(reports: list[Metrics]) -> Metrics:
-    if len(reports) == 1:
-        return reports[0]
-    return {name: torch.cat([one[name] for one in reports]) for name in (reports or [{}])[0]}
-
-
 @lru_cache(maxsize=8)
 def run_objective(objective: Objective, device: str) -> Callable[..., Metrics]:
-    """The objective itself, or compiled into a few kernels for a GPU; the eager one is its oracle.
+    """The objective itself on a CPU; for a GPU, the objective compiled into a few kernels.
 
-    Not yet run on a GPU: the test traces it whole and runs the trace.
+    The compiled one has not been measured on a GPU: a test traces it as one graph and compares the
+    trace's values with the eager objective's.
     """
     if device == "cpu":
         return objective

@@ -7,8 +7,9 @@ With y ~ q and d = log q(y) - log p(y):
     abs = |d|            supervised gradient sign(d) ∇log q:     in expectation that of Σ |q - p|
 
 ``policy_gradient`` holds the estimate constant and uses its negative as the advantage of the
-sampled token: -A log q(y) with A = -k(d). It is not the gradient of the estimate's expectation, but
-what others call by this name. k1 has a file of its own: supervised, it teaches nothing.
+sampled token: the loss is -A log q(y) with A = -k(d). That is not the gradient of the estimate's
+expectation, but the usual meaning of the name. k1 is in ``k1.py``: its supervised gradient does not
+depend on the teacher.
 """
 
 from __future__ import annotations
@@ -36,29 +37,24 @@ class SampledLoss(Protocol):
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes: ...
 
 
+@dataclass(frozen=True)
 class SampledEstimator:
-    """The estimate of each token, or its policy gradient."""
+    """The estimate of each token, or its policy gradient with the advantage clamped."""
 
-    def __init__(
-        self,
-        kind: Estimator,
-        gradient: Literal["supervised", "policy_gradient"],
-        clamp: float | None,
-    ) -> None:
-        self._kind = kind
-        self._gradient = gradient
-        self._clamp = clamp
+    kind: Estimator
+    gradient: Literal["supervised", "policy_gradient"]
+    clamp: float | None
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
         value, slope = self._estimate(log_q - log_p)
-        if self._gradient == "supervised":
+        if self.gradient == "supervised":
             return SampledSlopes(value, slope)
-        return policy_gradient(-value, log_q, self._clamp)
+        return policy_gradient(-value, log_q, self.clamp)
 
     def _estimate(self, gap: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        if self._kind == "k2":
+        if self.kind == "k2":
             return gap.square() / 2, gap
-        if self._kind == "k3":
+        if self.kind == "k3":
             return torch.expm1(-gap) + gap, -torch.expm1(-gap)
         return gap.abs(), gap.sign()
 

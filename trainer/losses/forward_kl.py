@@ -2,8 +2,8 @@
 
     KL_t = Σ_i p_i (log p_i - log q_i)        ∂/∂log q_i = -p_i
 
-The expectation over the teacher's p is exact within the support; nothing of it is sampled.
-Outcomes that the teacher excludes (log p = -inf) count as 0.
+The expectation over the teacher's p is the exact sum over the support, no estimate from samples.
+An outcome that the teacher excludes (log p = -inf) adds 0.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from trainer.losses.base import Slopes
 
 MIN_LOG_PROB = -1e4
-"""Stands for log 0 of the teacher: exp gives 0, and 0 times it gives 0, not NaN."""
+"""Replaces the teacher's log 0, in nats: its exp is 0, and 0 times it is 0; 0 · -inf is NaN."""
 
 
 class ForwardKL:

@@ -5,23 +5,25 @@ KL Divergence"). Its gradient with respect to the student is that of
 
     loss_t = - A_t log q(y_t),    A_t = -(log q(y_t) - log p(y_t)), held constant
 
-(differentiating k1 itself would give E[∇ log q] = 0: the teacher does not appear). A_t > 0 where
-the teacher likes the token more than the student does. The signal is always computed under the
-student's current weights, never under those that sampled.
+(the gradient of k1 itself is E[∇ log q] = 0, without the teacher). A_t > 0 where the teacher gives
+the token a higher probability than the student. q is always the student under its current weights,
+never under those that sampled.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 
 from trainer.losses.estimators import SampledSlopes, policy_gradient
 
 
+@dataclass(frozen=True)
 class K1:
-    """-A_t log q(y_t) of each token."""
+    """-A_t log q(y_t) of each token; ``clamp`` bounds A_t to [-clamp, clamp]."""
 
-    def __init__(self, clamp: float | None) -> None:
-        self._clamp = clamp
+    clamp: float | None
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
-        return policy_gradient(log_p - log_q, log_q, self._clamp)
+        return policy_gradient(log_p - log_q, log_q, self.clamp)

@@ -1,4 +1,4 @@
-"""Logits as the model shapes them before the softmax, and what that does to their gradient.
+"""Scaling and soft capping of logits before the softmax, and the derivative of both.
 
 x ──tanh, where there is a soft cap──► ──scale──► y = scale · cap · tanh(x / cap)
 ∂loss/∂x ◄── · (scale - y² / (scale · cap²)) ──── ∂loss/∂y
@@ -11,11 +11,11 @@ import torch
 from async_opd.models.lm_head import LogitShape
 
 PLAIN = LogitShape()
-"""Leaves logits as they are."""
+"""The shape that changes no logit."""
 
 
 def shape_logits(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
-    """The shaped logits, in place, any dimensions."""
+    """Shapes the logits in place, of any dimensions; returns them."""
     factor = shape.scale
     if shape.soft_cap is not None:
         logits.div_(shape.soft_cap).tanh_()
@@ -24,7 +24,7 @@ def shape_logits(logits: torch.Tensor, shape: LogitShape) -> torch.Tensor:
 
 
 def slope_of(shaped: torch.Tensor, shape: LogitShape) -> torch.Tensor | float:
-    """∂shaped/∂plain of shaped logits: one value each in a new tensor, or the same for all."""
+    """∂shaped/∂plain, from shaped logits: a new tensor of their shape, or one number for all."""
     if shape.soft_cap is None:
         return shape.scale
     return shaped.square().div_(-shape.scale * shape.soft_cap**2).add_(shape.scale)

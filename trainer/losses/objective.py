@@ -1,20 +1,22 @@
-"""What a step minimizes: distillation and reward, weighed token by token.
+"""The loss that a step minimizes: distillation and reward, with a weight for each token.
 
     loss = Σ_t w_t · i_t · c_t · D_t  +  Σ_t v_t · S_t
 
-D_t the distillation term, w_t its weight and reduction, i_t the importance weight, c_t the clamp's
-scale; S_t the reward's surrogate (``surrogate.py``), v_t its weight and reduction. i and c are held
-constant.
+D_t is the distillation term, w_t its weight and reduction, i_t the importance weight, c_t the
+clamp's scale; S_t the reward's surrogate (``surrogate.py``), v_t its weight and reduction. i and c
+are held constant.
 
     i_t = min(q(y_t) / mu(y_t), cap)       truncated importance sampling (arXiv:2606.24143), or
     i_t = min(Π_s q(y_s) / mu(y_s), cap)   over all s of the response: sequence-level truncation
 
-mu is the distribution that was sampled. At a temperature other than 1, the q of both ratios has the
-same temperature: ratios measure staleness alone, and are 1 where there is none. The q of D_t is
-always at temperature 1; its p comes with the teacher's temperature in it.
+mu is the distribution that was sampled, at the rollouts' temperature. The q of both ratios has the
+same temperature, so that ratios measure staleness alone and are 1 without it. The q of D_t is
+always at temperature 1; its p already has the teacher's temperature.
 """
 
 from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
 
 import torch
 
@@ -23,46 +25,38 @@ from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
 
 MAX_LOG_RATIO = 80.0
-"""Largest log-ratio: float32 ends at 88, and a metric that is infinite or NaN tells nothing."""
+"""Largest log-ratio, in nats: float32 overflows at exp(88), and no metric may be infinite."""
 
 
+@dataclass(frozen=True, eq=False)
 class Objective:
-    """Losses of a tile of rows; the rows become their gradient."""
+    """Computes the losses of a tile of rows and overwrites the rows by their gradient.
 
-    def __init__(
-        self,
-        term: Term,
-        *,
-        importance_cap: float | None = None,
-        weighs_responses: bool = False,
-        surrogate: ClippedSurrogate | None = None,
-        temperature: float = 1.0,
-    ) -> None:
-        """``importance_cap`` None: no importance weights. ``surrogate`` None: no reward.
+    ``importance_cap`` None: no importance weights. ``weighs_responses``: one importance weight for
+    all tokens of a response, from ``Tokens.response_log_ratios``. ``surrogate`` None: no reward.
+    """
 
-        ``weighs_responses``: one importance weight for all tokens of a response, for which tokens
-        need ``response_log_ratios``.
-        """
-        self._term = term
-        self._cap = importance_cap
-        self._surrogate = surrogate
-        self.temperature = temperature
-        self.weighs_responses = weighs_responses and importance_cap is not None
+    term: Term
+    _: KW_ONLY
+    importance_cap: float | None = None
+    weighs_responses: bool = False
+    surrogate: ClippedSurrogate | None = None
+    temperature: float = 1.0
 
     @property
-    def needs_heads(self) -> bool:
-        """Whether it needs the teacher's logits."""
-        return self._term.needs_heads
+    def needs_response_ratios(self) -> bool:
+        """Whether tokens must come with ``response_log_ratios``."""
+        return self.weighs_responses and self.importance_cap is not None
 
     def __call__(
         self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None = None
     ) -> Metrics:
-        """Overwrites logits [n, V] by the gradient; returns values [n] by name.
+        """Overwrites logits [n, V] by the gradient of Σ total; returns values [n] by name.
 
-        ``total`` is each token's part of the loss. The teacher's logits are overwritten too.
+        ``total`` is each token's summand of the loss. The teacher's logits are overwritten too.
         """
         tempered = self._tempered(logits)
-        opened = self._term.open(logits, tokens, teacher)
+        opened = self.term.open(logits, tokens, teacher)
         log_q = opened.log_sampled
         if tempered is not None:
             log_q = tempered.gather(-1, tokens.targets[:, None])[:, 0]
@@ -76,13 +70,15 @@ class Objective:
             "importance": ratio,
             **opened.metrics,
         }
-        if self._cap is not None:
+        cap = self.importance_cap
+        if cap is not None:
             weight = self._response_ratio(tokens).to(ratio) if self.weighs_responses else ratio
-            metrics["truncated"] = weight > self._cap
-            metrics["importance_weight"] = weight = weight.clamp_max(self._cap)
+            metrics["truncated"] = weight > cap
+            metrics["importance_weight"] = weight = weight.clamp_max(cap)
             factor = factor * weight
         metrics["total"] = factor * opened.value
         slope = self._reward(log_ratio, tokens, metrics)
+        # At another temperature log q of the reward has another gradient, which is added after.
         opened.close(factor, slope if tempered is None else None)
         if tempered is not None and slope is not None:
             self._add_tempered(logits, tempered, tokens.targets, slope)
@@ -95,6 +91,7 @@ class Objective:
         return tokens.response_log_ratios.clamp_max(MAX_LOG_RATIO).exp()
 
     def _tempered(self, logits: torch.Tensor) -> torch.Tensor | None:
+        """log q [n, V] at the rollouts' temperature; None at 1, where the term has it."""
         if self.temperature == 1:
             return None
         return (logits / self.temperature).log_softmax(-1)
@@ -102,14 +99,14 @@ class Objective:
     def _reward(
         self, log_ratio: torch.Tensor, tokens: Tokens, metrics: Metrics
     ) -> torch.Tensor | None:
-        """Adds the reward to the metrics; its slope by log q of the sampled tokens, [n]."""
-        if self._surrogate is None:
+        """Adds the reward to the metrics; returns its slope [n] by log q of the sampled tokens."""
+        if self.surrogate is None:
             return None
         assert tokens.advantages is not None
         assert tokens.reward_weights is not None
         weights = tokens.reward_weights.to(log_ratio.dtype)
         advantages = tokens.advantages.to(log_ratio.dtype)
-        slopes = self._surrogate(log_ratio.clamp_max(MAX_LOG_RATIO), advantages)
+        slopes = self.surrogate(log_ratio.clamp_max(MAX_LOG_RATIO), advantages)
         metrics["total"] = metrics["total"] + weights * slopes.value
         metrics["surrogate"] = slopes.value
         metrics["clipped"] = slopes.clipped
@@ -124,7 +121,7 @@ class Objective:
         targets: torch.Tensor,
         slope: torch.Tensor,
     ) -> None:
-        """Of a slope g by log q(y) at temperature T: g (1[j = y] - q_j) / T for each logit j."""
+        """Adds g (1[j = y] - q_j) / T to the gradient of logit j; g is ``slope``, q is at T."""
         slope = (slope / self.temperature)[:, None]
         gradient.sub_(tempered.exp_().mul_(slope))
         gradient.scatter_add_(-1, targets[:, None], slope)

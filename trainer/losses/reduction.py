@@ -1,4 +1,4 @@
-"""From losses of tokens to one number: what each token weighs.
+"""The weight of each token in the sum that makes one loss of the tokens' losses.
 
 For samples s of weight a_s (their teacher's), R_s response tokens each:
 
@@ -7,9 +7,9 @@ For samples s of weight a_s (their teacher's), R_s response tokens each:
     seq_mean_token_sum       a_s / B
     seq_mean_token_sum_norm  a_s / (B · max_tokens)
 
-So weights that are all the same change nothing. All denominators are those of the whole batch, so
-that neither micro-batches nor ranks change the result. Empty responses have no tokens and do not
-count.
+Weights a_s that are all equal change nothing. All denominators are those of the whole batch, so
+that neither micro-batches nor ranks change the result. Empty responses have no tokens and count in
+no denominator.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def token_weights(
 ) -> list[float]:
     """The weight of each token of each sample; ``lengths`` are the batch's response lengths.
 
-    ``weights`` are the samples', positive; by default all the same.
+    ``weights`` are a_s, positive; by default all 1.
     """
     weights = weights or [1.0] * len(lengths)
     pairs = list(zip(weights, lengths, strict=True))

@@ -1,23 +1,23 @@
-"""From values of tokens to the metrics of a step: one transfer from the device for all of them.
+"""The metrics of a step from the values of its tokens, with one transfer from the device.
 
-``total`` is summed (each token brings its share); everything else is a mean over response tokens,
-under ``loss/``. ``entropy`` is the student's, in nats, over its whole vocabulary. The importance
-ratio r = q/mu of each token, whatever is weighed by it, becomes
+``total`` is summed (its values are summands of the loss); all other values are averaged over
+response tokens, under ``loss/``. ``entropy`` is the student's, in nats, over its whole vocabulary.
+The importance ratio r = q/mu of each token, whether the loss uses it or not, becomes
 
     importance/mean, importance/max    of r as it is
     importance/ess                     (Σ r)² / (N Σ r²): 1 where all ratios are the same
 
-of the weights, where there are any (r of each token, or with ``importance: sequence`` the product
-of r over its response),
+the importance weights, where the loss has them (r of each token, or with ``importance: sequence``
+the product of r over its response), become
 
     importance/truncated               share of tokens whose weight is above the cap
     importance/weight                  mean over tokens of the weights, truncated at the cap
 
-and log p - log mu of the sampled tokens, where the trainer alone has the teacher's distribution,
+and log p - log mu of the sampled tokens becomes, for hidden states,
 
     teacher/<name>/agreement           its mean over this teacher's tokens, in nats
 
-which for other scores is the scoring stage's (``teachers/meter.py``).
+For all other scores the scoring stage computes the agreement (``teachers/meter.py``).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from trainer.losses.terms import Metrics as Metrics
 
 
 def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
-    """The values of several micro-batches, one after the other."""
+    """The values of several parts of a batch, concatenated; parts without values are left out."""
     filled = [report for report in reports if report]
-    if not filled:
-        return {}
+    if len(filled) <= 1:
+        return dict(*filled)
     return {name: torch.cat([one[name] for one in filled]) for name in filled[0]}
 
 
 def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[str, float]:
-    """``loss/total`` is 0 where there are no tokens. ``runs``: whose teacher's the values are.
+    """Metrics by name; of no values, only a ``loss/total`` of 0.
 
-    They are (teacher, number of tokens), in order, and only needed for agreement.
+    ``runs`` are (teacher, number of tokens) of consecutive values, and needed only for agreement.
     """
     if not values:
         return {"loss/total": 0.0}
@@ -63,7 +63,7 @@ def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[
 
 
 def _agreement(gap: torch.Tensor, runs: Sequence[tuple[str, int]]) -> Metrics:
-    """Means by teacher; none of a teacher without tokens."""
+    """The mean gap of each teacher that has tokens."""
     parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
     for (teacher, _), part in zip(
         runs, torch.split(gap, [count for _, count in runs]), strict=True

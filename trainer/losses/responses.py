@@ -1,11 +1,11 @@
-"""What an importance weight of a whole response needs before its tokens have a gradient.
+"""Log-ratios of whole responses, for importance weights of whole responses.
 
     logits of a chunk ──► log q of the sampled tokens ─┐ all chunks
                                         log mu ────────┴──► Σ log q/mu of each response
 
-Loss and gradient of a chunk are made at once, and a response may lie in several chunks: so these
-sums have a pass over the chunks of their own, before the first one that makes gradients. It costs
-one more product of hidden states and head, beside the three of loss and gradients.
+Loss and gradient of a chunk are computed together, and a response may lie in several chunks:
+therefore these sums take a pass over the chunks of their own, before the pass that computes
+gradients. It costs one more product of hidden states and head, beside three for loss and gradients.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def log_sampled(logits: torch.Tensor, targets: torch.Tensor, temperature: float)
 
 
 def response_sums(values: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
-    """Of each token [N] the sum of the values [N] over its response, float64.
+    """For each token the sum of the values [N] over its response, [N] float64.
 
-    ``starts`` int64 [N] is the row of the first token of each one's response.
+    ``starts`` int64 [N] is the row of the first token of its response.
     """
     sums = torch.zeros_like(values, dtype=torch.float64)
     return sums.index_add_(0, starts, values.double())[starts]

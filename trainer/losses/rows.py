@@ -1,12 +1,12 @@
-"""Rows of logits, opened as log-probabilities and closed as their gradient, in the same memory.
+"""Rows of logits that become log-probabilities and then their gradient, in the same memory.
 
-    logits z [n, V] ──open──► log q of what a loss looks at ──slopes──► close ──► ∂loss/∂z [n, V]
+    logits z [n, V] ──open──► log q of a loss's outcomes ──slopes──► close ──► ∂loss/∂z [n, V]
 
 With slopes g_i = ∂loss/∂log q_i and log q_i = z_i - lse(z), the gradient is
 
     ∂loss/∂z_j = g_j - q_j Σ_i g_i
 
-so that a loss never needs more of the vocabulary than the outcomes it looks at.
+so that a loss needs only the outcomes that it depends on, not the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 
 class SupportRows:
-    """Rows of which a loss sees k tokens, the rest as one outcome, and the sampled token."""
+    """Rows of a loss that depends on k tokens, the rest as one outcome, and the sampled token."""
 
     def __init__(self, logits: torch.Tensor, ids: torch.Tensor, targets: torch.Tensor) -> None:
-        """``ids`` [n, k] are distinct in a row; ``targets`` [n, 1]. Takes the logits over."""
+        """``ids`` [n, k] are distinct in a row; ``targets`` [n, 1]. The logits are overwritten."""
         picked, sampled = logits.gather(-1, ids), logits.gather(-1, targets)
         logits.scatter_(-1, ids, -torch.inf)
-        # The rest has a maximum of its own: beside a support of large logits, it would vanish.
+        # exp(z - peak) with the rest's own peak: with the support's, a small rest would round to 0.
         peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
         logits.sub_(peak).exp_()
         mass = logits.sum(-1, keepdim=True)
@@ -45,7 +45,7 @@ class SupportRows:
     ) -> None:
         """Overwrites the logits by the gradient of slopes [n, k], [n, 1] and [n, 1].
 
-        Of the rest's slope g, each token outside of the support gets its share g q_j / Q_rest.
+        Each token j outside of the support gets g q_j / Q_rest of the rest's slope g.
         """
         pull = slope.sum(-1, keepdim=True)
         for more in (rest, sampled):
@@ -61,21 +61,22 @@ class SupportRows:
 
 
 class FullRows:
-    """Rows of which a loss sees all columns that the teacher has too.
+    """Rows of a loss that depends on all columns that student and teacher share.
 
     Vocabularies may be padded differently: a divergence normalizes both sides over the first
-    ``min(V, V_teacher)`` columns, log q of the sampled token over all V of the student's.
+    ``min(V, V_teacher)`` columns; log q of the sampled token is normalized over all V columns of
+    the student.
     """
 
     def __init__(
         self, logits: torch.Tensor, teacher_logits: torch.Tensor, targets: torch.Tensor
     ) -> None:
-        """``targets`` [n, 1], which the teacher has too. Takes both sides' logits over."""
+        """``targets`` [n, 1] are columns of both sides. Both sides' logits are overwritten."""
         columns = min(logits.shape[-1], teacher_logits.shape[-1])
         self._common, self._padding = logits[:, :columns], logits[:, columns:]
         teacher = teacher_logits[:, :columns]
-        common, own = _lse(self._common), _lse(teacher)
-        self.log_p, self.log_q = teacher.sub_(own), self._common.sub_(common)
+        common, teacher_total = _lse(self._common), _lse(teacher)
+        self.log_p, self.log_q = teacher.sub_(teacher_total), self._common.sub_(common)
         self._log_share = torch.zeros_like(common)
         if self._padding.shape[-1]:
             total = torch.logaddexp(common, _lse(self._padding))
@@ -86,7 +87,7 @@ class FullRows:
         self._logits, self._targets = logits, targets
 
     def entropy(self) -> torch.Tensor:
-        """-Σ q log q over all of the student's rows, [n], nats; before ``close``."""
+        """-Σ q log q over all V columns of the student, [n], nats; before ``close``."""
         share = self._log_share.exp()
         common = share * (_entropy(self._common) - self._log_share)
         return (common + _entropy(self._padding))[:, 0]
@@ -100,6 +101,7 @@ class FullRows:
         if sampled is None:
             self._padding.zero_()
             return
+        # Only log q of the sampled token is normalized over the padding: its slope reaches there.
         self._padding.exp_().mul_(-sampled)
         self._logits.scatter_add_(-1, self._targets, sampled)
 
@@ -109,6 +111,6 @@ def _lse(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _entropy(log_q: torch.Tensor) -> torch.Tensor:
-    """-Σ q log q of each row, [n, 1]; what has no probability adds nothing."""
+    """-Σ q log q of each row, [n, 1]; an outcome of probability 0 adds 0."""
     entropy: torch.Tensor = torch.special.entr(log_q.exp()).sum(-1, keepdim=True)
     return entropy

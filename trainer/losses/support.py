@@ -1,4 +1,4 @@
-"""A divergence over part of the vocabulary: k tokens, and what becomes of the rest.
+"""A divergence over part of the vocabulary: k tokens, and three ways to treat the rest.
 
 tail    bucket       the k tokens, and everything else as one more outcome: two distributions,
                      so that every divergence of them is one of coarser distributions
@@ -6,9 +6,10 @@ tail    bucket       the k tokens, and everything else as one more outcome: two 
                      clamped at 0, since that would remove the gradient of every such token
         renormalize  the k tokens, p and q both scaled to sum to 1
 
-The k tokens may be the teacher's best or the student's: the formulas are the same. Neither side's
-rest is 1 - P, which float32 does not know below 1e-5: both are sums over the tokens outside. The
-student's bucket has no floor, which would remove the gradient of a collapsed student.
+The k tokens may be the teacher's most probable or the student's: the formulas are the same.
+Neither side's rest is computed as 1 - P, which float32 rounds away below 1e-5: both are sums over
+the tokens outside. The student's bucket has no floor, which would remove the gradient of a
+collapsed student.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Tail = Literal["bucket", "ignore", "renormalize"]
 class SupportSlopes:
     """A value per token [n], and its derivatives: [n, k] by log q_i, [n, 1] by log q of the rest.
 
-    ``rest`` is None where the rest has no part in the loss.
+    ``rest`` is None where the loss does not depend on the rest.
     """
 
     value: torch.Tensor
@@ -44,7 +45,7 @@ def on_support(
 ) -> SupportSlopes:
     """The divergence of log p and log q [n, k]; ``rest`` is log p and log q [n, 1] of all others.
 
-    It is None for a support of the whole vocabulary, which leaves nothing for a bucket.
+    It is None for a support of the whole vocabulary, which has no rest.
     """
     if tail == "renormalize":
         return _renormalized(divergence, log_p, log_q)

@@ -1,4 +1,4 @@
-"""The trained student as a Hugging Face directory that transformers and vLLM load."""
+"""Writes the trained student as a Hugging Face directory that transformers and vLLM load."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
     import torch
 
 NOT_COPIED = ("config.json", "*.index.json")
-"""Beside weights: the model writes its own. All else is the tokenizer's, the generation's or the
-model code's."""
+"""Files that ``save_pretrained`` writes itself. All other files but weights are copied: tokenizer,
+generation config, model code."""
 
 
 def save_model(
     model: Any, source: str, directory: str, weights: dict[str, torch.Tensor] | None = None
 ) -> None:
-    """Writes weights, config and everything else of the source's; complete or not at all.
+    """Writes weights and config, and copies the source's other files; complete or not at all.
 
-        write <name>.part ──► move what is there to <name>.old ──► rename ──► remove <name>.old
+        write <name>.part ──► rename <name> to <name>.old ──► rename ──► remove <name>.old
 
-    At every moment there is a complete model on the disk; an error leaves the one that was there.
-    A directory that is already there is replaced. Weights are written in the model's own precision
-    (float32 masters): those of ``weights``, if the model has only a part of them.
+    An existing directory is replaced, and a complete model is on the disk at every moment; after an
+    error it is the one before. Weights have the model's precision (float32 masters); ``weights``
+    are the full ones of a sharded model.
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
@@ -51,9 +51,9 @@ def save_model(
 
 
 def _copy_rest(source: Path, part: Path) -> None:
-    """All files of the source directory but weights and config; of its folders the templates.
+    """Copies the source's files but weights and config; of its folders only the templates.
 
-    Files are the source's own: what a link takes from elsewhere is left out, with a warning.
+    A link to a file outside of the source is not copied, with a warning.
     """
     for file in texts(source):
         real = own_file(file, source)

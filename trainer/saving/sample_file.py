@@ -2,8 +2,8 @@
 
     samples ──► {"0/prompt/token_ids": …, "0/rollout/continuation": …, "0/scores/…": …} + metadata
 
-Unlike the queue's batches, which never leave the run's own processes, a file may have been changed
-by anybody: nothing in it is unpickled.
+Reading a file unpickles nothing: other than the queue's batches, which stay within the run's own
+processes, a file may have been changed by any process.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from async_opd.core.sequence import Span
 Arrays = dict[str, np.ndarray[Any, Any]]
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
 NOT_STORED = ("prompt", "row", "spans", "version_spans")
-"""Stored apart, or of no use any more: a sample that is scored has been graded."""
+"""Fields stored on their own, and ``row``, which only graders read: a scored sample is graded."""
 
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
-    """Raises OSError or SafetensorError if the file cannot be written."""
+    """Writes the samples; OSError or SafetensorError if the file cannot be written."""
     arrays: Arrays = {}
     entries = [_encode(sample, f"{index}/", arrays) for index, sample in enumerate(samples)]
     save_file(arrays, path, metadata={"samples": json.dumps(entries)})
 
 
 def read_samples(path: Path) -> list[Sample]:
-    """The samples of a file in their order. Raises OSError, ValueError, KeyError or TypeError."""
+    """The samples of a file, in order. Raises OSError, ValueError, KeyError or TypeError."""
     with safe_open(path, "np") as file:
         entries = json.loads(file.metadata()["samples"])
         arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -55,7 +55,7 @@ def _encode(sample: Sample, prefix: str, arrays: Arrays) -> dict[str, Any]:
 
 
 def _split(item: Any, prefix: str, arrays: Arrays) -> dict[str, Any]:
-    """A message's arrays go to ``arrays``; its other fields are returned."""
+    """Adds a message's arrays to ``arrays``; returns its other fields."""
     plain = {}
     for field in fields(item):
         value = getattr(item, field.name)
@@ -81,6 +81,6 @@ def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
 
 
 def _below(prefix: str, kind: Any, arrays: Arrays) -> dict[str, Any]:
-    """The arrays of one message by field."""
+    """The arrays of one message, by field."""
     names = [field.name for field in fields(kind)]
     return {name: arrays[prefix + name] for name in names if prefix + name in arrays}

@@ -1,12 +1,13 @@
-"""Whether the trainer computes the student's own logits: packed, in the mode in which it trains.
+"""Checks that packed rows, computed as in training, have the logits of the model itself.
 
     two sequences, one at the start, one at the end of the positions
         ├─ alone: whole model, eval mode, eager attention, float32 ──► logits ─┐ differ by
         └─ packed: decoder, then head, as it trains ─────────────────► logits ─┘ rounding?
 
-First in float32, where rounding explains little; then, if training is not in float32, both in its
-precision and with its attention, where the rounding of that model is measured. Several ranks make
-the first comparison only, on the CPU, before the student is sharded.
+The first comparison is in float32, where rounding explains little. The second is made if training
+is not in float32: both sides have the precision and the attention of training, and the rounding of
+that precision is measured. With several ranks, rank 0 makes the first comparison only, on the CPU,
+before the student is sharded.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from trainer.student.loss_module import DecoderAndHead
 
 LENGTHS = (5, 7)
 MAX_RELATIVE_DIFFERENCE, MAX_DIFFERENCE = 1e-3, 0.1
-"""Largest difference of logits in float32, as a share of the largest logit (or 1), and at all."""
+"""Largest difference of logits in float32: relative to the largest logit (or 1), and absolute."""
 MAX_MEAN_NATS, MAX_TIMES_ROUNDING = 0.05, 2.0
-"""In another precision, largest mean difference of a row's log-probabilities: in nats, or so many
-times what the precision itself makes of the same sequences alone."""
+"""Largest mean difference of a row's log-probabilities in another precision: in nats, or as a
+multiple of the difference that the precision itself makes for the same sequences alone."""
 DEFAULT_POSITIONS = 4096
-"""Positions of a model that names none."""
+"""Positions of a model whose config has no max_position_embeddings."""
 
 
 def check_student(
@@ -38,14 +39,15 @@ def check_student(
     precision: AbstractContextManager[Any],
     longest: int | None = None,
 ) -> None:
-    """Compares two packed sequences, decoder then head, with each through the whole model.
+    """Compares two packed sequences (decoder, then head) with each alone through the whole model.
 
-    The model's mode stays as it is for what is packed. ``longest``: tokens of the longest sequence
-    of the engines, by default the model's positions. StageError if they differ: the architecture
-    changes its logits after the head in an unknown way, lets packed sequences see each other
-    (recurrent state) or the longest one change the others (rotary factors), has something random
-    in it, or has an attention that its own definition does not agree with. All of these train
-    silently wrong. Costs at most six forward passes of at most 12 tokens.
+    Packed rows are computed in the model's current mode. ``longest``: tokens of the longest
+    sequence of the engines, by default the model's positions. StageError if the logits differ: the
+    architecture changes its logits after the head in an unknown way, lets packed sequences attend
+    to each other (recurrent state), lets the longest one change the others (rotary factors),
+    computes something random, or has an attention kernel that differs from its eager definition.
+    Each of these would train on wrong logits without an error. At most six forward passes of at
+    most 12 tokens.
     """
     modules = DecoderAndHead.of(model)
     probe = _Probe.of(model, modules, device, longest)
@@ -53,16 +55,16 @@ def check_student(
     try:
         with torch.no_grad():
             with _attending(model, "eager" if flash else None):
-                exactly = probe.packed()
+                packed = probe.packed()
             with _attending(model, "eager"), _evaluating(model):
                 alone = probe.alone()
-            _compare_logits(model, exactly, alone)
+            _compare_logits(model, packed, alone)
             if not isinstance(precision, nullcontext) or (flash and device.type == "cuda"):
                 with precision:
-                    roughly = probe.packed()
+                    packed = probe.packed()
                     with _evaluating(model):
                         rounded = probe.alone()
-                _compare_rows(model, roughly, rounded, alone)
+                _compare_rows(model, packed, rounded, alone)
     except (TypeError, AttributeError, NotImplementedError) as error:
         message = f"{type(model).__name__} cannot compute packed rows: {error}"
         raise StageError("trainer", message, "this architecture is not supported") from error
@@ -84,7 +86,7 @@ class _Probe:
         rows = modules.linear.weight.shape[0]
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limit = longest or positions or DEFAULT_POSITIONS
-        starts = (max(limit - LENGTHS[0], 0), 0)  # a step down: packed sequences are told by it
+        starts = (max(limit - LENGTHS[0], 0), 0)  # falls: transformers separates them by that
         ids = tuple(torch.arange(1, n + 1, device=device)[None] % rows for n in LENGTHS)
         places = tuple(
             torch.arange(start, start + n, device=device)[None]
@@ -111,6 +113,7 @@ class _Probe:
 
 
 def _compare_logits(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> None:
+    """StageError unless the logits agree up to float32 rounding."""
     tolerance = min(MAX_RELATIVE_DIFFERENCE * max(1.0, float(alone.abs().max())), MAX_DIFFERENCE)
     difference = float((packed - alone).abs().max())
     if not difference <= tolerance:
@@ -126,6 +129,7 @@ def _compare_logits(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> No
 def _compare_rows(
     model: Any, packed: torch.Tensor, rounded: torch.Tensor, exact: torch.Tensor
 ) -> None:
+    """StageError unless log-probabilities agree up to the rounding of the training precision."""
     tolerance = max(MAX_MEAN_NATS, MAX_TIMES_ROUNDING * _between(rounded, exact))
     difference = _between(packed, rounded)
     if not difference <= tolerance:
@@ -146,7 +150,7 @@ def _between(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @contextmanager
 def _attending(model: Any, implementation: str | None) -> Iterator[None]:
-    """With this attention; None leaves it as it is."""
+    """Sets the attention implementation during the block; None changes nothing."""
     chosen = model.config._attn_implementation
     if implementation in (None, chosen):
         yield
@@ -160,7 +164,7 @@ def _attending(model: Any, implementation: str | None) -> Iterator[None]:
 
 @contextmanager
 def _evaluating(model: Any) -> Iterator[None]:
-    """In eval mode; afterwards each module is in its own again."""
+    """Sets eval mode during the block; afterwards each module has its own mode again."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

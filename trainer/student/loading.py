@@ -1,9 +1,9 @@
-"""The student as transformers loads it, set up to compute what the engines sampled from.
+"""Loads the student with transformers, set up to compute the logits that its engines compute.
 
 directory ──from_pretrained──► float32, eval mode ──rotary factors──► attention ──► Learner
 
-The model stays in eval mode for good, with gradients: dropout, router noise and what else a family
-does while its ``training`` is true would make q another student than the one that answered.
+The model always stays in eval mode, with gradients: dropout, router noise and all else that a model
+does only while ``training`` is true would make q differ from the student that was sampled.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def load_student(config: RunConfig, device: torch.device) -> Any:
     """The model in float32, on the CPU, in eval mode.
 
-    Attention: flash_attention_2 if it is installed, on a GPU under bfloat16; else what the model
-    can compute: sdpa, or eager where sdpa would leave something out.
+    Attention is flash_attention_2 on a GPU under bfloat16 if it is installed; otherwise
+    transformers' choice for the model (sdpa if it has it), or eager where sdpa would be wrong.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,22 +36,22 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
         dtype=torch.float32,
         attn_implementation="flash_attention_2" if flash else None,
         trust_remote_code=config.student.trust_remote_code,
-        use_safetensors=True,  # never a pickle
+        use_safetensors=True,  # loading a pickle would run its code
     )
     pin_rotary(model, max_model_len(config.rollout.engine))
     settings = model.config.get_text_config()
     if not flash and getattr(settings, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa ignores the soft cap without a word
+        model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
     if config.train.gradient_checkpointing:
         recompute_activations(model)
     return model.eval()
 
 
 def recompute_activations(model: Any) -> None:
-    """Keeps the input of each of the decoder's layers only; the backward pass runs it again.
+    """Keeps only the input of each decoder layer; the backward pass runs the layer again.
 
-    transformers' own switch works in training mode only. StageError for a model without layers
-    that it could be done for.
+    transformers' own switch works in training mode only. StageError for a model without any
+    ``GradientCheckpointingLayer``.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -63,8 +63,8 @@ def recompute_activations(model: Any) -> None:
             "set train.gradient_checkpointing: false",
         )
     for layer in layers:
-        again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = partial(again, layer.forward)
+        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(recomputed, layer.forward)
 
 
 def _has_flash(device: torch.device, dtype: str) -> bool:

@@ -3,14 +3,15 @@
     Packed ──decoder──► hidden states ──response rows──► LossHead ──► loss, values of each token
 
 To shard it: ``fully_shard`` the decoder's layers, then the LossHead (unless its weight is tied to
-the embedding, which the root gathers), then this module. A head is used through its weight, never
-called: sharding the ``Linear`` itself would leave the weight scattered.
+the embedding, which the root gathers), then this module. The loss reads the head's weight and never
+calls the ``Linear``, whose own FSDP hooks would therefore never gather the weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from trainer.losses.terms import Metrics
 
 @dataclass(frozen=True)
 class DecoderAndHead:
-    """Logits of a student: those of ``linear`` on the decoder's last states, ``shape`` of them."""
+    """Parts of a student: logits are ``linear`` of the decoder's last states, then ``shape``."""
 
     decoder: Any
     linear: torch.nn.Linear
@@ -33,14 +34,14 @@ class DecoderAndHead:
 
     @classmethod
     def of(cls, model: Any) -> DecoderAndHead:
-        """StageError for a model whose logits come about in another way, or that has no decoder."""
+        """StageError for a model without a decoder, or whose logits are computed in another way."""
         name, settings = type(model).__name__, model.config.get_text_config()
         linear = model.get_output_embeddings()
         fault = ""
         if model.base_model is model:
             fault = f"{name} has no decoder of its own (base_model_prefix finds none)"
         elif "chunked_attention" in (getattr(settings, "layer_types", None) or ()):
-            fault = f"{name} attends in chunks that begin at places of the packed row"
+            fault = f"{name} attends in chunks, which would begin at positions of the packed row"
         elif not isinstance(linear, torch.nn.Linear):
             fault = f"the head of {name} is {type(linear).__name__}, not Linear"
         if fault:
@@ -54,40 +55,23 @@ class DecoderAndHead:
 
 
 class LossHead(torch.nn.Module):
-    """The head of the student, and the objective on top of it."""
+    """The head of the student, and the loss of its logits."""
 
     def __init__(
-        self,
-        linear: torch.nn.Linear,
-        objective: Objective,
-        heads: Mapping[str, Head],
-        compute: torch.dtype | None = None,
-        shape: LogitShape | None = None,
+        self, linear: torch.nn.Linear, loss: Callable[..., tuple[torch.Tensor, Metrics]]
     ) -> None:
-        """``compute``: type of the matrix products; by default that of the tensors."""
+        """``loss`` takes hidden rows, the head's weight and bias, and ``tokens``."""
         super().__init__()
         self.linear = linear
-        self._objective = objective
-        self._heads = heads
-        self._compute = compute
-        self._shape = shape or LogitShape()
+        self._loss = loss
 
     def forward(self, hidden: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """The loss of hidden rows [N, H]: a scalar with gradient; and metrics [N]."""
-        return chunked_loss(
-            hidden,
-            self.linear.weight,
-            self.linear.bias,
-            self._objective,
-            tokens,
-            heads=self._heads,
-            compute=self._compute,
-            shape=self._shape,
-        )
+        """The loss of hidden rows [N, H] (a scalar with gradient), and metrics [N]."""
+        return self._loss(hidden, self.linear.weight, self.linear.bias, tokens=tokens)
 
 
 class StudentLoss(torch.nn.Module):
-    """From a micro-batch to its loss."""
+    """The loss of a micro-batch: decoder, response rows, head, objective."""
 
     def __init__(
         self,
@@ -96,11 +80,14 @@ class StudentLoss(torch.nn.Module):
         heads: Mapping[str, Head],
         compute: torch.dtype | None = None,
     ) -> None:
-        """StageError for a model that DecoderAndHead refuses."""
+        """``compute``: type of the head's matrix products; StageError as DecoderAndHead.of."""
         super().__init__()
         modules = DecoderAndHead.of(model)
         self.decoder = modules.decoder
-        self.head = LossHead(modules.linear, objective, heads, compute, modules.shape)
+        loss = partial(
+            chunked_loss, objective=objective, heads=heads, compute=compute, shape=modules.shape
+        )
+        self.head = LossHead(modules.linear, loss)
         self.vocabulary = int(modules.linear.weight.shape[0])
 
     def forward(self, packed: Packed) -> tuple[torch.Tensor, Metrics]:

@@ -1,4 +1,4 @@
-"""The model's weights under the names of its checkpoint, which are those the engines load by.
+"""The model's weights under the names of its checkpoint, by which the engines load them.
 
 parameters ──strip wrappers, gather──► transformers' names ──revert conversion──► checkpoint names
 """
@@ -16,17 +16,17 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module."
 
 
 def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """What ``save_pretrained`` would write, as (name, tensor in ``dtype``): copies, whole ones.
+    """The tensors that ``save_pretrained`` would write, as (name, full copy in ``dtype``).
 
     A head tied to the embedding appears once, under the embedding's name. transformers fuses the
-    experts of a mixture in memory; here they have their own names again. Of a sharded model all
-    weights are in memory at once, in ``dtype``; the other ranks lend theirs
-    (``trainer.student.sharding``).
+    experts of a mixture in memory; here each has its checkpoint name. Of a sharded model all full
+    weights are in memory at once, in ``dtype``, and every other rank joins the gather
+    (``Rank.join_gather``).
     """
     from transformers.core_model_loading import revert_weight_conversion
 
     weights = {
-        unwrapped(name): _taken(parameter.detach(), dtype)
+        unwrapped(name): _full_weight(parameter.detach(), dtype)
         for name, parameter in model.named_parameters()  # a tied parameter appears once
     }
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
@@ -35,8 +35,8 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         yield name, weights.pop(name).to(dtype, copy=not sharded)
 
 
-def _taken(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """One that is sharded is gathered in the type that is wanted."""
+def _full_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A sharded weight gathered in ``dtype``, which moves fewer bytes; another one as it is."""
     return full_tensor(weight.to(dtype)) if is_sharded(weight) else weight
 
 

@@ -1,8 +1,8 @@
-"""Rotary frequencies of the student: those that its engines have, for every row.
+"""Gives the student the rotary frequencies of its engines, in every row.
 
-transformers chooses them by the longest position of a row where the scaling is LongRoPE or dynamic
-NTK. The gradient of a sample would then depend on what it is packed with, and vLLM has chosen once
-for all (``async_opd/models/rope.py``).
+With LongRoPE or dynamic NTK scaling, transformers chooses the frequencies by the longest position
+of a row: the gradient of a sample would depend on the samples that it is packed with. vLLM chooses
+them once, when it loads the model (``async_opd/models/rope.py``).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from async_opd.models.rope import Positions
 
 
 def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
-    """Holds the model to its engines' frequencies; returns the tokens of their longest sequence.
+    """Fixes the model's frequencies to its engines'; returns the tokens of their longest sequence.
 
-    The model's own config stays as it is. StageError for what no engine computes, or not so.
+    The model's own config does not change. StageError for a scaling that no engine computes, or
+    that the engines compute in another way.
     """
     settings = model.config.get_text_config()
     positions = Positions.of(settings.to_dict(), max_model_len)
@@ -48,7 +49,7 @@ def _varies(kind: str) -> bool:
 
 
 def _pin_longrope(module: Any, positions: Positions) -> None:
-    """Gives it a config of its own, in which both sets of factors are the engine's."""
+    """Gives the module a config of its own, in which both sets of factors are the engine's."""
     module.config = copy.deepcopy(module.config)
     rope = module.config.rope_parameters
     magnitude = positions.magnitude(rope)
@@ -70,12 +71,12 @@ def _pin_longrope(module: Any, positions: Positions) -> None:
 
 
 def _pin_dynamic(model: Any, module: Any) -> None:
-    """Keeps the frequencies of the original positions."""
+    """Fixes the frequencies to those of the original positions."""
     if "max_trained_positions" in module.config.rope_parameters:
         raise StageError(
             "trainer",
             f"{type(model).__name__} has dynamic NTK scaling with max_trained_positions, which "
-            "transformers does not know",
+            "transformers does not implement",
             "this model is not supported",
         )
     module.rope_type = "default"

@@ -1,10 +1,10 @@
-"""The student, sharded over the trainer's ranks with FSDP2, and whole tensors of it again.
+"""Shards the student over the trainer's ranks with FSDP2, and gathers full tensors of it.
 
     rank 0 ─┐ one process group ──fully_shard──► each rank has its rows of every parameter
     rank 1 ─┘                                    (and of gradients and the optimizer's moments)
 
-Every function here that speaks of whole tensors is a collective: all ranks call it in the same
-order. Without sharding they cost nothing.
+Every function that takes or returns a full tensor of a shard is a collective: all ranks call it in
+the same order. Without sharding none communicates.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 def join_mesh(spec: RankSpec, device: torch.device) -> DeviceMesh:
-    """Meets the other ranks; returns the mesh of all of them. RuntimeError after the timeout.
+    """Connects this rank to the others; returns the mesh of all. RuntimeError after the timeout.
 
-    StageError if one of them does not know the spec's secret.
+    StageError if one of them does not prove that it knows the spec's secret.
     """
     from torch.distributed import (  # type: ignore[attr-defined]
         TCPStore,
@@ -49,18 +49,18 @@ def join_mesh(spec: RankSpec, device: torch.device) -> DeviceMesh:
     backend = "nccl" if device.type == "cuda" else "gloo"
     init_process_group(backend, store=store, rank=spec.rank, world_size=spec.ranks, timeout=bound)
     if not all_know_secret(torch, group.WORLD, spec.rank, spec.ranks, spec.secret, device.type):
-        cause = f"one of its {spec.ranks} ranks does not know their secret: nobody let it in"
-        remedy = "somebody else on this network or machine took a rank's place"
+        cause = f"one of its {spec.ranks} ranks failed to prove that it knows the run's secret"
+        remedy = "a process outside of this run took a rank's place: look for it on this network"
         raise StageError(TRAINER, cause, remedy)
     return init_device_mesh(device.type, (spec.ranks,))
 
 
 def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
-    """Each of the decoder's blocks for itself, then the head, then what is left.
+    """Shards each block of the decoder, then the head, then all other parameters.
 
-    A head that is tied to the embedding is gathered with it. In bfloat16, parameters are gathered
-    and used in it, gradients are reduced in float32; inputs stay as they are: what the loss is told
-    of its tokens is no activation.
+    A head that is tied to the embedding is gathered with it. With ``bfloat16``, parameters are
+    gathered and used in bfloat16 and gradients are reduced in float32; inputs keep their type:
+    otherwise FSDP would round the loss's inputs too, such as the teacher's scores.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -79,17 +79,17 @@ def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether this rank has only a part of it."""
+    """Whether this rank has only a part of the tensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """All of it; the tensor itself if it is not sharded."""
+    """The full tensor, gathered from all ranks; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of rank 0's whole tensor, sharded as ``like``; the others give one on ``meta``."""
+    """A copy of rank 0's full tensor, sharded as ``like``; the other ranks pass it on ``meta``."""
     if not is_sharded(like):
         return tensor.to(like.device, copy=True)
     from torch.distributed.tensor import distribute_tensor
