@@ -101,10 +101,14 @@ class World:
         return Process(member.name, member.value.number + 1)
 
     async def advance(self, seconds: float) -> None:
+        """Lets so much time pass, from one timer that is due to the next."""
+        end = self.timer.now + seconds
         await settle()
-        for _ in range(int(seconds)):
-            self.timer.advance(1)
+        while due := [when for when, _ in self.timer.due if when <= end]:
+            self.timer.advance(min(due) - self.timer.now)
             await settle()
+        self.timer.advance(end - self.timer.now)
+        await settle()
 
     @property
     def messages(self) -> list[str]:
