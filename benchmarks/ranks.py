@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.config.run_config import ForwardKLConfig, TrainConfig
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
 from benchmarks.local_ranks import in_processes

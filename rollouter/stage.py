@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from async_opd.config.run_config import SupervisionConfig
+from async_opd.config.reliability import SupervisionConfig
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress

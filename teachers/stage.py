@@ -19,7 +19,8 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, TypeVar
 
-from async_opd.config.run_config import HealthConfig, SupervisionConfig
+from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired, StageError, first_cause

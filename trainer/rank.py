@@ -31,7 +31,7 @@ from trainer.student.sharding import full_tensor, shard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from async_opd.config.run_config import TrainConfig
+    from async_opd.config.train import TrainConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

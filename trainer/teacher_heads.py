@@ -20,7 +20,8 @@ from trainer.losses.chunked import project
 from trainer.losses.logits import PLAIN, shape_logits
 
 if TYPE_CHECKING:
-    from async_opd.config.run_config import EngineTeacher, RunConfig
+    from async_opd.config.run_config import RunConfig
+    from async_opd.config.teachers import EngineTeacher
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
     ``vocabulary`` is the student's. StageError for a model whose head cannot be read.
     """
     from async_opd.config.loss import score_kind
-    from async_opd.config.run_config import EngineTeacher
+    from async_opd.config.teachers import EngineTeacher
 
     if score_kind(config.loss) != "hidden":
         return {}

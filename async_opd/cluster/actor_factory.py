@@ -21,12 +21,8 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.loss import score_kind, scored_top_k
-from async_opd.config.run_config import (
-    EndpointTeacher,
-    EngineTeacher,
-    RunConfig,
-    VllmTeacher,
-)
+from async_opd.config.run_config import RunConfig
+from async_opd.config.teachers import EndpointTeacher, EngineTeacher, VllmTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec

@@ -27,10 +27,8 @@ from async_opd.cluster.proxies import (
 )
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
-from async_opd.config.run_config import (
-    RunConfig,
-    SelfTeacher,
-)
+from async_opd.config.run_config import RunConfig
+from async_opd.config.teachers import SelfTeacher
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
 from async_opd.core.liveness import answer_s
 from async_opd.core.stages import TeacherScorer, WeightSync

@@ -13,29 +13,19 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from async_opd.config.data import DataConfig as DataConfig
-from async_opd.config.engine import EngineConfig as EngineConfig
-from async_opd.config.loss import ForwardKLConfig as ForwardKLConfig
-from async_opd.config.loss import JSDConfig as JSDConfig
-from async_opd.config.loss import K1Config as K1Config
-from async_opd.config.loss import Loss as Loss
-from async_opd.config.loss import ReverseKLConfig as ReverseKLConfig
-from async_opd.config.loss import RewardConfig as RewardConfig
-from async_opd.config.loss import SampledConfig as SampledConfig
-from async_opd.config.loss import nucleus_faults
-from async_opd.config.plan import PlanConfig as PlanConfig
-from async_opd.config.reliability import CheckpointConfig, ShutdownConfig, TimeoutConfig
-from async_opd.config.reliability import SupervisionConfig as SupervisionConfig
+from async_opd.config.data import DataConfig
+from async_opd.config.engine import EngineConfig
+from async_opd.config.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults
+from async_opd.config.plan import PlanConfig
+from async_opd.config.reliability import (
+    CheckpointConfig,
+    ShutdownConfig,
+    SupervisionConfig,
+    TimeoutConfig,
+)
 from async_opd.config.section import Section
-from async_opd.config.teachers import EndpointHealth as EndpointHealth
-from async_opd.config.teachers import EndpointTeacher as EndpointTeacher
-from async_opd.config.teachers import EngineTeacher as EngineTeacher
-from async_opd.config.teachers import HealthConfig as HealthConfig
-from async_opd.config.teachers import SelfTeacher as SelfTeacher
-from async_opd.config.teachers import TeacherConfig
-from async_opd.config.teachers import VllmTeacher as VllmTeacher
-from async_opd.config.train import AsyncConfig, SyncConfig
-from async_opd.config.train import TrainConfig as TrainConfig
+from async_opd.config.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
+from async_opd.config.train import AsyncConfig, SyncConfig, TrainConfig
 
 
 class SizesError(ValueError):

@@ -4,7 +4,7 @@
     rows of each source ──shuffled per epoch──┴─ by weight ──► Prompt, Prompt, DeadLetter, Prompt, …
 
 The cursor is one integer: the same seed, sources and cursor give the same prompts. A row that
-cannot be tokenized, or not within the limit, comes as what was lost, with the reason.
+cannot be tokenized, or not within the limit, becomes a dead letter with the reason.
 """
 
 from __future__ import annotations
@@ -36,19 +36,18 @@ def to_prompt(
     limit: int | None = None,
     templates: Mapping[str, str] | None = None,
 ) -> Prompt:
-    """Tokenizes and routes a row; its uid says the epoch too.
+    """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
-    The row goes along if its rollouts are to be ``graded``. RolloutFault if it has no teacher, or
-    cannot be tokenized, or not into 1 to ``limit`` tokens. ``templates`` are those of teachers that
-    see another prompt than the student.
+    The prompt contains the row if its rollouts are ``graded``. ``templates``: prompt templates by
+    teacher. RolloutFault if the row has no teacher, or not 1 to ``limit`` tokens.
     """
     teacher = _teacher(row, route)
     ids = _encoded(row, lambda: row.prompt, encode, limit)
-    template = (templates or {}).get(teacher)
-    seen = None
+    template, teacher_ids = (templates or {}).get(teacher), None
     if template is not None:
-        seen = _encoded(row, lambda: filled(template, row), encode, limit)
-    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, row if graded else None, seen)
+        teacher_ids = _encoded(row, lambda: filled(template, row), encode, limit)
+    graded_row = row if graded else None
+    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, graded_row, teacher_ids)
 
 
 def _encoded(row: Row, text: Callable[[], PromptText], encode: Encode, limit: int | None) -> Int32:
@@ -56,10 +55,10 @@ def _encoded(row: Row, text: Callable[[], PromptText], encode: Encode, limit: in
         ids = np.asarray(encode(text()), dtype=np.int32)
     except Exception as error:  # a chat template can raise anything
         cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
-        raise RolloutFault("prompt", cause, "mend the prompt or the chat template") from error
+        raise RolloutFault("prompt", cause, "correct the prompt or the chat template") from error
     if not 1 <= len(ids) <= (limit or len(ids)):
-        most = "" if limit is None else f", at most {limit} fit"
-        cause = f"row {row.uid} has {len(ids)} tokens{most}"
+        bound = "" if limit is None else f", at most {limit} fit"
+        cause = f"row {row.uid} has {len(ids)} tokens{bound}"
         raise RolloutFault("prompt", cause, "shorten or remove it")
     return ids
 
@@ -77,9 +76,9 @@ def _teacher(row: Row, route: Route) -> str:
 
 
 def filled(template: str, row: Row) -> PromptText:
-    """The template with the row's fields. ValueError for one that the row does not have.
+    """The template with the row's fields. ValueError for a field that the row lacks.
 
-    A template that is a single field in braces gives the field itself: chat messages stay such.
+    A template of a single field in braces gives the field unchanged, which may be chat messages.
     """
     parts = list(Formatter().parse(template))
     if len(parts) == 1 and parts[0][0] == "" and parts[0][1] in row.fields:
@@ -89,19 +88,19 @@ def filled(template: str, row: Row) -> PromptText:
         return Formatter().vformat(template, (), row.fields)
     except (LookupError, AttributeError) as error:
         has = ", ".join(row.fields)
-        message = f"prompt_template asks for {error}, row {row.uid} has {has}"
+        message = f"prompt_template needs {error}, row {row.uid} has {has}"
         raise ValueError(message) from error
 
 
 class _Epochs:
-    """Rows from the first to the last, epoch after epoch, each of them shuffled as a whole."""
+    """A sequence of rows in epochs, each of which is shuffled as a whole."""
 
     def __init__(self, rows: Sequence[Row]) -> None:
         self._rows = rows
         self._order: tuple[int, Sequence[int]] = (-1, ())
 
     def taken(self, count: int, seed: str | None) -> tuple[Row, int]:
-        """The row after ``count`` others, and its epoch."""
+        """The row that follows the first ``count``, and its epoch."""
         epoch, position = divmod(count, len(self._rows))
         if seed is None:
             return self._rows[position], epoch
@@ -120,10 +119,10 @@ class _Epochs:
 
 
 class PromptStream:
-    """Rows of several sources by weight, each source from start to end, epoch after epoch.
+    """An endless stream over several sources by weight, each of them in epochs.
 
     The rows of a sequence are shuffled as a whole in each epoch, those of a streamed source within
-    their window. A streamed row that was not checked before the run, and is wrong, is lost.
+    their window. A bad row of a streamed source becomes a dead letter.
     """
 
     def __init__(
@@ -141,7 +140,7 @@ class PromptStream:
         templates: Mapping[str, str] | None = None,
         fallback: str = "",
     ) -> None:
-        """``limit``: most tokens of a prompt. ``fallback``: the teacher of rows that have none."""
+        """``limit``: bound of a prompt's tokens. ``fallback``: the teacher of rows without one."""
         self._limit = limit
         self._sources = [
             rows if isinstance(rows, StreamedRows) else _Epochs(rows) for rows in sources
@@ -161,25 +160,24 @@ class PromptStream:
         return self._cursor
 
     def next(self, count: int) -> list[Prompt | DeadLetter]:
-        """The next prompts, and those that cannot be sampled."""
+        """The next ``count`` prompts; a bad prompt is a dead letter."""
         return [self._prompt(*self._advance()) for _ in range(count)]
 
     def find(self, uid: Uid) -> Prompt:
-        """A prompt that this stream gave before. KeyError if the data has no such row."""
+        """An earlier prompt of this stream, by its uid. KeyError if the data has no such row."""
         name, _, epoch = uid.rpartition("#")
         source, _, number = name.partition(":")
         try:
-            row, of = self._sources[int(source)].find(int(number)), int(epoch)
+            row = self._sources[int(source)].find(int(number))
+            of = int(epoch)
         except (LookupError, ValueError) as error:
             raise KeyError(uid) from error
         return self._encoded(row, of)
 
     def _advance(self) -> tuple[int, int]:
-        """The next source, and how many it gave before.
-
-        Of the sources that are behind their share, the one whose next prompt is due first: at all
-        times each source is within one prompt of its share.
-        """
+        """The next prompt's source, and the number of prompts taken from it before."""
+        # Of the sources that are behind their share, the one whose next prompt is due first is
+        # taken: each source is within one prompt of its share at all times.
         sources = range(len(self._sources))
         step = self._cursor + 1
         behind = [i for i in sources if self._taken[i] * self._total < self._weights[i] * step]
@@ -193,16 +191,16 @@ class PromptStream:
         seed = f"{self._seed}/{source}" if self._shuffle else None
         row, epoch = self._sources[source].taken(taken, seed)
         if isinstance(row, SourceError):
-            return self._lost(Uid(f"{source}:{(row.row or 1) - 1}#{epoch}"), "", str(row))
+            return self._dead_letter(Uid(f"{source}:{(row.row or 1) - 1}#{epoch}"), "", str(row))
         try:
             return self._encoded(row, epoch)
         except RolloutFault as fault:
-            return self._lost(_uid(row, epoch), row.data_source, fault.cause)
+            return self._dead_letter(_uid(row, epoch), row.data_source, fault.cause)
 
-    def _lost(self, uid: Uid, data_source: str, reason: str) -> DeadLetter:
+    def _dead_letter(self, uid: Uid, data_source: str, reason: str) -> DeadLetter:
         teacher = self._route(data_source) or self._fallback
         return DeadLetter(Header(uid, 0, 0, NO_VERSION, teacher), reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
-        how = (self._graded, self._limit, self._templates)
-        return to_prompt(row, self._encode, self._route, epoch, *how)
+        options = (self._graded, self._limit, self._templates)
+        return to_prompt(row, self._encode, self._route, epoch, *options)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from async_opd.config.run_config import EngineConfig
+from async_opd.config.engine import EngineConfig
 
 Device = Literal["cpu", "cuda"]
 

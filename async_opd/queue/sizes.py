@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from math import floor
 
 from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
-from async_opd.config.run_config import EngineTeacher, RunConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.teachers import EngineTeacher
 from async_opd.core.batch import MESSAGE_BYTES, cut
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec

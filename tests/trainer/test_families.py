@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from async_opd.config.run_config import TrainConfig
+from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample, TopK
 from tests.trainer import families

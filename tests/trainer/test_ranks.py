@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.run_config import ForwardKLConfig, TrainConfig
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
 from async_opd.core.errors import CheckpointError
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample

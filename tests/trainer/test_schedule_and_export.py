@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_opd.config.run_config import TrainConfig
+from async_opd.config.train import TrainConfig
 from tests.trainer.models import tiny_model
 from trainer.saving.export import save_model
 from trainer.schedule import learning_rate

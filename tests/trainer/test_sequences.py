@@ -16,16 +16,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.loss import score_kind
-from async_opd.config.run_config import (
+from async_opd.config.loss import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
     ReverseKLConfig,
     RewardConfig,
     SampledConfig,
-    TrainConfig,
+    score_kind,
 )
+from async_opd.config.train import TrainConfig
 from async_opd.core.samples import (
     CandidateLogprobs,
     HiddenStates,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.run_config import ForwardKLConfig, JSDConfig, ReverseKLConfig, TrainConfig
+from async_opd.config.loss import ForwardKLConfig, JSDConfig, ReverseKLConfig
+from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs
 from teachers.meter import ScoringMeter

@@ -26,8 +26,7 @@ from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Term
 
 if TYPE_CHECKING:
-    from async_opd.config.loss import DivergenceConfig
-    from async_opd.config.run_config import Loss, RewardConfig
+    from async_opd.config.loss import DivergenceConfig, Loss, RewardConfig
 
 __all__ = [
     "JSD",
