@@ -22,15 +22,15 @@ def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -
     ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs
     shape = (len(ids), 1 + top_k)
-    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(shape)[:, 0]
-    topk_ids = np.asarray(flat.token_ids, dtype=np.int32).reshape(shape)[:, 1:] if top_k else None
+    logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(shape)
+    listed = np.asarray(flat.token_ids, dtype=np.int32).reshape(shape)
     spans = output.weight_versions or ()
     return Rollout.plain(
         uid=uid,
         prompt=prompt,
         response_ids=ids,
-        rollout_logprobs=np.ascontiguousarray(logprobs),
+        rollout_logprobs=np.ascontiguousarray(logprobs[:, 0]),
         version_spans=tuple(VersionSpan(int(s.version), s.start, s.end) for s in spans),
         finish_reason="stop" if output.finish_reason == "stop" else "length",
-        topk_ids=None if topk_ids is None else np.ascontiguousarray(topk_ids),
+        topk_ids=np.ascontiguousarray(listed[:, 1:]) if top_k else None,
     )

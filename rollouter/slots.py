@@ -8,7 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+
+SlotReservation = AbstractAsyncContextManager[None]
 
 
 class Slots:
@@ -35,16 +39,22 @@ class Slots:
             self._settle()
 
     def reserve(self) -> SlotReservation:
-        """Queues for a slot at once; ``async with`` on the result waits for it."""
+        """Queues for a slot at once; ``async with`` on the result waits for it and holds it."""
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append(ready)
         self._settle()
-        return SlotReservation(self, ready)
+        return self._slot(ready)
 
-    def release(self) -> None:
-        """Frees a slot."""
-        self.running -= 1
-        self._settle()
+    @asynccontextmanager
+    async def _slot(self, ready: asyncio.Future[None]) -> AsyncIterator[None]:
+        try:
+            await ready
+            yield
+        finally:
+            # A cancelled wait holds a slot too, if ``_settle`` gave it one before it resumed.
+            if ready.done() and not ready.cancelled():
+                self.running -= 1
+                self._settle()
 
     def _settle(self) -> None:
         while self._waiting and self.running < self.limit:
@@ -53,26 +63,6 @@ class Slots:
                 self.running += 1
                 ready.set_result(None)
         self._changed.set()
-
-
-class SlotReservation:
-    """A position in the queue for slots; inside of ``async with`` it holds its slot."""
-
-    def __init__(self, slots: Slots, ready: asyncio.Future[None]) -> None:
-        self._slots = slots
-        self._ready = ready
-
-    async def __aenter__(self) -> None:
-        try:
-            await self._ready
-        except asyncio.CancelledError:
-            # cancelled after ``_settle`` gave it a slot, and before it could resume
-            if self._ready.done() and not self._ready.cancelled():
-                self._slots.release()
-            raise
-
-    async def __aexit__(self, *error: object) -> None:
-        self._slots.release()
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,11 @@ megabyte. The trainer can train on every sample that passes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
-from numpy.typing import NDArray
 
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import LengthError, ScoreError, StageError
-from async_opd.core.samples import HiddenStates, Int32, Sample
+from async_opd.core.samples import HiddenStates, Int32, Sample, SampledLogprobs, Scores
 
 SLACK = 1e-3
 """A log-probability may exceed 0 by this much: rounding in half precision."""
@@ -44,40 +40,36 @@ def check(name: str, rollouts: Batch, samples: Batch) -> None:
 
 
 def _check(name: str, sample: Sample) -> None:
-    uid = sample.rollout.uid
+    uid, scores = sample.rollout.uid, sample.scores
     try:
-        Sample(sample.rollout, sample.scores)  # unpickling skips the checks of lengths and NaN
+        Sample(sample.rollout, scores)  # unpickling skips the checks of lengths and NaN
     except (LengthError, ScoreError) as error:
         raise StageError(name, str(error)) from error
-    for key, array in vars(sample.scores).items():
-        if isinstance(array, np.ndarray):
-            dtype, dimensions, sound = _rule(sample, key)
-            if array.dtype.name != dtype or array.ndim != dimensions:
-                found = f"{key} of {uid} is {array.dtype.name} of shape {array.shape}"
-                raise StageError(name, f"{found}, not {dtype} of {dimensions} dimensions")
-            if not sound(array):
-                found = f"values from {array.min()} to {array.max()}"
-                bound = "ids are at least 0" if key == "ids" else f"they are at most {SLACK:g}"
-                raise StageError(name, f"{key} of {uid} has {found}, but {bound}")
-    ids, logprobs = (getattr(sample.scores, key, None) for key in ("ids", "logprobs"))
+    arrays = {key: array for key, array in vars(scores).items() if isinstance(array, np.ndarray)}
+    for key, array in arrays.items():
+        dtype, dimensions = _expected(scores, key)
+        if array.dtype.name != dtype or array.ndim != dimensions:
+            found = f"{key} of {uid} is {array.dtype.name} of shape {array.shape}"
+            raise StageError(name, f"{found}, not {dtype} of {dimensions} dimensions")
+        if array.size and key == "ids" and array.min() < 0:
+            raise StageError(name, f"{key} of {uid} has {array.min()}, ids are at least 0")
+        if array.size and key.endswith("logprobs") and not array.max() <= SLACK:
+            raise StageError(name, f"{key} of {uid} has {array.max():g}, which is above 0")
+    ids, logprobs = arrays.get("ids"), arrays.get("logprobs")
     if ids is not None and logprobs is not None and ids.shape != logprobs.shape:
         raise StageError(name, f"{uid} has ids {ids.shape} and logprobs {logprobs.shape}")
     if ids is not None and (twice := repeated(ids)) is not None:
         raise StageError(name, f"{uid} has token {twice[1]} twice at position {twice[0]}")
 
 
-Rule = tuple[str, int, Callable[[NDArray[Any]], bool]]
-
-
-def _rule(sample: Sample, key: str) -> Rule:
-    """Dtype and number of dimensions of an array of scores, and whether its values are possible."""
-    if isinstance(sample.scores, HiddenStates):
-        dtype = sample.scores.dtype
-        return ("uint16" if dtype == "bfloat16" else dtype, 2, lambda _: True)
+def _expected(scores: Scores, key: str) -> tuple[str, int]:
+    """Dtype and number of dimensions of an array of scores."""
+    if isinstance(scores, HiddenStates):
+        return "uint16" if scores.dtype == "bfloat16" else scores.dtype, 2
     if key == "ids":
-        return ("int32", 2, lambda ids: ids.size == 0 or int(ids.min()) >= 0)
-    flat = key in ("sampled_logprobs", "rest_logprobs") or not hasattr(sample.scores, "ids")
-    return ("float32", 1 if flat else 2, lambda values: values.size == 0 or values.max() <= SLACK)
+        return "int32", 2
+    support = key == "logprobs" and not isinstance(scores, SampledLogprobs)
+    return "float32", 2 if support else 1
 
 
 def repeated(ids: Int32) -> tuple[int, int] | None:

@@ -122,19 +122,16 @@ class _OpenRequest:
         return NO_ROWS if self.missed or self.found is None else self.found
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ChunkPart:
     """The rows that a request wants of a chunk: the ``low``-th to before the ``high``-th."""
 
     chunk: Chunk
     request: _OpenRequest
-    low: int
-    high: int
 
-    @classmethod
-    def of(cls, chunk: Chunk, request: _OpenRequest) -> _ChunkPart:
-        ranges = request.wanted.ranges
-        return cls(chunk, request, count(ranges, chunk.start), count(ranges, chunk.end))
+    def __post_init__(self) -> None:
+        ranges = self.request.wanted.ranges
+        self.low, self.high = count(ranges, self.chunk.start), count(ranges, self.chunk.end)
 
     def states(self, hidden: torch.Tensor) -> list[torch.Tensor]:
         """Views of ``hidden``, one for each range that the chunk has rows of."""
@@ -183,7 +180,7 @@ class RowScores:
         caller repeats such a request without the cache.
         """
         seen = [
-            _ChunkPart.of(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open
+            _ChunkPart(c, self._open[c.request_id]) for c in chunks if c.request_id in self._open
         ]
         same: defaultdict[tuple[int, int, float], list[_ChunkPart]] = defaultdict(list)
         for part in seen:

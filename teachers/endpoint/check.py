@@ -28,7 +28,7 @@ TEXT = "The quick brown fox, 0123456789: (x² + 1) = «naïve» 你好!\n"
 
 
 def check_endpoints(config: RunConfig, where: str) -> list[Problem]:
-    """The problems of all teachers' servers."""
+    """The first problem of each of the teachers' servers that has one."""
     return asyncio.run(_check_all(config, where))
 
 
@@ -40,35 +40,33 @@ async def _check_all(config: RunConfig, where: str) -> list[Problem]:
         for url in teacher.urls
     ]
     found = await asyncio.gather(*checks)
-    return [
-        Problem(where, f"teachers.{error.stage}", error.cause, error.remedy)
-        for errors in found
-        for error in errors
-    ]
+    return [Problem(where, f"teachers.{e.stage}", e.cause, e.remedy) for e in found if e]
 
 
 async def _check(
     config: RunConfig, teacher: EndpointTeacher, name: str, url: str
-) -> list[StageError]:
-    """The first problem of one server, if it has any: later checks depend on earlier ones."""
+) -> StageError | None:
     replica = EndpointReplica(endpoint_spec(config, teacher, name, url))
     timeout_s = teacher.health.timeout_s
     try:
         async with asyncio.timeout(timeout_s):
             fault = await _fault(replica, config, teacher)
     except TimeoutError:
-        return [StageError(name, f"{url} did not answer in {timeout_s:g} s", REMEDY)]
+        return StageError(name, f"{url} did not answer in {timeout_s:g} s", REMEDY)
     except StageError as error:
-        return [error]
+        return error
     finally:
         await replica.close()
-    return [] if fault is None else [StageError(name, f"{url} {fault[0]}", fault[1])]
+    return fault and StageError(name, f"{url} {fault[0]}", fault[1])
 
 
 async def _fault(
     replica: EndpointReplica, config: RunConfig, teacher: EndpointTeacher
 ) -> tuple[str, str] | None:
-    """A problem and its remedy. Raises StageError for a server that does not answer."""
+    """The first problem and its remedy: later checks depend on earlier ones.
+
+    Raises StageError for a server that does not answer.
+    """
     await replica.ready()
     served = await _served(replica)
     if teacher.served_model not in served:

@@ -159,9 +159,9 @@ class EndpointReplica:
         try:
             async with asked as response:
                 if response.status != 200:
-                    raise self._refusal(
-                        url, response.status, await response.content.read(MAX_SHOWN)
-                    )
+                    start = (await response.content.read(MAX_SHOWN)).decode(errors="replace")
+                    cause = f"{url} answered {response.status}: {' '.join(start.split())}"
+                    raise self._error(cause, REMEDIES.get(response.status, ""))
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     cause = f"{url} answered in {encoding[:MAX_SHOWN]!r}, which no request accepts"
@@ -170,10 +170,6 @@ class EndpointReplica:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             cause = f"{url} cannot be reached: {type(error).__name__}: {str(error)[:MAX_SHOWN]}"
             raise self._error(cause, "is the server up, and the URL right?") from error
-
-    def _refusal(self, url: str, status: int, answer: bytes) -> StageError:
-        text = " ".join(answer.decode(errors="replace").split())[:MAX_SHOWN]
-        return self._error(f"{url} answered {status}: {text}", REMEDIES.get(status, ""))
 
     async def _body(
         self, url: str, response: aiohttp.ClientResponse, limits: AnswerLimits
