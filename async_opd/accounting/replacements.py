@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from async_opd.accounting.admission import Admission
@@ -51,27 +52,23 @@ class DeadLetterLog(Protocol):
     def summarize(self, metrics: Mapping[str, float]) -> None: ...
 
 
+@dataclass(eq=False)
 class PromptSupply:
     """Takes prompts from a stream. ``whole_groups``: the size of groups, if trained whole."""
 
-    def __init__(
-        self,
-        prompts: ReplayablePrompts,
-        ledger: Ledger,
-        admission: Admission,
-        dead_letters: DeadLetters,
-        log: DeadLetterLog,
-        *,
-        whole_groups: int | None,
-    ) -> None:
-        self._prompts = prompts
-        self._ledger, self._admission = ledger, admission
-        self._dead_letters, self._log = dead_letters, log
-        self._group_size = whole_groups
-        self._resampled: Counter[Uid] = Counter()
-        self._logged_resampling = False  # only the first resampled rollout gets a message
-        self._ungraded: set[Uid] = set()
-        self._fatal: StageError | None = None  # raised when the run state is consistent
+    prompts: ReplayablePrompts
+    ledger: Ledger
+    admission: Admission
+    dead_letters: DeadLetters
+    log: DeadLetterLog
+    _: KW_ONLY
+    whole_groups: int | None
+    _resampled: Counter[Uid] = field(default_factory=Counter, init=False)
+    _logged_resampling: bool = field(default=False, init=False)
+    """Only the first resampled rollout gets a message."""
+    _ungraded: set[Uid] = field(default_factory=set, init=False)
+    _fatal: StageError | None = field(default=None, init=False)
+    """The error that ends the run, raised when the run state is consistent."""
 
     def groups(self, count: int, members: int | None = None) -> list[Group]:
         """Puts ``count`` further groups in flight, whole or only their first ``members`` rollouts.
@@ -81,23 +78,23 @@ class PromptSupply:
         prompts: list[Prompt] = []
         refused = 0
         while len(prompts) < count and self._fatal is None:
-            for one in self._prompts.next(count - len(prompts)):
+            for one in self.prompts.next(count - len(prompts)):
                 if isinstance(one, Prompt):
                     prompts.append(one)
                     continue
                 refused += 1
-                for header in self._ledger.refused(one.header, members):
+                for header in self.ledger.refused(one.header, members):
                     self._dead_letter(DeadLetter(header, one.reason, one.stage))
                 if refused >= MAX_CONSECUTIVE_REFUSED:
                     cause = f"{refused} prompts cannot be sampled; the last: {one.reason}"
                     remedy = "see dead_letters.jsonl, correct the data"
                     self._fatal = self._fatal or StageError("prompts", cause, remedy)
-        groups = self._ledger.admitted(prompts, members)
+        groups = self.ledger.admitted(prompts, members)
         if self._fatal is not None:
             # The prompts in hand are in flight, the missing ones give their slots back: only now
             # do ledger and budget agree, and the error may be raised.
             missing = count - len(prompts)
-            self._admission.give_back(missing * (members or self._ledger.group_size))
+            self.admission.give_back(missing * (members or self.ledger.group_size))
             raise self._fatal
         return groups
 
@@ -106,8 +103,8 @@ class PromptSupply:
 
         Admission takes whole groups, and would wait forever for the room of one.
         """
-        slots = -self._admission.admitted % self._ledger.group_size
-        self._admission.readmit(slots)
+        slots = -self.admission.admitted % self.ledger.group_size
+        self.admission.readmit(slots)
         return self.groups(slots, members=1)
 
     def ended_by(self, dead: DeadLetter) -> tuple[Uid, ...]:
@@ -116,13 +113,13 @@ class PromptSupply:
         Empty if a copy of it is trained or a dead letter, or if it will be resampled.
         """
         uid = dead.header.uid
-        if not self._ledger.expects(dead.header):
+        if not self.ledger.expects(dead.header):
             return ()
-        if self._group_size is None:
+        if self.whole_groups is None:
             return (uid,)
         if self._resampled[uid] < MAX_RESAMPLED:
             return ()
-        return (uid, *(one.uid for one in self._ledger.group_of(dead.header) if one.uid != uid))
+        return (uid, *(one.uid for one in self.ledger.group_of(dead.header) if one.uid != uid))
 
     def replace(self, dead: DeadLetter) -> list[Group]:
         """Groups that replace a failed rollout; none if a copy of it is trained or a dead letter.
@@ -130,30 +127,30 @@ class PromptSupply:
         They take over its slot of the budget. The trainer must have dropped what is ``ended_by``
         it. StageError as ``groups``.
         """
-        if not self._ledger.expects(dead.header):
+        if not self.ledger.expects(dead.header):
             return []
-        if self._group_size is None:
-            self._ledger.dead_lettered(dead.header)
+        if self.whole_groups is None:
+            self.ledger.dead_lettered(dead.header)
             self._dead_letter(dead)
             return self.groups(1, members=1)
         uid = dead.header.uid
         self._resampled[uid] += 1
         if self._resampled[uid] <= MAX_RESAMPLED:
             if not self._logged_resampling:
-                self._log.message(f"resampled: {uid} ({dead.stage}): {dead.reason}")
+                self.log.message(f"resampled: {uid} ({dead.stage}): {dead.reason}")
             self._logged_resampling = True
-            return self._ledger.requeued([dead.header])
+            return self.ledger.requeued([dead.header])
         return self._replace_group(dead)
 
     def skipped(self, report: StepReport) -> None:
         """Dead-letters the samples of a skipped step; their slots of the budget stay used."""
         uids = ", ".join(header.uid for header in report.trained)
-        self._log.message(f"step {report.step} was skipped: {report.skipped}; samples: {uids}")
+        self.log.message(f"step {report.step} was skipped: {report.skipped}; samples: {uids}")
         reason = f"step {report.step} was skipped: {report.skipped}"
         for header in report.trained:
-            self._ledger.dead_lettered(header)
+            self.ledger.dead_lettered(header)
             self._log_dead_letter(DeadLetter(header, reason, "trainer"))
-        self._dead_letters.skipped(len(report.trained))
+        self.dead_letters.skipped(len(report.trained))
 
     def ungraded(self, failures: Iterable[DeadLetter]) -> None:
         """Logs and counts evaluation responses without a grade; each prompt counts once.
@@ -163,17 +160,17 @@ class PromptSupply:
         for one in failures:
             if one.header.uid not in self._ungraded:
                 self._ungraded.add(one.header.uid)
-                self._log.dead_letter(one)
+                self.log.dead_letter(one)
                 self._count(one)
         if self._fatal is not None:
             raise self._fatal
 
     def _replace_group(self, dead: DeadLetter) -> list[Group]:
         reason = f"{dead.header.uid} of its group is a dead letter: {dead.reason}"
-        others = [one for one in self._ledger.group_of(dead.header) if one.uid != dead.header.uid]
+        others = [one for one in self.ledger.group_of(dead.header) if one.uid != dead.header.uid]
         for one in (dead, *(DeadLetter(header, reason, "group") for header in others)):
             del self._resampled[one.header.uid]
-            self._ledger.dead_lettered(one.header)
+            self.ledger.dead_lettered(one.header)
             self._dead_letter(one)
         return self.groups(1)
 
@@ -183,12 +180,12 @@ class PromptSupply:
 
     def _count(self, dead: DeadLetter) -> None:
         try:
-            self._dead_letters.add(dead)
+            self.dead_letters.add(dead)
         except StageError as error:
             self._fatal = self._fatal or error
 
     def _log_dead_letter(self, dead: DeadLetter) -> None:
         """Logs a dead letter; the summary gets the count now: no step may be logged after it."""
-        count = self._ledger.counts["dead_lettered"]
-        self._log.summarize({"ledger/dead_lettered": float(count)})
-        self._log.dead_letter(dead)
+        count = self.ledger.counts["dead_lettered"]
+        self.log.summarize({"ledger/dead_lettered": float(count)})
+        self.log.dead_letter(dead)

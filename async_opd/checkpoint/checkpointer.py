@@ -13,7 +13,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from async_opd.accounting.run_state import Cut
@@ -22,6 +22,7 @@ from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.stages import Captured, Trainer
 
 
+@dataclass(eq=False)
 class Checkpointer:
     """Takes checkpoints of ``trainer`` and the driver's state into ``store``.
 
@@ -30,28 +31,19 @@ class Checkpointer:
     ``sync()`` flushes them to the disk.
     """
 
-    def __init__(
-        self,
-        store: Checkpoints,
-        trainer: Trainer,
-        *,
-        config: str,
-        timeout_s: float,
-        notify: Callable[[str], None],
-        sizes: Callable[[], dict[str, int]] = dict,
-        sync: Callable[[], None] = lambda: None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self.metrics: dict[str, float] = {"checkpoint/failures": 0.0, "checkpoint/left_out": 0.0}
-        self._store = store
-        self._trainer = trainer
-        self._config = config
-        self._timeout_s = timeout_s
-        self._notify = notify
-        self._sizes = sizes
-        self._sync = sync
-        self._clock = clock
-        self._writing: asyncio.Task[None] | None = None
+    store: Checkpoints
+    trainer: Trainer
+    _: KW_ONLY
+    config: str
+    timeout_s: float
+    notify: Callable[[str], None]
+    sizes: Callable[[], dict[str, int]] = dict
+    sync: Callable[[], None] = lambda: None
+    clock: Callable[[], float] = time.perf_counter
+    metrics: dict[str, float] = field(
+        default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/left_out": 0.0}
+    )
+    _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
     async def take(self, cut_of: Callable[[Captured], Cut]) -> None:
         """Starts a checkpoint, and returns when the trainer's state and ``cut_of`` it are copied.
@@ -62,10 +54,10 @@ class Checkpointer:
         if self._writing is not None and not self._writing.done():
             self.metrics["checkpoint/left_out"] += 1
             return
-        started = self._clock()
-        captured = await self._trainer.capture()
-        cut = replace(cut_of(captured), files=self._sizes())
-        self.metrics["checkpoint/capture_s"] = self._clock() - started
+        started = self.clock()
+        captured = await self.trainer.capture()
+        cut = replace(cut_of(captured), files=self.sizes())
+        self.metrics["checkpoint/capture_s"] = self.clock() - started
         self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")
 
     async def settled(self) -> None:
@@ -74,24 +66,24 @@ class Checkpointer:
             await asyncio.shield(self._writing)
 
     async def _write(self, cut: Cut) -> None:
-        started = self._clock()
+        started = self.clock()
         part: Path | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
-                part = await asyncio.to_thread(self._store.begin, cut.step)
-                await self._trainer.checkpoint(str(part), frozenset(cut.ledger.in_flight))
+            async with asyncio.timeout(self.timeout_s):
+                part = await asyncio.to_thread(self.store.begin, cut.step)
+                await self.trainer.checkpoint(str(part), frozenset(cut.ledger.in_flight))
                 folder = await asyncio.to_thread(self._commit, part, cut)
         except (OSError, StageError) as error:  # a timeout is an OSError
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else error
-            self._notify(f"no checkpoint of step {cut.step}, the run goes on: {cause!s}")
+            self.notify(f"no checkpoint of step {cut.step}, the run goes on: {cause!s}")
             if part is not None:
                 await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
             return
-        self.metrics["checkpoint/write_s"] = self._clock() - started
+        self.metrics["checkpoint/write_s"] = self.clock() - started
         self.metrics["checkpoint/step"] = float(cut.step)
-        self._notify(f"checkpoint of step {cut.step}: {folder}")
+        self.notify(f"checkpoint of step {cut.step}: {folder}")
 
     def _commit(self, part: Path, cut: Cut) -> Path:
-        self._sync()
-        return self._store.commit(part, cut, self._config)
+        self.sync()
+        return self.store.commit(part, cut, self.config)

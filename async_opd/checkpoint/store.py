@@ -55,12 +55,12 @@ _Manifest = TypeAdapter(dict[str, _Entry])
 _Cut = TypeAdapter(Cut)
 
 
+@dataclass(frozen=True)
 class Checkpoints:
-    """The folder ``checkpoints/`` of a run directory."""
+    """The folder ``checkpoints/`` of a run directory, with the newest ``keep`` checkpoints."""
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder = folder
-        self._keep = keep
+    folder: Path
+    keep: int
 
     def begin(self, step: int) -> Path:
         """Makes an empty folder for the files of a checkpoint. OSError."""
@@ -84,7 +84,7 @@ class Checkpoints:
             _sync(path)
         part.rename(target)
         _sync(self.folder)
-        for step in self.steps()[: -self._keep]:
+        for step in self.steps()[: -self.keep]:
             remove_tree(self.folder / f"step_{step}")
         return target
 

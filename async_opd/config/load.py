@@ -9,6 +9,7 @@ import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,14 @@ def dump_config(config: RunConfig) -> str:
     return dump_yaml(config.model_dump(by_alias=True))
 
 
+@dataclass
 class _Source:
     """The tree of values, the origin of each value, and the problems so far."""
 
-    def __init__(self, file: str, tree: dict[Any, Any]) -> None:
-        self.file = file
-        self.tree = tree
-        self.problems: list[Problem] = []
-        self._overridden: set[str] = set()
+    file: str
+    tree: dict[Any, Any]
+    problems: list[Problem] = field(default_factory=list)
+    _overridden: set[str] = field(default_factory=set)
 
     def where(self, key: str) -> str:
         """The file, or the command line if the key or a section above it was given there."""
@@ -207,15 +208,13 @@ def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
                 section["model"] = str(folder / model)
     data = tree.get("data")
     if isinstance(data, dict):
-        for key in ("train", "eval"):
-            entries = data.get(key)
-            if isinstance(entries, list):
-                data[key] = [_resolved(entry, folder) for entry in entries]
-            elif entries is not None:
-                data[key] = _resolved(entries, folder)
+        for key in data.keys() & {"train", "eval"}:
+            data[key] = _resolved(data[key], folder)
 
 
 def _resolved(entry: Any, folder: Path) -> Any:
+    if isinstance(entry, list):
+        return [_resolved(one, folder) for one in entry]
     if isinstance(entry, str) and entry:
         return str(folder / entry)
     if isinstance(entry, dict) and isinstance(entry.get("path"), str) and entry["path"]:

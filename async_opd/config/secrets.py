@@ -143,12 +143,10 @@ class Redactor:
         }
         for value in sorted(values, key=len, reverse=True):
             text = text.replace(value, HIDDEN)
-        return _QUERY.sub(_query_hidden, _VALUE.sub(HIDDEN, text))
-
-
-def _query_hidden(match: re.Match[str]) -> str:
-    name = match[1]
-    return f"{name}={HIDDEN}" if names_secret(name) else match[0]
+        return _QUERY.sub(
+            lambda match: f"{match[1]}={HIDDEN}" if names_secret(match[1]) else match[0],
+            _VALUE.sub(HIDDEN, text),
+        )
 
 
 def named_variables(config: Any) -> Iterator[str]:
