@@ -1,4 +1,4 @@
-"""Where one of the trainer's ranks meets the others."""
+"""The address and the timeouts by which one of the trainer's ranks connects to the others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RankSpec:
-    """One rank among ``ranks``, and where they meet; ``listener`` is rank 0's open socket.
+    """One rank among ``ranks``, and rank 0's address; ``listener`` is rank 0's open socket.
 
-    A collective that lasts longer than ``timeout_s`` is an error, and so are ranks of which one
-    comes ``start_s`` after another. All show that they know the ``secret`` when they have met.
+    A collective that lasts longer than ``timeout_s`` seconds is an error, and so is a rank that
+    connects more than ``start_s`` seconds after another. Connected ranks prove to each other that
+    they know the ``secret``.
     """
 
     rank: int

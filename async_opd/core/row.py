@@ -19,7 +19,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Row:
-    """One entry. ``uid`` is ``<source>:<0-based index>``, in jsonl that of its line."""
+    """One entry. ``uid`` is ``<source>:<0-based index>``, for jsonl the index of its line."""
 
     uid: str
     data_source: str
@@ -27,4 +27,4 @@ class Row:
     answer: str | None
     fields: dict[str, Any]
     task: Task | None = None
-    """The task that made it and that grades it; a row of a file has none, whatever its fields."""
+    """The task that generated the row and grades it; None for a row of a file."""

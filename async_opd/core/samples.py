@@ -1,11 +1,11 @@
-"""The messages of the pipeline: frozen, ragged, numpy; never padded, no Python object per token.
+"""The messages of the pipeline: frozen, ragged numpy arrays, never padded, no object per token.
 
     Prompt ──rollouter──► Rollout ──scorer──► Sample(Rollout, Scores) ──► trainer
 
 Shapes use T for a rollout's tokens, P for its prompt's, R for those that the student sampled (its
-response), k for the teacher's top-k. Log-probabilities are natural logarithms (nats). Teacher
-payloads cover sampled positions only; a teacher's log-probabilities are those of softmax(logits /
-temperature) over the full vocabulary.
+response), k for the teacher's top-k. Log-probabilities are natural logarithms (nats). Scores cover
+sampled positions only; a teacher's log-probabilities are those of softmax(logits / temperature)
+over the full vocabulary.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ FinishReason = Literal["stop", "length"]
 StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NO_VERSION = 2**31 - 1
-"""A version newer than any."""
+"""A number above every weight version."""
 BFLOAT16_INFINITY = 0x7F80
-"""Bits of a bfloat16 without its sign: infinity; above it are the NaNs."""
+"""Bits of a positive infinite bfloat16; larger numbers without the sign bit are NaNs."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,9 @@ class Prompt:
     """One entry of a data source, before sampling.
 
     ``uid`` is stable: the same entry in the same epoch has the same uid in every run.
-    ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher the prompt is routed to.
-    ``row`` is what a grader needs, where there is a reward; it travels to the grader, no further.
-    ``teacher_ids`` int32 is the prompt that the teacher sees, where it is another one.
+    ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher that scores its rollouts.
+    ``row`` is the source's entry for a grader, where there is a reward; a graded rollout has none.
+    ``teacher_ids`` int32 are the prompt's tokens for the teacher, if they differ.
     """
 
     uid: Uid
@@ -64,13 +64,13 @@ class Prompt:
 
     @property
     def seen_by_teacher(self) -> Prompt:
-        """The prompt as the teacher sees it."""
+        """The prompt with the tokens that the teacher reads."""
         return self if self.teacher_ids is None else replace(self, token_ids=self.teacher_ids)
 
 
 @dataclass(frozen=True)
 class Group:
-    """Rollouts of one prompt to sample: ``members`` are their indices, all n or some to repeat."""
+    """Rollouts to sample of one prompt: ``members`` are their indices, all n or some resampled."""
 
     prompt: Prompt
     members: tuple[int, ...]
@@ -78,7 +78,7 @@ class Group:
 
 @dataclass(frozen=True)
 class VersionSpan:
-    """Sampled tokens ``start <= i < end`` were sampled with weights of ``version``."""
+    """Response tokens ``start <= i < end`` were sampled under weights of ``version``."""
 
     version: int
     start: int
@@ -89,16 +89,16 @@ class VersionSpan:
 class Rollout:
     """A sequence of T tokens, of which the student sampled R: its response.
 
-    ``uid`` is ``<prompt uid>/<index in the group>``. ``continuation`` int32 [T - P] is everything
-    after the prompt. ``spans`` partition ``0..T`` and say who wrote what: the prompt's span is the
-    first, several may be the student's. ``rollout_logprobs`` float32 [R] are those of the
-    distribution that was really sampled (after temperature and top-p). ``version_spans`` partition
-    ``0..R`` in order. ``finish_reason`` is ``length`` if the response was cut off. ``topk_ids``
+    ``uid`` is ``<prompt uid>/<index in the group>``. ``continuation`` int32 [T - P] are all tokens
+    after the prompt. ``spans`` partition ``0..T`` and name the origin of each token: the prompt's
+    span is the first, several may be the student's. ``rollout_logprobs`` float32 [R] are those of
+    the distribution that was sampled (after temperature and top-p). ``version_spans`` partition
+    ``0..R`` in order. ``finish_reason`` is ``length`` if the response was truncated. ``topk_ids``
     int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
-    objective needs them; ``reward`` is the grader's number, where there is a grader. ``media`` are
-    the content hashes of what the sequence shows besides its tokens, in order.
+    objective needs them; ``reward`` is the grader's, where there is a grader. ``media`` are the
+    content hashes of the sequence's images and other media, in order.
 
-    LengthError for spans, versions and arrays that do not agree with each other.
+    LengthError for spans, versions and arrays whose lengths disagree.
     """
 
     uid: Uid
@@ -123,7 +123,7 @@ class Rollout:
         finish_reason: FinishReason,
         topk_ids: Int32 | None = None,
     ) -> Self:
-        """The simplest sequence: a prompt, and a response int32 [R] without interruption.
+        """The simplest sequence: a prompt, and a response int32 [R] in one span.
 
         The end-of-sequence token belongs to the response if it was sampled.
         """
@@ -133,7 +133,7 @@ class Rollout:
 
     @classmethod
     def answer(cls, uid: Uid, prompt: Prompt, ids: Sequence[int], finish: FinishReason) -> Self:
-        """A plain one that is not trained: of version 0, and its log-probabilities are NaN."""
+        """A plain rollout that is not trained: of version 0, with NaN as log-probabilities."""
         logprobs = np.full(len(ids), np.nan, np.float32)
         versions = (VersionSpan(0, 0, len(ids)),) if len(ids) else ()
         return cls.plain(uid, prompt, np.asarray(ids, np.int32), logprobs, versions, finish)
@@ -166,12 +166,12 @@ class Rollout:
 
     @property
     def positions(self) -> tuple[Range, ...]:
-        """The positions of the response in the sequence, R in all."""
+        """The positions of the response's R tokens in the sequence."""
         return sampled_of(self.spans)
 
     @property
     def rows(self) -> tuple[Range, ...]:
-        """The rows of a model's output that predict the response, R in all."""
+        """The R rows of a model's output that predict the response."""
         return rows_of(self.spans)
 
     @property
@@ -188,7 +188,7 @@ class Rollout:
 
     @property
     def seen_by_teacher(self) -> Rollout:
-        """The same tokens after the prompt that the teacher sees."""
+        """The rollout with the teacher's prompt and the same tokens after it."""
         prompt = self.prompt.seen_by_teacher
         if prompt is self.prompt:
             return self
@@ -199,20 +199,20 @@ class Rollout:
 
     @property
     def without_teacher_inputs(self) -> Rollout:
-        """Without what only the teacher needed: it travels no further."""
+        """The rollout without ``topk_ids`` and ``teacher_ids``, which only a teacher reads."""
         return replace(self, topk_ids=None, prompt=replace(self.prompt, teacher_ids=None))
 
     @property
     def oldest_version(self) -> int:
-        """The oldest weight version that produced one of the tokens.
+        """The oldest weight version that a token of the response was sampled under.
 
-        ``NO_VERSION`` for an empty response: it has no token that could be old.
+        ``NO_VERSION`` for an empty response, which is never stale.
         """
         return min((span.version for span in self.version_spans), default=NO_VERSION)
 
     @property
     def tokens(self) -> int:
-        """T: what a teacher or the trainer has to process."""
+        """T, the tokens that a teacher or the trainer computes."""
         return len(self.prompt.token_ids) + len(self.continuation)
 
 
@@ -224,12 +224,12 @@ class SampledLogprobs:
 
 
 @dataclass(frozen=True)
-class TopK:
-    """The teacher's k most probable tokens at each response position, and the sampled one.
+class SupportScores:
+    """The teacher's log-probabilities of k tokens at each response position, and the sampled one.
 
-    ``ids`` int32 [R, k], distinct at each position, and ``logprobs`` float32 [R, k], both by
-    falling probability; ``sampled_logprobs`` float32 [R]. ``rest_logprobs`` float32 [R] is the
-    logarithm of the mass of all other tokens; None where a teacher cannot tell it (servers).
+    ``ids`` int32 [R, k], distinct at each position, and their ``logprobs`` float32 [R, k];
+    ``sampled_logprobs`` float32 [R]. ``rest_logprobs`` float32 [R] is the logarithm of the mass of
+    all tokens outside of ``ids``; None if the teacher does not send it (servers).
     """
 
     ids: Int32
@@ -238,26 +238,20 @@ class TopK:
     rest_logprobs: Float32 | None = None
 
 
-@dataclass(frozen=True)
-class CandidateLogprobs:
-    """The teacher's log-probabilities of given tokens: the student's own top-k.
+class TopK(SupportScores):
+    """The scores of the teacher's k most probable tokens, by falling probability."""
 
-    ``ids`` int32 [R, k], distinct at each position, ``logprobs`` float32 [R, k],
-    ``sampled_logprobs`` and ``rest_logprobs`` float32 [R], as in ``TopK``.
-    """
 
-    ids: Int32
-    logprobs: Float32
-    sampled_logprobs: Float32
-    rest_logprobs: Float32 | None = None
+class CandidateLogprobs(SupportScores):
+    """The scores of the student's own k most probable tokens, the rollout's ``topk_ids``."""
 
 
 @dataclass(frozen=True)
 class HiddenStates:
     """The teacher's final hidden states (after its last norm) that predict the response tokens.
 
-    ``states`` [R, H] is float32 or float16, or uint16 with the bits of bfloat16, as ``dtype`` says.
-    They know no temperature: that is the head's affair, in the trainer.
+    ``states`` [R, H] is float32 or float16, or, for ``dtype`` bfloat16, uint16 with its bits.
+    No temperature is applied to them: the trainer's head applies it.
     """
 
     states: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
@@ -269,11 +263,11 @@ Scores = SampledLogprobs | TopK | CandidateLogprobs | HiddenStates
 
 @dataclass(frozen=True)
 class Sample:
-    """A rollout with its teacher's scores: what the trainer eats.
+    """A rollout with its teacher's scores, the input of the trainer.
 
     LengthError for scores of another length than the response, ScoreError for NaN, for +inf, and
-    for hidden states that are not finite. A log-probability of -inf is one: the teacher excludes
-    the token, and what that means is the objective's affair.
+    for hidden states that are not finite. A log-probability of -inf is allowed: the teacher
+    excludes the token, and each objective defines its loss for that.
     """
 
     rollout: Rollout
@@ -281,13 +275,13 @@ class Sample:
 
     @property
     def header(self) -> Header:
-        """What is known of it without looking inside; ``nbytes`` are those of its arrays."""
+        """The header of the sample; its ``nbytes`` are those of the arrays."""
         one = self.rollout
         return Header(one.uid, one.tokens, self.nbytes, one.oldest_version, one.prompt.teacher)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all its arrays."""
+        """Bytes of all arrays of the sample."""
         rollout = self.rollout
         own = (rollout.prompt, rollout, self.scores)
         arrays = (value for part in own for value in vars(part).values())
@@ -310,19 +304,19 @@ class Sample:
 
 
 def _sound(name: str, array: NDArray[Any]) -> bool:
-    """No NaN and no infinity that the array may not have. Large ones are not copied but once."""
+    """Whether the array has no NaN and no infinity that it may not have; makes at most one copy."""
     if not array.size or array.dtype == np.int32:
         return True
     if array.dtype == np.uint16:
         return int((array & 0x7FFF).max()) < BFLOAT16_INFINITY
     if name == "states":
         return bool(np.isfinite(array).all())
-    return bool(array.max() < np.inf)  # a maximum carries NaN along
+    return bool(array.max() < np.inf)  # the maximum of an array with a NaN is NaN
 
 
 @dataclass(frozen=True)
 class Header:
-    """What the control plane knows of a queued item without touching its payload."""
+    """The fields of a queued item that the control plane reads without decoding its payload."""
 
     uid: Uid
     tokens: int
@@ -331,15 +325,16 @@ class Header:
     teacher: str
 
     def staleness(self, version: int) -> int:
-        """Weight versions between the oldest token and the trainer's ``version``."""
+        """The trainer's ``version`` minus the oldest token's, at least 0."""
         return max(0, version - self.oldest_version)
 
 
 @dataclass(frozen=True)
 class DeadLetter:
-    """A rollout that will never be trained, why, and which ``stage`` gave it up.
+    """A rollout that will never be trained, the reason, and the ``stage`` that dead-lettered it.
 
-    A prompt that cannot be sampled at all comes with its own uid, and stands for its rollouts.
+    For a prompt that cannot be sampled at all, the header has the prompt's uid and the letter
+    counts for all its rollouts.
     """
 
     header: Header
@@ -348,6 +343,6 @@ class DeadLetter:
 
     @classmethod
     def of_prompt(cls, prompt: Prompt, uid: Uid, stage: str, reason: str) -> DeadLetter:
-        """A rollout that was never had, of this prompt."""
+        """The letter of a rollout of this prompt that was never sampled."""
         header = Header(uid, len(prompt.token_ids), 0, NO_VERSION, prompt.teacher)
         return cls(header, reason, stage)

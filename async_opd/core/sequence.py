@@ -4,8 +4,8 @@
     origin     prompt    student    tool     student
     row                  3 … 5               9 … 11
 
-Row t - 1 of a causal model (its hidden state, its logits) predicts token t. ``rows_of`` is the only
-place that says so: packing, scoring and endpoints take their rows from it.
+Row t - 1 of a causal model (its hidden state, its logits) predicts token t. Only ``rows_of``
+implements this: packing, scoring and endpoints take their rows from it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Range = tuple[int, int]
 
 
 class Span(NamedTuple):
-    """Tokens ``start <= i < end`` of a sequence. ``origin`` names who wrote them.
+    """Tokens ``start <= i < end`` of a sequence; ``origin`` names their source.
 
-    ``prompt``: the data source; ``student``: the student sampled them; other names are free.
+    ``prompt``: the data source; ``student``: sampled by the student; any other name is context.
     """
 
     start: int
@@ -85,7 +85,7 @@ def rows_of(spans: Sequence[Span]) -> tuple[Range, ...]:
 
 
 def count(ranges: Iterable[Range], below: int = sys.maxsize) -> int:
-    """How many indices are in the ranges, or how many of them are below a bound."""
+    """The number of indices in the ranges that are less than ``below``."""
     return sum(max(0, min(end, below) - start) for start, end in ranges)
 
 

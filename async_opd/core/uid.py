@@ -1,11 +1,11 @@
-"""Names of prompts and of their rollouts: a rollout's is ``<prompt's>/<index in its group>``."""
+"""Uids of prompts and of rollouts; a rollout's is ``<prompt's uid>/<index in its group>``."""
 
 from __future__ import annotations
 
 from typing import NewType
 
 Uid = NewType("Uid", str)
-"""Of a prompt or of a rollout. A prompt's may have slashes in it; the last one is a rollout's."""
+"""Names a prompt or a rollout. A prompt's may contain slashes; a rollout's last slash separates."""
 
 
 def rollout_uid(prompt: Uid, member: int) -> Uid:

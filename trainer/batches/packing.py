@@ -18,12 +18,11 @@ import torch
 
 from async_opd.core.errors import StageError
 from async_opd.core.samples import (
-    CandidateLogprobs,
     Float32,
     HiddenStates,
     Sample,
     SampledLogprobs,
-    TopK,
+    SupportScores,
 )
 from async_opd.core.sequence import indices
 from trainer.batches.token_weights import TokenWeight
@@ -92,7 +91,7 @@ def refuse_foreign_tokens(samples: Sequence[Sample], vocabularies: Vocabularies)
     for sample in samples:
         scores, teacher = sample.scores, sample.rollout.prompt.teacher
         rows = vocabularies.common.get(teacher, vocabularies.student)
-        supports = [scores.ids] if isinstance(scores, TopK | CandidateLogprobs) else []
+        supports = [scores.ids] if isinstance(scores, SupportScores) else []
         for ids in (sample.rollout.response_ids, *supports):
             wrong = ids[(ids < 0) | (ids >= rows)]
             if wrong.size:
@@ -151,7 +150,7 @@ def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
     scores = [sample.scores for sample in samples]
     if plain := [score for score in scores if isinstance(score, SampledLogprobs)]:
         return {"teacher_logprobs": _tensor([score.logprobs for score in plain], np.float32)}
-    if topk := [score for score in scores if isinstance(score, TopK | CandidateLogprobs)]:
+    if topk := [score for score in scores if isinstance(score, SupportScores)]:
         return {
             "teacher_logprobs": _tensor([score.sampled_logprobs for score in topk], np.float32),
             "teacher_ids": _tensor([score.ids for score in topk], np.int64),
@@ -161,7 +160,7 @@ def _scores(samples: Sequence[Sample]) -> dict[str, Any]:
     return {"teacher_states": _states(samples)}
 
 
-def _rest(scores: TopK | CandidateLogprobs) -> Float32:
+def _rest(scores: SupportScores) -> Float32:
     """log mass outside of the support: the teacher's, or an estimate where it sent none."""
     sent = scores.rest_logprobs
     return estimate_log_rest(scores.logprobs) if sent is None else sent
