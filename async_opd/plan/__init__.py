@@ -1,1 +1,1 @@
-"""Predicts a run before it is paid for: discrete events, no sleeping, thousands of replicas."""
+"""Predicts a run before it is started: discrete events in virtual time, thousands of replicas."""

@@ -1,6 +1,6 @@
-"""How many GPUs each pool should get, and how much staleness the run needs.
+"""Advice on a run: how many GPUs each pool should get, and which staleness threshold is enough.
 
-limits per replica ──► splits in which no pool is far ahead ──simulated──► the best split
+limits per replica ──► splits with balanced pools ──simulated──► the best split
 the best split ──simulated at growing thresholds──► the smallest that keeps its bottleneck busy
 """
 
@@ -18,16 +18,16 @@ from async_opd.plan.sim.simulation import simulate
 ENOUGH = 0.97
 """A threshold is enough if it gives this share of what ``LARGE`` gives."""
 LARGE = 8.0
-"""A threshold at which admission holds up nothing."""
+"""A threshold at which admission never delays a rollout."""
 THRESHOLDS = (*(i / 20 for i in range(21)), 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 4.0, 6.0, LARGE)
 SHOWN = (0.0, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
-"""Thresholds of the picture."""
+"""Thresholds of the chart."""
 SAMPLES = 20_000
-"""At least so many are simulated, so that luck with lengths stays below one percent."""
+"""Samples to simulate at least: random lengths then change rates by less than one percent."""
 MOVES = 12
-"""Splits that are simulated on the way to the best one."""
+"""Splits to simulate on the way to the best one."""
 BARS = 9
-"""Splits of the picture."""
+"""Splits of the chart."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Split:
 class Advice:
     """The best split of ``gpus`` GPUs and the smallest threshold that is enough for it.
 
-    ``threshold_now`` is that of the split as it is. ``by_threshold`` are (threshold, samples per
-    second) of the best split; ``by_rollout`` are (GPUs of the rollout pool, samples per second) at
-    a large threshold, with the rest of the GPUs split as well as possible.
+    ``threshold_now`` is the one that is enough for the config's split. ``by_threshold`` are
+    (threshold, samples per second) of the best split; ``by_rollout`` are (GPUs of the rollout pool,
+    samples per second) at a large threshold, with the other GPUs split as well as possible.
     """
 
     gpus: int
@@ -72,7 +72,7 @@ class Advice:
 
 
 def advise(setting: Setting, gpus: int, seed: int = 0) -> Advice:
-    """``gpus`` are enough for one replica of each pool."""
+    """The advice for a setting. ``gpus`` has to be enough for one replica of each pool."""
     rates = _Rates(setting, seed)
     split = _best_split(setting, gpus, rates)
     best = split.apply(setting)
@@ -91,22 +91,22 @@ def advise(setting: Setting, gpus: int, seed: int = 0) -> Advice:
 
 
 def current(setting: Setting) -> Split:
-    """The split as it is."""
+    """The split of the setting."""
     teachers = tuple(teacher.replicas for teacher in setting.teachers)
     return Split(setting.rollout.replicas, teachers, setting.train.ranks)
 
 
 class _Rates:
-    """Simulated steady states; each is simulated once."""
+    """Simulated steady states by split and threshold; each is simulated once."""
 
     def __init__(self, setting: Setting, seed: int) -> None:
         self._seed = seed
         self._known: dict[tuple[Split, float], Prediction] = {}
         self.rollout_limit = self._rollout_limit(setting)
-        """Samples per second of one rollout replica that never waits for others."""
+        """Samples per second of one rollout replica that never waits for teachers or trainer."""
 
     def steady(self, setting: Setting, threshold: float) -> Prediction:
-        """A steady state at a threshold."""
+        """The steady state of the setting at a threshold."""
         key = (current(setting), threshold)
         if key not in self._known:
             small, factor = shrunk(replace(setting, staleness_threshold=threshold))
@@ -116,11 +116,11 @@ class _Rates:
         return self._known[key]
 
     def rate(self, setting: Setting, threshold: float) -> float:
-        """Its samples per second."""
+        """Samples per second of that steady state."""
         return self.steady(setting, threshold).samples_per_s
 
     def smallest_threshold(self, setting: Setting) -> float:
-        """By bisection over ``THRESHOLDS``."""
+        """The smallest of ``THRESHOLDS`` that is enough, by bisection."""
         wanted = ENOUGH * self.rate(setting, LARGE)
         low, high = 0, len(THRESHOLDS) - 1
         while low < high:
@@ -132,7 +132,7 @@ class _Rates:
         return THRESHOLDS[low]
 
     def _rollout_limit(self, setting: Setting) -> float:
-        """With teachers and a trainer that take no time; ``Setting.limits`` knows no turnaround."""
+        """Simulates teachers and a trainer without delays: ``Setting.limits`` has no turnaround."""
         instant = 1e-9
         teachers = tuple(
             replace(
@@ -171,7 +171,7 @@ def steady_steps(setting: Setting) -> int:
 
 
 def _best_split(setting: Setting, gpus: int, rates: _Rates) -> Split:
-    """The split with the largest smallest limit, then every move that simulates better."""
+    """The split whose smallest limit is largest, improved by moves that simulate faster."""
     best = _balanced(setting, gpus, rates.rollout_limit)
     rate = rates.rate(best.apply(setting), LARGE)
     moves = _affordable(setting, best, gpus)
@@ -187,7 +187,7 @@ def _best_split(setting: Setting, gpus: int, rates: _Rates) -> Split:
 
 
 def _affordable(setting: Setting, split: Split, gpus: int) -> list[Split]:
-    """Moves that change no number of other people's servers."""
+    """The moves within ``gpus`` that change no number of external servers."""
     fixed = [not teacher.gpus for teacher in setting.teachers]
     return [
         move
@@ -217,9 +217,9 @@ def _moves(split: Split) -> Iterator[Split]:
 def _balanced(
     setting: Setting, gpus: int, rollout_limit: float, rollout: int | None = None
 ) -> Split:
-    """The split whose slowest pool is fastest, by limits; with so many rollout replicas if given.
+    """The split whose smallest limit is largest; with ``rollout`` replicas of the student if given.
 
-    Bisection over the throughput X: X needs so many replicas of each pool, and these so many GPUs.
+    Bisection over the throughput: it determines the replicas of each pool, and these the GPUs.
     """
     low, high = 0.0, rollout_limit * (rollout or gpus)
     fits = replace(_least(setting), rollout=rollout or 1)
@@ -250,7 +250,7 @@ def _split_for(
 
 
 def _least(setting: Setting) -> Split:
-    """One of each; servers of somebody else are as many as they are."""
+    """One replica of each pool, and all external servers."""
     return Split(1, tuple(1 if t.gpus else t.replicas for t in setting.teachers), 1)
 
 
@@ -259,7 +259,10 @@ def _replicas_for(rate: float, limit: float) -> int:
 
 
 def _ranks_for(setting: Setting, rate: float) -> int | None:
-    """The fewest ranks that train ``rate`` samples per second: what a step may take for tokens."""
+    """The fewest ranks that train ``rate`` samples per second; None if no number of ranks does.
+
+    A step at this rate, less its fixed times, is the time that the ranks have for its tokens.
+    """
     train = setting.train
     step_s = setting.batch_size / rate - train.speed.snapshot_s / setting.sync_steps
     tokens_s = step_s - train.turnaround_s - train.speed.overhead_s

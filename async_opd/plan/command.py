@@ -15,9 +15,9 @@ from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
 from async_opd.files.safe_open import write_atomically
 from async_opd.plan.advice import Advice, advise, current
+from async_opd.plan.chart import draw_charts
 from async_opd.plan.inputs import required_plan, setting_of
 from async_opd.plan.measure.measured import MeasuredRates, read_run
-from async_opd.plan.picture import picture
 from async_opd.plan.prediction import Prediction
 from async_opd.plan.setting import Setting
 from async_opd.plan.sim.simulation import predict
@@ -26,26 +26,26 @@ from async_opd.plan.table import show
 
 @dataclass(frozen=True)
 class Source:
-    """What is planned: a config, its speeds, and what a run measured if it is the run's config."""
+    """A config with its speeds, and the measured rates if the config is that of a finished run."""
 
     config: RunConfig
     plan: PlanConfig
     measured: MeasuredRates | None
     where: str
-    picture: Path
+    chart: Path
 
 
 def plan(
     target: str, overrides: Sequence[str], *, gpus: int | None, out: str | None, as_json: bool
 ) -> None:
-    """Predicts, advises, prints, draws. Raises ConfigError with everything that is wrong."""
+    """Predicts and advises; prints both and draws the chart. ConfigError with all problems."""
     source = _run(Path(target), overrides) if Path(target).is_dir() else _config(target, overrides)
     setting = setting_of(source.config, source.plan, source.where, gpus)
     advice = advise(setting, setting.gpus if gpus is None else gpus, source.config.seed)
     prediction = predict(setting, seed=source.config.seed)
-    file = source.picture if out is None else Path(out) / "plan.svg"
+    file = source.chart if out is None else Path(out) / "plan.svg"
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(file, picture(advice))
+    write_atomically(file, draw_charts(advice))
     if as_json:
         print(json.dumps(_document(source, setting, prediction, advice, file), indent=2))
         return
@@ -53,7 +53,7 @@ def plan(
         print("speeds of the run, as a section for a config:\n")
         print(escaped(dump_yaml({"plan": source.plan.model_dump()})))
     show(setting, prediction, source.measured, advice)
-    print(on_one_line(f"picture     {file}"))
+    print(on_one_line(f"chart       {file}"))
 
 
 def _config(file: str, overrides: Sequence[str]) -> Source:
@@ -63,7 +63,7 @@ def _config(file: str, overrides: Sequence[str]) -> Source:
 
 
 def _run(run_dir: Path, overrides: Sequence[str]) -> Source:
-    """Speeds are the run's; what is predicted is its config, or another with overrides."""
+    """The config of a run, with overrides if given, and the run's measured speeds."""
     run = read_run(run_dir)
     where = str(run_dir / "config.yaml")
     config = load_config(where, overrides)
@@ -74,7 +74,6 @@ def _run(run_dir: Path, overrides: Sequence[str]) -> Source:
 def _document(
     source: Source, setting: Setting, prediction: Prediction, advice: Advice, file: Path
 ) -> dict[str, Any]:
-    best = asdict(advice.split)
     return {
         "prediction": _facts(prediction),
         "measured": None if source.measured is None else asdict(source.measured),
@@ -82,7 +81,7 @@ def _document(
         "advice": {
             "gpus": advice.gpus,
             "split_now": asdict(current(setting)),
-            "split": best,
+            "split": asdict(advice.split),
             "teachers": [teacher.name for teacher in setting.teachers],
             "staleness_threshold": advice.threshold,
             "staleness_threshold_now": advice.threshold_now,
@@ -90,29 +89,18 @@ def _document(
             "by_threshold": advice.by_threshold,
             "by_rollout_gpus": advice.by_rollout,
         },
-        "picture": str(file),
+        "chart": str(file),
     }
 
 
 def _facts(prediction: Prediction) -> dict[str, Any]:
+    """All fields of a prediction, and those that it computes from them."""
+    pools = {pool.name: asdict(pool) for pool in prediction.pools}
     return {
-        "samples_per_s": prediction.samples_per_s,
-        "seconds": prediction.seconds,
-        "wall_s": prediction.wall_s,
-        "staleness": {str(version): share for version, share in prediction.staleness.items()},
+        **asdict(prediction),
         "mean_staleness": prediction.mean_staleness,
         "bottleneck": prediction.bottleneck.name,
         "pools": {
-            pool.name: {
-                "replicas": pool.replicas,
-                "busy": pool.busy,
-                "used": pool.used,
-                "limit": pool.limit,
-                "waits": dict(pool.waits),
-            }
-            for pool in prediction.pools
+            name: {k: v for k, v in pool.items() if k != "name"} for name, pool in pools.items()
         },
-        "queues": dict(prediction.queues),
-        "concurrency": prediction.concurrency,
-        "batches": dict(prediction.batches),
     }

@@ -1,4 +1,4 @@
-"""From a config and its ``plan`` section to what is simulated; or everything that is missing."""
+"""Makes the setting to simulate from a config and its ``plan`` section, or lists the problems."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollouter.slots import AdaptiveLimit
 
 
 def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None = None) -> Setting:
-    """The run of this config at these speeds.
+    """The setting of this config at these speeds.
 
-    ConfigError, where ``where`` names the file of the speeds; or if ``gpus`` are too few.
+    ConfigError if the speeds are incomplete or ``gpus`` too few; ``where`` is the speeds' file.
     """
     problems = [*_problems(config, plan, where), *_too_few(config, gpus)]
     if problems:
@@ -48,7 +48,7 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
             "give a run directory instead of a config, or add the section that "
             "async_opd plan RUN_DIR prints for a run on the same hardware"
         )
-        message = "is missing: nothing is known about the speeds"
+        message = "is missing: a prediction needs the speeds of the engines and the trainer"
         raise ConfigError([Problem(where, "plan", message, remedy)])
     return config.plan
 
@@ -66,7 +66,7 @@ def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPoolSpec:
 
 
 def _in_flight(rollout: RolloutConfig) -> int:
-    """Requests on a replica; with ``auto`` those of an engine whose KV cache is large enough."""
+    """Requests in flight on a replica; ``auto`` assumes a KV cache that is large enough."""
     if rollout.concurrency == "auto":
         return AdaptiveLimit(rollout.engine.max_num_seqs).limit
     return rollout.concurrency
@@ -98,7 +98,7 @@ def _train(plan: PlanConfig, ranks: int) -> TrainerPoolSpec:
 
 
 def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:
-    """The shares that are given, and the rest evenly; they add up to 1."""
+    """The configured shares; the other teachers share the rest evenly. They add up to 1."""
     given = {name: plan.teachers[name].share for name in config.teachers}
     left = 1 - sum(share for share in given.values() if share is not None)
     open_ = sum(share is None for share in given.values())
@@ -108,7 +108,7 @@ def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:
 
 
 def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
-    """Each pool needs one replica, the trainer one rank."""
+    """The problem that ``gpus`` are fewer than one replica of each pool and one rank need."""
     needs = {"rollout": config.rollout.tensor_parallel}
     needs |= {f"teacher {name}": t.gpus for name, t in config.teachers.items()}
     needs["train"] = 1
@@ -124,7 +124,7 @@ def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:
     problems = []
     for name, teacher in config.teachers.items():
         if teacher.host is not None:
-            message = "the planner knows no pools that take turns, and this teacher is colocated"
+            message = "this teacher is colocated, and the planner simulates no time sharing of GPUs"
             remedy = (
                 "plan it as dedicated: that is the upper bound, with its GPUs beside the others"
             )

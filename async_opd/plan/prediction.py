@@ -1,4 +1,4 @@
-"""What a run will do."""
+"""The prediction of a run: rates, shares of time, staleness and queues."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from dataclasses import dataclass
 class PoolUse:
     """How a pool spends its time.
 
-    ``busy`` is the share of time in which a replica has work, the mean over replicas: what the
-    metric ``busy_s`` of a run measures. ``used`` is the share of what the pool could do that it
-    does. ``waits`` says where the rest goes: shares by what was waited for, the largest first.
-    ``limit`` is the pool's own limit in samples per second.
+    ``busy`` is the share of time in which a replica has work, the mean over replicas, as a run's
+    metric ``busy_s`` measures it. ``used`` is the pool's throughput as a share of its ``limit``,
+    which is its own limit in samples per second. ``waits`` are the shares of the remaining time by
+    what the pool waits for, the largest first.
     """
 
     name: str
@@ -25,17 +25,17 @@ class PoolUse:
 
     @property
     def waits_for(self) -> str:
-        """What it waited for most; '' if it did not wait for anything to speak of."""
+        """What the pool waits for most; '' if that is less than 1 % of the time."""
         reason = next(iter(self.waits), "")
         return reason if reason and self.waits[reason] >= 0.01 else ""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rates and shares are those after the warm-up; ``seconds`` is all of the training.
+    """Rates and shares after the warm-up; ``seconds`` is the time of the whole training.
 
-    ``staleness[v]`` is the share of samples with staleness v, ``queues[topic]`` the mean number of
-    samples that are ready there.
+    ``wall_s`` includes the time before the first and after the last step. ``staleness[v]`` is the
+    share of samples with staleness v, ``queues[topic]`` the topic's mean number of ready samples.
     """
 
     samples_per_s: float
@@ -45,7 +45,7 @@ class Prediction:
     pools: tuple[PoolUse, ...]
     queues: Mapping[str, float]
     concurrency: float
-    """Requests that run on a replica while it generates."""
+    """Mean number of requests on a replica while it generates."""
     sample_tokens: float
     """Mean prompt and response tokens of a trained sample."""
     batches: Mapping[str, float]
@@ -53,15 +53,15 @@ class Prediction:
 
     @property
     def bottleneck(self) -> PoolUse:
-        """The pool with the smallest limit of its own."""
+        """The pool with the smallest limit."""
         return min(self.pools, key=lambda pool: pool.limit)
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over the samples."""
+        """The mean over the samples, in weight versions."""
         return sum(value * share for value, share in self.staleness.items())
 
     @property
     def max_staleness(self) -> int:
-        """The staleest sample's."""
+        """The largest staleness of a sample, in weight versions."""
         return max(self.staleness, default=0)

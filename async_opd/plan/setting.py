@@ -1,4 +1,4 @@
-"""A pipeline with all of its sizes and speeds: what is simulated.
+"""The setting of a simulation: a pipeline with all of its sizes and speeds.
 
 Times are seconds, lengths tokens, staleness weight versions.
 """
@@ -15,8 +15,8 @@ from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, Trai
 class RolloutPoolSpec:
     """The student's replicas, each on ``gpus`` GPUs; groups have ``n`` rollouts.
 
-    A replica has at most ``in_flight`` requests; those beyond the engine's slots wait in it. From
-    the moment in which there is room for more it takes ``turnaround_s`` until they are there.
+    A replica has at most ``in_flight`` requests; those beyond the engine's slots wait in it. New
+    requests arrive ``turnaround_s`` after there is room for them.
     """
 
     replicas: int
@@ -41,7 +41,7 @@ class RolloutPoolSpec:
 class TeacherPoolSpec:
     """One teacher's replicas, each on ``gpus`` GPUs, with its ``share`` of all prompts.
 
-    ``turnaround_s`` passes from a scored batch until its place asks for the next one.
+    ``turnaround_s`` passes from a scored batch until its loop asks for the next one.
     """
 
     name: str
@@ -56,9 +56,9 @@ class TeacherPoolSpec:
 class TrainerPoolSpec:
     """The trainer: ``ranks`` GPUs; ``speed`` is that of one.
 
-    Assumption: r ranks process tokens ``1 + scaling · (r - 1)`` times as fast as one; what a step
-    takes besides its tokens stays. ``turnaround_s`` passes between two steps although the next
-    batch is there.
+    Assumption: r ranks process tokens ``1 + scaling · (r - 1)`` times as fast as one; a step's time
+    besides its tokens does not change. ``turnaround_s`` passes between two steps even if the next
+    batch is ready.
     """
 
     ranks: int
@@ -78,12 +78,12 @@ class TrainerPoolSpec:
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything a prediction depends on.
+    """Everything on which a prediction depends.
 
-    ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` runs again
-    (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
-    ``evaluation_every`` versions (0: never) an evaluation holds the rollout replicas for
-    ``evaluation_s``. ``outside_s`` is what a run takes before its first and after its last step.
+    ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` is sampled
+    again (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
+    ``evaluation_every`` versions (0: never) an evaluation occupies the rollout replicas for
+    ``evaluation_s``. ``outside_s`` is a run's time before its first and after its last step.
     """
 
     steps: int
@@ -117,12 +117,12 @@ class Setting:
 
     @property
     def warmup_steps(self) -> int:
-        """Steps that are left out of rates: until the staleness budget was used up once."""
+        """Steps that no rate counts: until the staleness budget was used up once."""
         versions = warmup_versions(self.staleness_threshold)
         return min(self.sync_steps * versions, self.steps // 2)
 
     def limits(self) -> dict[str, float]:
-        """Each pool's own limit in samples per second: what it does when it never waits."""
+        """Each pool's own limit: its samples per second when it never waits."""
         response = self.response_tokens
         tokens = self.prompt_tokens + response
         limits = {"rollout": self.rollout.tokens_per_s / response}
@@ -141,9 +141,9 @@ class Setting:
 
 
 def warmup_versions(threshold: float) -> int:
-    """Weight versions until rates are steady: two, and those that were admitted ahead.
+    """Weight versions until rates are steady: two, and the threshold's.
 
-    A threshold of more than 4 makes samples staler for longer, and rates no different.
+    A threshold above 4 lets staleness grow for longer, but does not change rates.
     """
     return 2 + math.ceil(min(threshold, 4.0))
 
@@ -154,9 +154,9 @@ def mean_length(lengths: Lengths) -> float:
     if sigma == 0:
         return max(1.0, min(mean, most))
     d = (math.log(most) - math.log(mean)) / sigma + sigma / 2
-    return mean * _phi(d - sigma) + most * (1 - _phi(d))
+    return mean * phi(d - sigma) + most * (1 - phi(d))
 
 
-def _phi(x: float) -> float:
+def phi(x: float) -> float:
     """The standard normal distribution function."""
     return 0.5 * math.erfc(-x / math.sqrt(2))

@@ -1,4 +1,4 @@
-"""A plan for people: what will happen, and what would be better."""
+"""Prints a plan: a table with the prediction, and one with the advice."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from async_opd.plan.setting import Setting
 def show(
     setting: Setting, prediction: Prediction, measured: MeasuredRates | None, advice: Advice
 ) -> None:
-    """Prints everything."""
+    """Prints prediction and advice."""
     console = terminal_on(None)
     console.print(_prediction(setting, prediction, measured))
     console.print()

@@ -72,7 +72,7 @@ def test_the_table_says_how_busy_each_pool_is(
 
 def test_the_picture_is_well_formed(tmp_path: Path) -> None:
     document = planned(write_config(tmp_path, SPEEDS), tmp_path)
-    root = ElementTree.parse(document["picture"]).getroot()
+    root = ElementTree.parse(document["chart"]).getroot()
     assert root.tag.endswith("svg")
     assert len(root.findall(".//{*}polyline")) == 2
 
@@ -102,7 +102,7 @@ def test_pools_that_take_turns_are_refused(
     turns = "teachers.a.placement=colocated", "teachers.a.with=rollout"
     said = refused(capsys, file, *turns)
     assert "teachers.a.placement" in said
-    assert "take turns" in said
+    assert "time sharing of GPUs" in said
 
 
 def test_the_advised_threshold_keeps_nearly_all_of_the_throughput(tmp_path: Path) -> None:

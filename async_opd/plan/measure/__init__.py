@@ -1,4 +1,4 @@
-"""How fast the parts of a finished run were, from the files of its run directory.
+"""Measures the speeds of a finished run's parts, from the files of its run directory.
 
 Imports ``observability`` and ``files``.
 """

@@ -1,8 +1,8 @@
-"""Turnarounds: what the control plane takes between two pieces of work of the same place.
+"""Calibrates turnarounds: the control plane's time between two pieces of work of one loop.
 
-No run measures them directly, but they decide how many requests run on a replica and how many
-rollouts a teacher finds when it looks for some. So they are those with which the simulated run
-has the same requests per replica and rollouts per batch as the real one.
+No run measures turnarounds directly, but they decide how many requests run on a replica and how
+many rollouts a teacher finds when it asks for some. So the calibrated turnarounds are those with
+which the simulated run has the real run's requests per replica and rollouts per batch.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from async_opd.plan.setting import Setting
 from async_opd.plan.sim.simulation import shortened, simulate
 
 SAMPLES = 50_000
-"""Of each simulated run."""
+"""Samples of each simulated run."""
 ROUNDS = 8
 LONGEST = 2.0
-"""Of the time a full replica takes for one piece of work: no turnaround is longer."""
+"""The longest turnaround, as a multiple of a full replica's time for one piece of work."""
 
 
 def calibrate(setting: Setting, running: float, batches: Mapping[str, float]) -> Setting:
-    """So that ``running`` requests run on a replica, and ``batches[teacher]`` rollouts in a batch.
+    """Finds the turnarounds that give ``running`` requests and ``batches[teacher]`` rollouts.
 
-    First the rollout pool's by bisection, then the teachers', all at the same time.
+    The former is the mean number on a replica, the latter the mean of a batch.
+
+    The rollout pool's is found first, by bisection, then the teachers', all at the same time.
     """
     short = shortened(setting, SAMPLES)
     pool = setting.rollout
@@ -51,7 +53,7 @@ def calibrate(setting: Setting, running: float, batches: Mapping[str, float]) ->
 def _bisect(
     longest: Mapping[str, float], too_short: Callable[[Mapping[str, float]], Mapping[str, bool]]
 ) -> dict[str, float]:
-    """The seconds of each name at which ``too_short`` turns false; 0 if it never is true."""
+    """The seconds of each name at which ``too_short`` becomes false; 0 if it is never true."""
     brackets = {name: [0.0, seconds] for name, seconds in longest.items()}
     for _ in range(ROUNDS):
         middle = {name: sum(bracket) / 2 for name, bracket in brackets.items()}

@@ -1,7 +1,7 @@
-"""From measured sums to the parameters of ``async_opd.plan.measure.speeds``.
+"""Fits the parameters of ``async_opd.plan.measure.speeds`` to measured sums.
 
-Every fit keeps the measured total: what a run did as a whole is predicted as it was, whatever the
-noise leaves of the split into a fixed and a proportional part.
+Every fit keeps the measured total: noise affects the split into a fixed and a proportional part,
+but not the predicted total of the measured run.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.plan.measure.speeds import Lengths
-from async_opd.plan.setting import mean_length
+from async_opd.plan.setting import mean_length, phi
 
 Floats = NDArray[np.float64]
 
 SPREAD = 0.05
-"""Below this coefficient of variation a fixed and a proportional part cannot be told apart."""
+"""Below this coefficient of variation a fixed and a proportional part cannot be separated."""
 
 
 def fixed_and_slope(x: Floats, y: Floats, weights: Floats) -> tuple[float, float]:
     """y ≈ fixed + slope · x, both at least 0, by weighted least squares through the mean point.
 
-    Where x hardly varies, or a part would be negative, the other part explains everything; x that
-    hardly varies is taken to be proportional.
+    A part that would be negative is 0, and the other part keeps the mean. If x varies less than
+    ``SPREAD``, fixed is 0.
     """
     total = weights.sum()
     mean_x, mean_y = float((weights * x).sum() / total), float((weights * y).sum() / total)
@@ -42,8 +42,8 @@ def fixed_and_slope(x: Floats, y: Floats, weights: Floats) -> tuple[float, float
 def batches_and_tokens(seconds: Floats, batches: Floats, tokens: Floats) -> tuple[float, float]:
     """(overhead of a batch, tokens per second): seconds ≈ overhead · batches + tokens / rate.
 
-    Both sides are divided by the tokens, so that an interval counts by its tokens; that of
-    ``fixed_and_slope`` then is 1 / rate.
+    Both sides are divided by the tokens, which weight the intervals; the fixed part of
+    ``fixed_and_slope`` is then 1 / rate.
     """
     kept = tokens > 0
     seconds, batches, tokens = seconds[kept], batches[kept], tokens[kept]
@@ -87,10 +87,6 @@ def _cut_std(lengths: Lengths) -> float:
     """E[min(X, c)²] is m²·e^(σ²)·Φ(d - 2σ) + c²·(1 - Φ(d)), with d as in ``mean_length``."""
     sigma, most = lengths.sigma, lengths.most
     d = (math.log(most) - math.log(lengths.mean)) / sigma + sigma / 2
-    square = math.exp(2 * math.log(lengths.mean) + sigma**2) * _phi(d - 2 * sigma)
-    square += most**2 * (1 - _phi(d))
+    square = math.exp(2 * math.log(lengths.mean) + sigma**2) * phi(d - 2 * sigma)
+    square += most**2 * (1 - phi(d))
     return math.sqrt(max(square - mean_length(lengths) ** 2, 0.0))
-
-
-def _phi(x: float) -> float:
-    return 0.5 * math.erfc(-x / math.sqrt(2))

@@ -1,4 +1,4 @@
-"""What a finished run measured: its speeds as a ``plan`` section, and what it did, to compare.
+"""The measurements of a finished run: its speeds as a ``plan`` section, and rates to compare.
 
 run directory ──metrics.jsonl, summary.json, config.yaml──► RecordedSteps ──fits──► PlanConfig
 """
@@ -29,7 +29,7 @@ MIN_STEPS = 6
 
 @dataclass(frozen=True)
 class MeasuredRates:
-    """What the run did after its warm-up; ``wall_s`` is all of it, None if it is not over."""
+    """Rates after the warm-up; ``wall_s`` is that of the whole run, None if it has not ended."""
 
     samples_per_s: float
     wall_s: float | None
@@ -40,7 +40,7 @@ class MeasuredRates:
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A run's config with the speeds it measured, and what it did with them."""
+    """A run's config with its measured speeds and rates."""
 
     config: RunConfig
     plan: PlanConfig
@@ -48,7 +48,7 @@ class MeasuredRun:
 
 
 def read_run(run_dir: Path) -> MeasuredRun:
-    """ConfigError with all that is missing in the directory, or if it has another format."""
+    """Reads a run directory. ConfigError if files or metrics are missing or of another format."""
     refuse_other_formats(run_dir)
     config_file = run_dir / "config.yaml"
     config = load_config(config_file)
@@ -128,7 +128,7 @@ class RecordedSteps:
         )
 
     def calibrated(self, setting: Setting) -> Setting:
-        """With the turnarounds that explain how full replicas and batches were."""
+        """The setting with turnarounds that give the measured requests and batch sizes."""
         requests, _ = self._requests()
         batches = {
             name: float(self._sum(f"teacher/{name}/samples") / self._sum(f"teacher/{name}/batches"))
@@ -139,10 +139,11 @@ class RecordedSteps:
     # ── fits ───────────────────────────────────────────────────────────────────────────────────
 
     def _rollout(self, length: float) -> dict[str, float]:
-        """Seconds of a step against the requests it serves, from each step's requests.
+        """Seconds of an engine step by its running requests, from each training step's requests.
 
-        A request of L tokens that took D seconds saw L steps, after half a step on average until
-        it joined the others; those beyond the engine's slots waited. Evaluations are left out.
+        A request of L tokens that took D seconds ran for L engine steps, after half a step on
+        average until it joined the others; requests beyond the engine's slots waited. Steps with an
+        evaluation are not counted.
         """
         requests, rollouts = self._requests()
         generating = self._generating()
@@ -174,7 +175,7 @@ class RecordedSteps:
         computed, tokens = self._of("train/compute_s"), self._of("train/tokens")
         fixed, slope = fixed_and_slope(tokens, computed, np.ones_like(tokens))
         busy_s = float(self._of("train/busy_s").sum())
-        scale = busy_s / float(computed.sum())  # unpacking and the thread's start belong to a step
+        scale = busy_s / float(computed.sum())  # a step includes unpacking and the thread's start
         held = self._of("sync/trainer_wait_s")
         idle_s = self._seconds - busy_s - float(self._of("train/wait_s").sum() + held.sum())
         stalls = self._of("sync/stall_mean_s")
@@ -193,11 +194,11 @@ class RecordedSteps:
         return float((self._of(f"{counter}_per_s") * self._elapsed).sum())
 
     def _requests(self) -> tuple[Floats, Floats]:
-        """Seconds of all requests that ended, and their number, by step."""
+        """Seconds and number of the requests that ended, by step."""
         return self._of("rollout/request_s"), self._of("rollout/rollouts_per_s") * self._elapsed
 
     def _generating(self) -> Floats:
-        """Seconds in which replicas worked and were not paused, summed over them, by step."""
+        """Seconds in which replicas worked unpaused, summed over replicas, by step."""
         return np.maximum(self._of("rollout/busy_s") - self._of("rollout/paused_s"), 0.0)
 
     def _evaluated(self) -> Any:
@@ -224,7 +225,7 @@ class RecordedSteps:
             key for key in (*NEEDED, *teachers) if not any(key in line for line in self._steps)
         ]
         if missing:
-            remedy = "the run is of an older version; run again, or write a plan section"
+            remedy = "an older version made the run: run again, or write a plan section"
             raise ConfigError([Problem(where, key, "was not measured", remedy) for key in missing])
 
 
@@ -252,7 +253,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 
 
 def _wall_s(file: Path) -> float | None:
-    """Seconds of the whole run, if it is over."""
+    """Seconds of the whole run; None if it has not ended."""
     try:
         return float(json.loads(read_text(file))["seconds"])
     except (OSError, ValueError, KeyError):
@@ -260,5 +261,5 @@ def _wall_s(file: Path) -> float | None:
 
 
 def _rounded(value: float, digits: int = 4) -> float:
-    """To significant digits: noise has more."""
+    """Rounds to significant digits; further digits are noise."""
     return float(f"{float(value):.{digits}g}")

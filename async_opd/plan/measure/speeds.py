@@ -1,4 +1,4 @@
-"""How fast the parts of a pipeline are: what the planner and the simulated engines both believe.
+"""The speeds of a pipeline's parts, which the planner and the simulated engines share.
 
 Times are seconds, lengths tokens.
 """

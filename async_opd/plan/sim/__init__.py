@@ -1,4 +1,4 @@
 """The stages of a run in virtual time.
 
-Imports the stages' own slots and balancer, so that both decide alike.
+Imports the slots and constants of the real stages, so that both decide alike.
 """

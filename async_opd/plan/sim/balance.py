@@ -7,21 +7,21 @@ from itertools import count
 
 
 class SimulatedBalancer:
-    """Places on replicas, by number. Of equals the one that has been so for longest is taken."""
+    """Reservations on replicas. Of replicas with equal tokens the one changed first is taken."""
 
-    def __init__(self, replicas: int, places: int) -> None:
-        """``places`` pieces of work at a time on each of ``replicas``."""
-        self.free = replicas * places
-        """Places that are free."""
-        self._places = places
+    def __init__(self, replicas: int, capacity: int) -> None:
+        """Each of ``replicas`` has at most ``capacity`` reservations at a time."""
+        self.free = replicas * capacity
+        """Reservations that are free."""
+        self._capacity = capacity
         self._tokens = [0] * replicas
         self._taken = [0] * replicas
-        self._turns = list(range(replicas))  # of the one valid entry of each
+        self._turns = list(range(replicas))  # the turn of each replica's one valid entry
         self._next_turn = count(replicas)
         self._order = [(0, turn, turn) for turn in range(replicas)]  # (tokens, turn, replica)
 
     def take(self, tokens: int) -> int:
-        """A place on the replica with the fewest outstanding tokens; one must be free."""
+        """Reserves the replica with the fewest outstanding tokens; one must be free."""
         while True:
             _, turn, replica = heapq.heappop(self._order)
             if turn == self._turns[replica]:
@@ -29,13 +29,13 @@ class SimulatedBalancer:
                 return replica
 
     def give_back(self, replica: int, tokens: int) -> None:
-        """The work is done."""
+        """Ends a reservation."""
         self._change(replica, -1, -tokens)
 
-    def _change(self, replica: int, places: int, tokens: int) -> None:
-        self._taken[replica] += places
+    def _change(self, replica: int, reservations: int, tokens: int) -> None:
+        self._taken[replica] += reservations
         self._tokens[replica] += tokens
-        self.free -= places
+        self.free -= reservations
         self._turns[replica] = turn = next(self._next_turn)
-        if self._taken[replica] < self._places:
+        if self._taken[replica] < self._capacity:
             heapq.heappush(self._order, (self._tokens[replica], turn, replica))

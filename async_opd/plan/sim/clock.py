@@ -1,4 +1,4 @@
-"""Virtual time: events in the order of their time, those of one moment in the order they came."""
+"""Virtual time: events in the order of their time; of equal times, the first scheduled first."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ class Clock:
         self._stopped = False
 
     def at(self, when: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Makes the call at a moment that is not before now."""
+        """Schedules the call at a moment that is not before now."""
         heapq.heappush(self._events, (when, next(self._order), call, arguments))
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
-        """Makes the call in so many seconds."""
+        """Schedules the call in so many seconds."""
         self.at(self.now + seconds, call, *arguments)
 
     def then(self, call: Callable[[], None]) -> None:
-        """Makes the call when the event under way has ended."""
+        """Schedules the call for the end of the current event."""
         self._next.append(call)
 
     def stop(self) -> None:
-        """The event under way is the last."""
+        """Makes the current event the last one."""
         self._stopped = True
 
     def run(self) -> None:
-        """Makes all calls."""
+        """Makes all scheduled calls."""
         events, following = self._events, self._next
         while True:
             while following:
@@ -57,7 +57,7 @@ class Level:
         self._clock = clock
 
     def add(self, change: float) -> None:
-        """The level goes up, or down."""
+        """Changes the value by ``change``, up or down."""
         self.value += change
         self._moment += change * self._clock.now
 

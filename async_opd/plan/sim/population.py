@@ -1,4 +1,4 @@
-"""The samples of a simulated run: how long each response is, which teacher it belongs to."""
+"""The samples of a simulated run: the length of each response, and its teacher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Population:
     """Samples by number, in the order in which they are admitted; drawn by the seed as needed.
 
     The same number has the same length in every setting with the same lengths and seed, so that
-    two settings differ by what they do, not by luck.
+    two settings differ by their behaviour, not by their random numbers.
     """
 
     def __init__(self, setting: Setting, seed: int) -> None:
@@ -42,7 +42,7 @@ class Population:
         return range(start, self._taken)
 
     def again(self, sample: int) -> None:
-        """The sample is sampled once more: its response has another length."""
+        """Draws another length: the sample is sampled once more."""
         self.lengths[sample] = int(draw(self._setting.lengths, 1, self._again_random)[0])
 
     def _draw_teachers(self) -> list[int]:
@@ -52,7 +52,7 @@ class Population:
 
 
 def draw(lengths: Lengths, count: int, random: np.random.Generator) -> np.ndarray:
-    """So many lengths, as ``Lengths.sample`` draws one."""
+    """Draws ``count`` lengths from the distribution of ``Lengths.sample``."""
     location = math.log(lengths.mean) - lengths.sigma**2 / 2
     drawn = random.lognormal(location, lengths.sigma, count)
     return np.clip(np.rint(drawn), 1, lengths.most).astype(np.int64)

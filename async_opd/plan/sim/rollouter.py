@@ -1,11 +1,11 @@
-"""The student's replicas, simulated: what ``rollouter`` does, without engines.
+"""Simulates the student's replicas as ``rollouter`` drives them, without engines.
 
     budget ──admit──► topic prompts ──as many as there is room for──► replica ──► topic of a teacher
 
 All requests that run on a replica advance together, one token a step of ``step_s + n ·
-step_s_per_request``, and new ones join with the next step. So a replica has a clock of steps, each
-request a mark on that clock where it ends, and time passes from one mark to the next: no event per
-token.
+step_s_per_request``, and new ones join with the next step. So a replica counts its steps, each
+request has a mark, the count at which it ends, and one event brings the time to the next mark: no
+event per token.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 
 from async_opd.accounting.admission import Admission
@@ -23,13 +24,13 @@ from async_opd.plan.sim.population import Population
 from async_opd.plan.sim.topic import SimulatedTopic
 
 ADMITTED = 64
-"""Most groups that are admitted at once."""
+"""The most groups that are admitted at once."""
 TOKEN = 1e-6
-"""Rounding errors of the clock of steps are smaller."""
+"""An upper bound of the rounding errors of the count of steps."""
 
 
 class SimulatedGroup:
-    """Rollouts of one prompt, and the replica that has taken them."""
+    """The rollouts of one prompt: ``left`` of them run on the ``replica`` that has them."""
 
     __slots__ = ("left", "replica", "samples")
 
@@ -39,43 +40,25 @@ class SimulatedGroup:
         self.replica: SimulatedReplica | None = None
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedReplica:
-    """One engine: ``served`` steps so far, and at which count each running request ends."""
+    """One engine: ``served`` steps until ``since``, and the count at which each request ends."""
 
-    __slots__ = (
-        "asking",
-        "closed",
-        "counted",
-        "drained",
-        "finished",
-        "held",
-        "index",
-        "marks",
-        "paused",
-        "served",
-        "since",
-        "timer",
-        "turns",
-        "version",
-        "waiting",
-    )
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.version = 0
-        self.served = 0.0
-        self.since = 0.0
-        self.marks: list[tuple[int, int]] = []
-        self.waiting: deque[int] = deque()  # in the engine, for one of its slots
-        self.held: list[int] = []  # for the end of a pause
-        self.turns: deque[int] = deque()  # for a place among the requests in flight
-        self.finished = 0  # groups to acknowledge with the next get
-        self.asking = ""  # "soon": on its way to the queue; "now": waits there for groups
-        self.closed = False  # takes no new request
-        self.paused = False  # and decodes none
-        self.drained: Callable[[], None] | None = None
-        self.timer = 0  # number of the event that counts; earlier ones are void
-        self.counted = (0, 0, 0, 0)  # what it adds to the levels
+    index: int
+    version: int = 0
+    served: float = 0.0
+    since: float = 0.0
+    marks: list[tuple[int, int]] = field(default_factory=list)  # (step at which it ends, sample)
+    waiting: deque[int] = field(default_factory=deque)  # in the engine, for one of its slots
+    held: list[int] = field(default_factory=list)  # for the end of a pause
+    queued: deque[int] = field(default_factory=deque)  # until fewer requests are in flight
+    finished: int = 0  # groups to acknowledge with the next get
+    asking: str = ""  # "soon": on the way to the queue; "now": waits there for groups
+    closed: bool = False  # accepts no new request
+    paused: bool = False  # decodes no request
+    drained: Callable[[], None] | None = None
+    timer: int = 0  # the number of the valid event; those with earlier numbers are ignored
+    counted: tuple[int, int, int, int] = (0, 0, 0, 0)  # the replica's part of the levels
 
     @property
     def in_flight(self) -> int:
@@ -84,7 +67,7 @@ class SimulatedReplica:
 
 
 class SimulatedRollouts:
-    """Admits, hands out, decodes, pauses."""
+    """Simulates admission, slots, decoding and pauses of all replicas."""
 
     def __init__(
         self,
@@ -94,13 +77,13 @@ class SimulatedRollouts:
         admission: Admission,
         topics: Sequence[SimulatedTopic[int]],
     ) -> None:
-        """``topics[i]`` is that of teacher i."""
+        """``topics[i]`` is the topic of teacher i."""
         self.running = Level(clock)
-        """Requests that get tokens."""
+        """Requests that are decoded."""
         self.waiting = Level(clock)
         """Requests that wait in an engine for a slot."""
         self.starved = Level(clock)
-        """Engine slots that are empty because topic prompts is: the budget is used up."""
+        """Engine slots that are empty because topic prompts is empty: the budget is used up."""
         self.working = Level(clock)
         """Replicas with any request, paused or not."""
         self.paused = Level(clock)
@@ -120,7 +103,7 @@ class SimulatedRollouts:
     # ── admission ──────────────────────────────────────────────────────────────────────────────
 
     def start(self) -> None:
-        """Every replica asks for groups, and the first are admitted."""
+        """Lets every replica ask for groups, and admits the first ones."""
         for replica in self._replicas:
             self._look(replica)
         self.fill()
@@ -143,7 +126,7 @@ class SimulatedRollouts:
             self.fill()
 
     def rerun(self, samples: Sequence[int]) -> None:
-        """Samples came too late to be trained: each runs again, as a group of its own."""
+        """Samples stale samples again, each as a group of its own."""
         for sample in samples:
             self._population.again(sample)
         self.prompts.put([SimulatedGroup((sample,)) for sample in samples], _nothing)
@@ -151,9 +134,9 @@ class SimulatedRollouts:
     # ── slots ──────────────────────────────────────────────────────────────────────────────────
 
     def _look(self, replica: SimulatedReplica) -> None:
-        """Goes to the queue if there is room for more requests in flight."""
+        """Asks the queue for groups if there is room for more requests in flight."""
         room = self._pool.in_flight - replica.in_flight
-        if replica.asking or replica.turns or room <= 0:
+        if replica.asking or replica.queued or room <= 0:
             return
         replica.asking = "soon"
         groups = max(1, room // self._pool.n)
@@ -176,13 +159,13 @@ class SimulatedRollouts:
             group.replica = replica
             for sample in group.samples:
                 self._groups[sample] = group
-            replica.turns += group.samples
-        self._take_turns(replica)
+            replica.queued += group.samples
+        self._enter_engine(replica)
 
-    def _take_turns(self, replica: SimulatedReplica) -> None:
-        """Requests enter the engine, and its slots."""
-        while replica.turns and replica.in_flight < self._pool.in_flight:
-            sample = replica.turns.popleft()
+    def _enter_engine(self, replica: SimulatedReplica) -> None:
+        """Moves queued requests into the engine, and from there into its slots."""
+        while replica.queued and replica.in_flight < self._pool.in_flight:
+            sample = replica.queued.popleft()
             if replica.closed:
                 replica.held.append(sample)
             else:
@@ -191,7 +174,7 @@ class SimulatedRollouts:
         self._look(replica)
 
     def _take_slots(self, replica: SimulatedReplica) -> None:
-        step = math.ceil(replica.served - TOKEN)  # the one under way goes on without them
+        step = math.ceil(replica.served - TOKEN)  # new requests join after the current step
         lengths, slots = self._population.lengths, self._pool.speed.slots
         while replica.waiting and len(replica.marks) < slots and not replica.paused:
             sample = replica.waiting.popleft()
@@ -201,7 +184,7 @@ class SimulatedRollouts:
     # ── decoding ───────────────────────────────────────────────────────────────────────────────
 
     def _serve(self, replica: SimulatedReplica) -> None:
-        """Brings the replica's clock of steps to now."""
+        """Brings the replica's count of steps to now."""
         now = self._clock.now
         if replica.marks and not replica.paused:
             replica.served += (now - replica.since) / self._pool.speed.step(len(replica.marks))
@@ -214,7 +197,7 @@ class SimulatedRollouts:
         self._touched[replica.index] = replica
 
     def _settle(self) -> None:
-        """The next mark, and the levels, of every replica that was touched."""
+        """Schedules the next mark and updates the levels of every replica that has changed."""
         for replica in self._touched.values():
             replica.timer += 1
             if replica.marks and not replica.paused:
@@ -240,7 +223,7 @@ class SimulatedRollouts:
             replica.counted = counts
 
     def _reached(self, replica: SimulatedReplica, timer: int) -> None:
-        """The next mark: the requests that end there leave."""
+        """Ends the requests whose mark is reached."""
         if timer != replica.timer:
             return
         self._serve(replica)
@@ -249,7 +232,7 @@ class SimulatedRollouts:
         while replica.marks and replica.marks[0][0] <= replica.served:
             _, sample = heapq.heappop(replica.marks)
             done.setdefault(self._population.teachers[sample], []).append(sample)
-        self._take_turns(replica)
+        self._enter_engine(replica)
         for teacher, samples in done.items():
             self._topics[teacher].put(samples, partial(self._sent, samples))
         if replica.drained and not replica.marks:
@@ -265,7 +248,7 @@ class SimulatedRollouts:
     # ── pauses ─────────────────────────────────────────────────────────────────────────────────
 
     def pause(self, replica: int, then: Callable[[], None], *, drain: bool) -> None:
-        """Stops a replica, at once or when its requests have ended; then calls ``then``."""
+        """Stops a replica, with ``drain`` after its requests have ended; then calls ``then``."""
         stopped = self._replicas[replica]
         stopped.closed = True
         stopped.drained = then
@@ -281,7 +264,7 @@ class SimulatedRollouts:
             then()
 
     def resume(self, replica: int, version: int | None = None) -> None:
-        """Goes on, with other weights if a version is given."""
+        """Resumes a replica, with new weights if a version is given."""
         resumed = self._replicas[replica]
         self._serve(resumed)
         if version is not None:
@@ -290,10 +273,10 @@ class SimulatedRollouts:
         self.paused.add(-1)
         resumed.waiting += resumed.held
         resumed.held = []
-        self._take_turns(resumed)
+        self._enter_engine(resumed)
 
     def evaluate(self, seconds: float, then: Callable[[], None]) -> None:
-        """Every replica works on an evaluation; rollouts wait. Then calls ``then``."""
+        """Lets all replicas work on an evaluation while rollouts wait; then calls ``then``."""
         self._evaluating = True
         for index in range(len(self._replicas)):
             self.pause(index, _nothing, drain=False)
@@ -307,4 +290,4 @@ class SimulatedRollouts:
 
 
 def _nothing() -> None:
-    """Nobody waits for this."""
+    """A callback that does nothing."""

@@ -1,7 +1,7 @@
-"""Large pools at a smaller scale: as many times fewer replicas, samples and tokens.
+"""Simulates large pools at a smaller scale: replicas, samples and tokens divided by one factor.
 
-What a replica does is the same, and so are the shares of time; rates are as many times smaller.
-Where a number of replicas cannot be divided evenly, their speed makes up for it.
+Replicas work as in the large pool, shares of time are the same, and rates are divided by the
+factor. Where replicas cannot be divided evenly, their speed is changed to compensate.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from async_opd.plan.prediction import Prediction
 from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec, TrainerPoolSpec
 
 MAX_REPLICAS = 128
-"""Of the largest pool at the smaller scale."""
+"""Replicas of the largest pool at the smaller scale."""
 
 
 def shrunk(setting: Setting) -> tuple[Setting, float]:
-    """The setting at a scale at which no pool is large, and how many times smaller it is."""
+    """The setting at a scale at which no pool is above MAX_REPLICAS, and the factor."""
     largest = max(setting.rollout.replicas, *(teacher.replicas for teacher in setting.teachers))
     if largest <= MAX_REPLICAS:
         return setting, 1.0
@@ -35,7 +35,7 @@ def shrunk(setting: Setting) -> tuple[Setting, float]:
 
 
 def enlarged(prediction: Prediction, setting: Setting, factor: float) -> Prediction:
-    """What was predicted at the smaller scale, at that of the setting."""
+    """Takes a prediction at the smaller scale to the setting's scale."""
     counts = [
         setting.rollout.replicas,
         *(teacher.replicas for teacher in setting.teachers),
@@ -54,7 +54,7 @@ def enlarged(prediction: Prediction, setting: Setting, factor: float) -> Predict
 
 
 def _fewer(replicas: int, factor: float) -> tuple[int, float]:
-    """Replicas at the smaller scale, and how much faster each has to be."""
+    """The replicas at the smaller scale, and the factor by which each has to be faster."""
     fewer = max(1, round(replicas / factor))
     return fewer, replicas / factor / fewer
 
@@ -80,5 +80,5 @@ def _teacher(pool: TeacherPoolSpec, factor: float) -> TeacherPoolSpec:
 
 
 def _train(pool: TrainerPoolSpec, factor: float) -> TrainerPoolSpec:
-    """A step has as many times fewer tokens, and takes as long."""
+    """A step has ``factor`` times fewer tokens and takes as long."""
     return replace(pool, speed=replace(pool.speed, tokens_per_s=pool.speed.tokens_per_s / factor))

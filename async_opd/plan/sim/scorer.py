@@ -1,4 +1,4 @@
-"""One teacher's replicas, simulated: what ``teachers.stage`` does, without engines.
+"""Simulates one teacher's replicas as ``teachers.stage`` drives them, without engines.
 
 topic rollouts/<teacher> ──lease of what is there──► fewest outstanding tokens ──► topic scored
 """
@@ -19,7 +19,7 @@ Work = tuple[list[int], int]
 
 
 class SimulatedScoring:
-    """``IN_FLIGHT`` loops a replica, each with one batch at a time; a replica scores one by one."""
+    """``IN_FLIGHT`` loops per replica with one batch each; a replica scores one batch at a time."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class SimulatedScoring:
         self._work: list[deque[Work]] = [deque() for _ in range(pool.replicas)]
 
     def start(self) -> None:
-        """Every loop asks for rollouts."""
+        """Lets every loop ask for rollouts."""
         for _ in range(IN_FLIGHT * self._pool.replicas):
             self._next()
 

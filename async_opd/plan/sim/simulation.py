@@ -1,12 +1,12 @@
-"""A whole run in virtual time.
+"""Simulates a whole run in virtual time.
 
     SimulatedRollouts ──► SimulatedTopic rollouts/<teacher> ──► SimulatedScoring ──► SimulatedTopic
     scored ──► SimulatedTraining
         ▲                                                                     │
         └────────────────────── version, budget (Admission) ──────────────────┘
 
-The same rules as the pipeline's, and the same arithmetic of admission, over numbers instead of
-messages; an event per finished rollout, scored batch and step.
+The rules are the pipeline's, admission is the real class, and samples are numbers instead of
+messages. There is one event per finished rollout, scored batch and step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from async_opd.plan.sim.topic import SimulatedTopic
 from async_opd.plan.sim.trainer import SimulatedTraining
 
 MAX_SAMPLES = 400_000
-"""Of a simulated run; the rest of a longer one goes on as the simulated part did."""
+"""Samples of a simulated run; the rest of a longer one is extrapolated."""
 
 
 def predict(setting: Setting, *, seed: int = 0) -> Prediction:
@@ -39,7 +39,7 @@ def predict(setting: Setting, *, seed: int = 0) -> Prediction:
 
 
 def shortened(setting: Setting, samples: int = MAX_SAMPLES) -> Setting:
-    """With as many steps as so many samples make, and with the warm-up twice in any case."""
+    """The setting with the steps of so many samples, at least with twice the warm-up."""
     versions = 2 * warmup_versions(setting.staleness_threshold)
     least = max(samples // setting.batch_size, versions * setting.sync_steps)
     return replace(setting, steps=min(setting.steps, least))
@@ -48,14 +48,14 @@ def shortened(setting: Setting, samples: int = MAX_SAMPLES) -> Setting:
 def simulate(setting: Setting, *, seed: int = 0, endless: bool = False) -> Prediction:
     """Predicts a run. The same setting and seed give the same prediction.
 
-    ``endless`` admits as if more steps followed after the last: a steady state without its end.
+    ``endless`` admits as if more steps followed the last one: a steady state without an end.
     """
     return SimulatedRun(setting, seed, endless).run()
 
 
 @dataclass(frozen=True)
 class _Reading:
-    """All integrals at one moment."""
+    """All integrals and counts at one moment."""
 
     time: float
     areas: Mapping[str, float]
@@ -93,7 +93,7 @@ class SimulatedRun:
         self._warm = self._read()
 
     def run(self) -> Prediction:
-        """From the first admission to the end of the last step."""
+        """Simulates from the first admission to the end of the last step."""
         for scoring in self._scoring:
             scoring.start()
         self.training.start()
@@ -136,7 +136,7 @@ class SimulatedRun:
         return _Reading(self._clock.now, areas, training.staleness.copy(), batches, training.tokens)
 
     def _prediction(self, end: _Reading) -> Prediction:
-        """What happened between the end of the warm-up and the end."""
+        """The prediction from the readings at the end of the warm-up and at the end."""
         setting, warm = self._setting, self._warm
         seconds = max(end.time - warm.time, 1e-12)
         means = {name: (area - warm.areas[name]) / seconds for name, area in end.areas.items()}

@@ -40,18 +40,18 @@ class SimulatedTopic(Generic[Item]):
     ) -> None:
         """Calls ``then`` with the items of a lease, at once or when enough are ready.
 
-        ``share`` takes no more than an even share of what is ready among all who wait.
+        With ``share`` the lease has at most an even share of the ready items among all getters.
         """
         self._getters.append(_SimulatedGetter(at_least, at_most, share, then))
         self._settle()
 
     def ack(self, count: int) -> None:
-        """So many leased items are done with."""
+        """Removes ``count`` leased items."""
         self._leased -= count
         self._settle()
 
     def _settle(self) -> None:
-        """Serves waiters until none can go on; who is called may come back here."""
+        """Serves waiters until none can go on; the callbacks may call this again."""
         while True:
             if self._putters and self._has_room(len(self._putters[0][0])):
                 self._serve_putter()

@@ -1,7 +1,7 @@
-"""The trainer and the weight sync, simulated: ``trainer.batcher``, the pipeline's train and push.
+"""Simulates the trainer and the weight sync: ``trainer.batcher``, the pipeline's train and push.
 
-scored ──intake──► B samples ──► step ──every K steps──► snapshot ──► replicas pause, v + 1
-           └──older than max_version_lag──► they run again
+scored ──batcher──► B samples ──► step ──every K steps──► snapshot ──► replicas pause, v + 1
+           └──staler than max_version_lag──► sampled again
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SimulatedBatcher:
     def take(self, version: int, rerun: Callable[[list[int]], None]) -> list[int]:
         """A batch that may be trained at ``version``; empty if there is none yet.
 
-        Samples that are too old go to ``rerun``.
+        Samples that are too stale are passed to ``rerun``.
         """
         if self._max_lag is not None:
             oldest = self._population.oldest
@@ -55,7 +55,7 @@ class SimulatedBatcher:
         self.fetch()
 
     def fetch(self) -> None:
-        """As many samples as a batch lacks, or any that may complete its groups."""
+        """Asks for the samples that a batch lacks, or for any that may complete its groups."""
         if self._fetching:
             return
         self._fetching = True
@@ -107,16 +107,16 @@ class SimulatedTraining:
         self.copying = Level(clock)
         """1 while it copies weights out."""
         self.turning = Level(clock)
-        """1 between two steps although there is a batch."""
+        """1 during the turnaround between two steps."""
         self.held = Level(clock)
-        """1 while it waits for the weight sync before."""
+        """1 while it waits for the previous weight sync."""
         self.staleness: Counter[int] = Counter()
         """Samples trained so far, by staleness."""
         self.tokens = 0.0
         """Prompt and response tokens trained so far."""
         self.version = 0
         """The weights after the last snapshot."""
-        self.intake = SimulatedBatcher(setting, population, scored)
+        self.batcher = SimulatedBatcher(setting, population, scored)
         self._setting = setting
         self._clock = clock
         self._population = population
@@ -128,12 +128,12 @@ class SimulatedTraining:
         self._pushing = False
 
     def start(self) -> None:
-        """Trains the next batch, at once or when there is one."""
-        batch = self.intake.take(self.version, self._send_back)
+        """Trains the next batch, at once or as soon as there is one."""
+        batch = self.batcher.take(self.version, self._send_back)
         if batch:
             self._train(batch)
         else:
-            self.intake.on_more(self.start)
+            self.batcher.on_more(self.start)
 
     def _send_back(self, samples: list[int]) -> None:
         self._scored.ack(len(samples))
@@ -146,7 +146,7 @@ class SimulatedTraining:
         self.tokens += tokens
         self.computing.add(1)
         self._clock.after(self._setting.train.seconds(tokens), self._trained)
-        self.intake.fetch()
+        self.batcher.fetch()
 
     def _trained(self) -> None:
         self.computing.add(-1)
@@ -174,19 +174,19 @@ class SimulatedTraining:
         self.version += 1
         self._pushing = True
         everyone = range(self._setting.rollout.replicas)
-        waves = [[index] for index in everyone] if self._setting.rolling else [everyone]
-        self._update(iter(waves))
+        groups = [[index] for index in everyone] if self._setting.rolling else [everyone]
+        self._update(iter(groups))
         self.start()
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
-    def _update(self, waves: Iterator[Sequence[int]]) -> None:
-        """The next wave pauses, takes the weights and goes on; then the others."""
-        wave = next(waves, None)
-        if wave is None:
+    def _update(self, groups: Iterator[Sequence[int]]) -> None:
+        """Pauses the next sync group, gives it the weights and resumes it; then the others."""
+        group = next(groups, None)
+        if group is None:
             self._updated()
             return
-        left = len(wave)
+        left = len(group)
 
         def paused() -> None:
             nonlocal left
@@ -195,16 +195,16 @@ class SimulatedTraining:
                 self._clock.after(self._setting.train.speed.sync_s, resume)
 
         def resume() -> None:
-            for replica in wave:
+            for replica in group:
                 self._rollouts.resume(replica, self.version)
-            self._update(waves)
+            self._update(groups)
 
         drain = self._setting.on_sync == "finish"
-        for replica in wave:
+        for replica in group:
             self._rollouts.pause(replica, paused, drain=drain)
 
     def _updated(self) -> None:
-        """Every replica has the version: its budget opens."""
+        """Opens the budget of the version, which every replica has now."""
         self._admission.advance(self.version)
         self._rollouts.fill()
         every = self._setting.evaluation_every

@@ -1,6 +1,6 @@
-"""Throughput against the staleness threshold and against the split, as an SVG.
+"""Charts of throughput by staleness threshold and by split, as an SVG.
 
-Colours follow the reader's light or dark scheme; no script, no font of its own.
+Colours follow the reader's light or dark scheme; the file has no script and no font.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ svg { --ink: #1f2328; --soft: #656d76; --grid: #d8dee4; --line: #0969da; --mark:
 Points = Sequence[tuple[float, float]]
 
 
-def picture(advice: Advice) -> str:
-    """Two charts side by side."""
+def draw_charts(advice: Advice) -> str:
+    """The SVG with both charts side by side."""
     threshold = _Chart(
         "samples/s by staleness threshold",
         "async.staleness_threshold",
@@ -58,7 +58,7 @@ def picture(advice: Advice) -> str:
 
 @dataclass(frozen=True)
 class _Chart:
-    """A line with dots; ``mark`` is the x that is recommended."""
+    """A line with dots; ``mark`` is the recommended x."""
 
     title: str
     x_name: str
@@ -67,7 +67,7 @@ class _Chart:
     mark_name: str
 
     def draw(self) -> str:
-        """The chart at the origin."""
+        """The SVG elements of the chart, at the origin."""
         parts = [_text(LEFT, 24, self.title, "title"), *self._y_axis(), *self._x_axis()]
         parts += self._mark()
         path = " ".join(f"{self._x(x):.1f},{self._y(y):.1f}" for x, y in self.points)
@@ -120,7 +120,7 @@ class _Chart:
 
 
 def ticks(most: float) -> list[float]:
-    """Round numbers from 0 to ``most``, four to eight steps of 1, 2 or 5 times a power of ten."""
+    """Multiples from 0 to ``most`` of 1, 2 or 5 times a power of ten: four to eight steps."""
     power = 10.0 ** math.floor(math.log10(most / 4))
     step = next(power * digit for digit in (1, 2, 5, 10) if most / (power * digit) <= 8)
     return [round(index * step, 12) for index in range(math.floor(most / step + 1e-9) + 1)]
