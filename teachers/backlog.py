@@ -39,7 +39,7 @@ class ScoreBacklog:
         return {name: sum(len(lease) for lease in leases) for name, leases in self._leases.items()}
 
     @property
-    def longest(self) -> str | None:
+    def next_teacher(self) -> str | None:
         """A teacher with a request, else the one that holds most; None if there is no work."""
         asked = [name for name, requests in self._requests.items() if requests]
         held = self.held
@@ -75,7 +75,7 @@ class ScoreBacklog:
 
     async def wait_for_work(self) -> None:
         """Returns when a teacher has a request or a rollout."""
-        await self._until(lambda: self.longest is not None)
+        await self._until(lambda: self.next_teacher is not None)
 
     async def wait_for_backlog(self) -> None:
         """Returns when ``backlog_size`` rollouts are held, or a teacher has a request."""

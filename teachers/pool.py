@@ -1,9 +1,9 @@
-"""A teacher's replicas as one: balanced, tried one after the other.
+"""A teacher's replicas as one pool: the balancer spreads the calls, and failed calls are repeated.
 
     batch ──balancer──► replica.score ──► checked samples
                              └── fails: another replica; in the end each rollout alone
 
-What becomes of a replica that fails is the affair of ``teachers.replica_slots``.
+``teachers.replica_slots`` ejects and rebuilds replicas that fail.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class ScoreResult:
-    """What became of a batch: samples, and rollouts that no replica could score."""
+    """The samples of a batch, and its rollouts that no replica could score."""
 
     samples: tuple[Batch, ...] = ()
     lost: tuple[DeadLetter, ...] = ()
 
 
 class TeacherPool:
-    """Scores batches on whichever of a teacher's replicas can."""
+    """Scores batches on the replicas of one teacher."""
 
     def __init__(self, slots: ReplicaSlots) -> None:
         self.slots = slots
@@ -54,13 +54,13 @@ class TeacherPool:
     async def score(self, batch: Batch) -> ScoreResult:
         """The samples, and the rollouts that no replica could score. Raises NoReplica.
 
-        The first half of ``health.tries`` is made with the whole batch, the second with each of
-        its rollouts alone, so that one of them cannot take the others with it.
+        The first half of ``health.tries`` uses the whole batch, the second each of its rollouts
+        alone, so that a rollout that no replica can score does not fail the others.
         """
         return await self._score(batch, self._health.tries) if len(batch) else ScoreResult()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """What the teacher itself answers, each call from one replica."""
+        """The teacher's own answers, each call from one replica."""
         parts = calls(prompts, sampling)
         answers = await asyncio.gather(*(self._generate(part, sampling) for part in parts))
         return [rollout for answer in answers for rollout in answer]
@@ -107,14 +107,14 @@ class TeacherPool:
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
     ) -> Result | Exception:
-        """What the first replica that can makes of the work, or the last error."""
+        """The first result of the work on the replicas, or the error of the last try."""
         failure: Exception | None = None
         for _ in range(tries):
             self._totals["retries"] += failure is not None
-            place = await self.balancer.reserve(tokens, group)
+            reservation = await self.balancer.reserve(tokens, group)
             started = self._clock()
             try:
-                result = await self.slots.call(place, what, work, least_s)
+                result = await self.slots.call(reservation, what, work, least_s)
             except Exception as error:
                 failure = error
             else:
@@ -123,7 +123,7 @@ class TeacherPool:
         assert failure is not None
         return failure
 
-    # ── what is going on ───────────────────────────────────────────────────────────────────────
+    # ── measurements ───────────────────────────────────────────────────────────────────────────
 
     async def report(self) -> StageReport:
         """The replicas' reports as one, with the pool's own gauges. Totals are since the start.
@@ -134,27 +134,31 @@ class TeacherPool:
         merged = merge_reports(await self.slots.reports())
         counters = dict(merged.counters)
         gap, gap_tokens = counters.pop("gap", 0.0), counters.pop("gap_tokens", 0.0)
-        gauges = {**merged.gauges, **self._totals}
         members = self.slots.members
-        gauges |= {"failures": float(members.failures), "rebuilds": float(members.rebuilds)}
+        gauges = {
+            **merged.gauges,
+            **self._totals,
+            "failures": float(members.failures),
+            "rebuilds": float(members.rebuilds),
+            "serving": float(len(members.serving)),
+            "waiting": float(self.balancer.waiting),
+            "outstanding_tokens": float(sum(self.balancer.outstanding_tokens)),
+        }
         if gap_tokens:
             gauges["agreement"] = gap / gap_tokens
         if self.slots.weights is not None:
             gauges["version"] = float(self.slots.weights.version)
-        gauges["serving"] = float(len(members.serving))
-        gauges["waiting"] = float(self.balancer.waiting)
-        gauges["outstanding_tokens"] = float(sum(self.balancer.outstanding_tokens))
         seconds = sorted(self._seconds)
         for percent in (50, 99):
             if seconds:
                 gauges[f"latency_p{percent}_s"] = seconds[(len(seconds) - 1) * percent // 100]
-        waits = merged.waits_for if len(members.serving) else "a replica that works"
-        waits = "its turn" if self.slots.asleep else waits
+        waits = merged.waits_for if len(members.serving) else "a replica that serves"
+        waits = "its scoring phase" if self.slots.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
 
 
 def _group(batch: Batch) -> str | None:
-    """The prompt of rollouts that are all of one group: a replica may have it in its cache."""
+    """The prompt's uid if all rollouts are of one group: a replica may have cached the prompt."""
     prompts = {prompt_uid(header.uid) for header in batch.headers}
     return prompts.pop() if len(prompts) == 1 else None
 

@@ -1,4 +1,4 @@
-"""What a pool needs of a teacher's replica, and of whoever replaces one."""
+"""Protocols between a teacher's pool, its replicas and the code that rebuilds them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Reloadable(ScoringReplica, Protocol):
 
 @runtime_checkable
 class Sleepable(ScoringReplica, Protocol):
-    """A replica that can leave its GPUs to others for a while."""
+    """A replica that can free its GPUs, and take them back."""
 
     async def sleep(self) -> None: ...
 
@@ -43,15 +43,15 @@ class Sleepable(ScoringReplica, Protocol):
 
 @runtime_checkable
 class EndpointClient(ScoringReplica, Protocol):
-    """A replica that is a client of somebody else's server."""
+    """A replica that is a client of an external server."""
 
     async def close(self) -> None:
-        """Ends its connections."""
+        """Closes its connections."""
 
 
 @dataclass(frozen=True)
 class TeacherWeights:
-    """A version of the student's weights in a directory, and how long taking them may take."""
+    """A version of the student's weights in a directory; ``timeout_s`` bounds loading it."""
 
     version: int
     directory: str
@@ -59,11 +59,11 @@ class TeacherWeights:
 
 
 class RebuildTeacher(Protocol):
-    """Replaces replicas; given by who can start processes."""
+    """Replaces replicas. ``async_opd.cluster`` implements it, since it can start processes."""
 
     async def __call__(self, teacher: str, index: int, old: Any) -> ScoringReplica:
-        """Ends the old replica for good and starts another. Raises when that fails."""
+        """Ends the old replica and starts another. Raises if either fails."""
         ...
 
     async def close(self) -> None:
-        """Ends every replica that was started here."""
+        """Ends every replica that this object started."""

@@ -1,10 +1,10 @@
-"""A teacher's replicas: who serves, and what becomes of one that fails.
+"""A teacher's replicas as members: which of them serve, and how a replica that fails recovers.
 
-They are pushed and probed members (``async_opd.processes.members``): whoever calls one reports its
-failure. It gets no work until it has proved itself, since one that fails fast would attract all of
-it. An engine that is dead, fails its probes or misses the newest weights is rebuilt; a server is
-probed until ``health.patience_s`` is over. Without any replica left, work fails with a name instead
-of waiting.
+``async_opd.processes.members`` has the states. A failed call ejects its replica. An ejected replica
+gets no work until it passes its probe: a replica that fails fast has the shortest queue and would
+attract all of it. An engine that is dead, fails its probes or lacks the newest weights is rebuilt;
+a server is probed until ``health.patience_s`` is over. When no replica is left, calls raise
+NoReplica.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ Result = TypeVar("Result")
 Health = HealthConfig | EndpointHealth
 
 IN_FLIGHT = 2
-"""Batches in flight per replica: one in the engine, one behind it."""
+"""Batches in flight per replica: one in the engine, and one that waits for it."""
 REPORT_S = 10.0
-"""A replica that does not report in time is left out of this report."""
+"""Seconds for a report: a replica without one is left out of the pool's report."""
 
 
 class ReplicaSlots:
-    """Of one teacher. ``probe_batch`` is one rollout that could be scored, for probes."""
+    """The replicas of one teacher. ``probe_batch`` is a rollout that was scored, for probes."""
 
     def __init__(
         self,
@@ -52,9 +52,9 @@ class ReplicaSlots:
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``asleep``: the replicas are, and work only between ``wake`` and ``sleep``."""
+        """``asleep``: the replicas sleep now, and work only between ``wake`` and ``sleep``."""
         self.probe_batch: Batch | None = None
-        self.tokens = 0  # of calls that succeeded
+        self.tokens = 0  # those of calls that succeeded
         self.weights: TeacherWeights | None = None
         self.asleep = asleep
         self.name = f"teacher {teacher}"
@@ -80,26 +80,29 @@ class ReplicaSlots:
 
     @property
     def replicas(self) -> list[ScoringReplica]:
-        """All of them, also those that do not serve."""
+        """The replicas of all members, also of those that do not serve."""
         return [member.value for member in self.members.all]
 
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
     async def call(
         self,
-        place: Reservation[ScoringReplica],
+        reservation: Reservation[ScoringReplica],
         what: str,
         work: Callable[[ScoringReplica], Coroutine[Any, Any, Result]],
         least_s: float = 0.0,
     ) -> Result:
-        """Within its bound, or ``least_s``; gives the place back. What fails is the replica's."""
-        bound = max(least_s, self._bound(place.outstanding))
+        """The result of the work, whose replica is ejected if it fails or is late.
+
+        The longer of ``least_s`` and ``_bound`` limits its seconds. The reservation ends.
+        """
+        bound = max(least_s, self._bound(reservation.outstanding))
         try:
-            result = await self.members.call(place.member, bound, what, work)
+            result = await self.members.call(reservation.member, bound, what, work)
         finally:
-            self.balancer.release(place)
-        self.tokens += place.tokens
-        self._successes[place.member.name] += 1
+            self.balancer.release(reservation)
+        self.tokens += reservation.tokens
+        self._successes[reservation.member.name] += 1
         return result
 
     def _bound(self, tokens: int) -> float:
@@ -109,21 +112,24 @@ class ReplicaSlots:
     # ── health ─────────────────────────────────────────────────────────────────────────────────
 
     async def _probe(self, member: Member[ScoringReplica]) -> Exception | None:
-        """See Policy: an engine that is dead, or without the newest weights, has to be rebuilt."""
+        """See Policy.probe. It raises for an engine that is dead, or lacks the newest weights."""
         self._refuse_if_stale(member)
         ready = member.value.ready()
-        failure = await self._error(self.health.timeout_s, "a sign of life", ready)
+        failure = await self._error(self.health.timeout_s, "a health check", ready)
         if failure is not None and self._is_engine:
             raise failure
         if failure is None and self.probe_batch is not None:
             work = score_checked(self.name, self.probe_batch, member.value)
             failure = await self._error(self._bound(tokens_of(self.probe_batch)), "a probe", work)
-        self._refuse_if_stale(member)  # new weights came meanwhile
+        self._refuse_if_stale(member)  # ``load`` may have set newer weights meanwhile
         return failure
 
     def _refuse_if_stale(self, member: Member[ScoringReplica]) -> None:
         if self._loaded.get(member.value) is not self.weights:
-            raise StageError(member.name, "it does not have the newest weights")
+            version = None if self.weights is None else self.weights.version
+            raise StageError(
+                member.name, f"it has not loaded the newest weights, version {version}"
+            )
 
     async def _error(
         self, bound: float, what: str, work: Coroutine[Any, Any, Any]
@@ -135,9 +141,9 @@ class ReplicaSlots:
         return None
 
     async def _rebuilt(self, member: Member[ScoringReplica]) -> ScoringReplica:
-        """Another replica in its place, with the newest weights."""
+        """A new replica for the member, with the newest weights."""
         assert self._rebuild is not None
-        # from now on this is what the next try ends
+        # ``member.value`` is set before the weights load: if loading fails, the next try ends it
         replica = member.value = await self._rebuild(self._teacher, member.index, member.value)
         while (weights := self.weights) is not self._loaded.get(replica):
             assert weights is not None
@@ -146,7 +152,7 @@ class ReplicaSlots:
         return replica
 
     async def load(self, weights: TeacherWeights) -> None:
-        """New weights for all replicas. One that does not take them is rebuilt, and takes them."""
+        """Loads new weights into all replicas. A replica that fails to is rebuilt with them."""
         self.weights = weights
         bound = self._loading_s(weights)
         await self.members.ask(bound, "loading weights", lambda r: self._load(r, weights))
@@ -156,19 +162,19 @@ class ReplicaSlots:
         self._loaded[replica] = weights
 
     def _loading_s(self, weights: TeacherWeights) -> float:
-        """Seconds that a replica may take, after what is in its engine."""
+        """Seconds for loading, those for the requests in its engine included."""
         before = max(self.balancer.outstanding_tokens, default=0)
         return weights.timeout_s + before / self.health.min_tokens_per_s
 
-    # ── turns ──────────────────────────────────────────────────────────────────────────────────
+    # ── time sharing ───────────────────────────────────────────────────────────────────────────
 
     async def wake(self) -> None:
-        """The replicas have their GPUs; one that does not wake has failed, as any."""
+        """Wakes the replicas; one that does not wake is ejected."""
         self.asleep = False
         await self._each("waking up", lambda replica: replica.wake())
 
     async def sleep(self) -> None:
-        """Waits for what is being mended, then all replicas leave their GPUs."""
+        """Waits until ejected replicas serve again or are gone, then puts all to sleep."""
         members, failed = self.members, True
         while failed:
             await members.until(lambda: members.serving == members.left)
@@ -176,14 +182,14 @@ class ReplicaSlots:
         self.asleep = True
 
     async def sleep_serving(self) -> None:
-        """All that serve leave their GPUs, whichever stage woke them; a mend is not waited for."""
+        """Puts those that serve to sleep, without waiting for a probe or a rebuild."""
         await self._each("going to sleep", lambda replica: replica.sleep())
         self.asleep = True
 
     async def _each(
         self, what: str, work: Callable[[Sleepable], Coroutine[Any, Any, None]]
     ) -> bool:
-        """Does it with every replica that serves. Whether one failed."""
+        """Does the work with every replica that serves. Returns whether one failed."""
         serving = len(self.members.serving)
         done = await self.members.ask(
             self.health.timeout_s, what, lambda r: work(cast(Sleepable, r))
@@ -191,9 +197,10 @@ class ReplicaSlots:
         return len(done) < serving
 
     async def reports(self) -> list[StageReport]:
-        """Of those that serve, and answer in time.
+        """The reports of the replicas that serve, and answer in time.
 
-        One that fails while it sleeps is found out, and mended, when it is its turn.
+        A report of a sleeping replica that fails ejects no replica: ``wake`` finds out whether it
+        works.
         """
         spare = Exception if self.asleep else StageTimeout
         found = await self.members.ask(REPORT_S, "a report", lambda r: r.report(), spare)
@@ -201,12 +208,12 @@ class ReplicaSlots:
 
 
 async def score_checked(name: str, batch: Batch, replica: ScoringReplica) -> Batch:
-    """Its samples, checked."""
+    """The replica's samples of a batch, after ``teachers.answers.check``."""
     samples = await replica.score(batch)
     await offload(samples.nbytes, check, name, batch, samples)
     return samples
 
 
 def tokens_of(batch: Batch) -> int:
-    """Prompts and responses."""
+    """Tokens of the batch, prompts and responses."""
     return sum(header.tokens for header in batch.headers)

@@ -3,11 +3,12 @@
     topic rollouts/<teacher> ──lease──► pool ──► topic scored
                                          └─────► topic dead: what no replica could score
 
-A colocated teacher's rollouts are held by its host's ``ScoreBacklog`` in between, until its turn.
+The ``ScoreBacklog`` of a GPU host holds the rollouts of its colocated teachers until their scoring
+phase.
 
-One set of loops per teacher: a slow teacher holds up nobody else. Consumes leases of rollouts,
-produces samples, waits for rollouts, for a free place on a replica and for room in the queue. A
-lease is acknowledged with the next get, after its samples are in the queue.
+Each teacher has its own loops: a slow teacher does not delay the others. Consumes leases of
+rollouts, produces samples, waits for rollouts, for room on a replica and for room in the queue. The
+next get acknowledges a lease, after its samples are in the queue.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class ScorerStage:
     ) -> None:
         """``batch_sizes[teacher]`` is the most rollouts in one call to a replica of it.
 
-        ``consumer`` is what the queue knows this stage by. ``hosts[teacher]`` names the pool that a
-        colocated teacher takes turns with, ``backlog_size`` is how many rollouts are enough for a
-        turn. ``call_tokens[teacher]`` bounds a call to a replica of it: its answer is one message.
+        ``consumer`` is the stage's name in the queue. ``hosts[teacher]`` names the pool of GPU
+        hosts of a colocated teacher; ``backlog_size`` rollouts make its backlog full.
+        ``call_tokens[teacher]`` bounds the tokens of a call: its answer is one message.
         """
         health = health or {}
         self._hosts = dict(hosts or {})
@@ -94,7 +95,7 @@ class ScorerStage:
             )
             for host in self._hosts.values()
         }
-        self._awake = set(self._hosts)  # maybe
+        self._awake = set(self._hosts)  # an earlier stage may have left them awake
         self._slept = asyncio.Event()
         self._group = asyncio.TaskGroup()
         self._queue = queue
@@ -103,10 +104,10 @@ class ScorerStage:
         self._call_tokens = dict(call_tokens or {})
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[Any]] = set()  # that end with the stage, whoever made them
+        self._calls: set[asyncio.Task[Any]] = set()  # of other stages; they end with this one
 
     async def run(self) -> None:
-        """Scores until cancelled; what no pool can mend ends all loops and is raised."""
+        """Scores until cancelled. An error that no pool recovers from ends all loops."""
         self._work = asyncio.create_task(self._run(), name="scoring")
         try:
             await self._work
@@ -145,10 +146,10 @@ class ScorerStage:
     ) -> Lease:
         try:
             return await self._leases.get(topic, size, ack=done, tokens=tokens)
-        except LeaseExpired:  # its rollouts are scored again; the trainer knows them
+        except LeaseExpired:  # its rollouts are scored again; the trainer drops duplicates
             return await self._leases.get(topic, size, tokens=tokens)
 
-    # ── turns ──────────────────────────────────────────────────────────────────────────────────
+    # ── time sharing ───────────────────────────────────────────────────────────────────────────
 
     async def wait_asleep(self, host: str) -> None:
         """See teachers.time_sharing.ColocatedTeachers."""
@@ -165,34 +166,34 @@ class ScorerStage:
         await self._backlogs[host].wait_for_backlog()
 
     async def score_backlog(self, host: str) -> None:
-        """See teachers.time_sharing.ColocatedTeachers. Ends after one, whatever comes meanwhile.
+        """See teachers.time_sharing.ColocatedTeachers. Later rollouts wait for the next phase.
 
-        Asked again, since the stage before died in a shift, it ends when those teachers sleep.
+        After the death of an earlier stage in this phase the call waits until the host's teachers
+        sleep, and scores the rollouts that they hold by then.
         """
-        await self._cancelled_with_stage(self._shift(host))
+        await self._cancelled_with_stage(self._score_backlog(host))
 
-    async def _shift(self, host: str) -> None:
+    async def _score_backlog(self, host: str) -> None:
         await self.wait_asleep(host)
         backlog = self._backlogs[host]
         backlog.begin()
-        while (teacher := backlog.longest) is not None:
+        while (teacher := backlog.next_teacher) is not None:
             pool = self._pools[teacher]
             await pool.slots.wake()
             try:
                 async with asyncio.TaskGroup() as group:
+                    # one at least: without a replica it raises NoReplica
                     for _ in range(IN_FLIGHT * max(len(pool.slots.members.left), 1)):
-                        group.create_task(
-                            self._score_backlog_of(teacher, backlog)
-                        )  # one, to meet NoReplica
+                        group.create_task(self._score_backlog_of(teacher, backlog))
             except ExceptionGroup as errors:
                 raise first_cause(errors) from errors
             await pool.slots.sleep()
         backlog.end()
 
     async def _fill_backlog(self, teacher: str) -> None:
-        """Takes rollouts as they come, until it is the teacher's turn.
+        """Puts the teacher to sleep, and leases rollouts into its backlog as room allows.
 
-        Those before this stage may have left it awake.
+        An earlier stage may have left the teacher awake.
         """
         await self._pools[teacher].slots.sleep()
         self._awake.discard(teacher)
@@ -205,7 +206,7 @@ class ScorerStage:
             await backlog.hold(teacher, lease)
 
     async def _score_backlog_of(self, teacher: str, backlog: ScoreBacklog) -> None:
-        """Scores batches; their samples leave while the next is scored, and after the turn."""
+        """Scores batches. Their samples are put while the next is scored, and after the phase."""
         pool = self._pools[teacher]
         while True:
             request = backlog.next_request(teacher)
@@ -225,7 +226,7 @@ class ScorerStage:
     ) -> None:
         await self._put(scored)
         for lease in leases:
-            with suppress(LeaseExpired):  # its rollouts are scored again; the trainer knows them
+            with suppress(LeaseExpired):  # its rollouts are scored again, as in ``_next``
                 await self._leases.ack(rollouts_topic(teacher), lease.id)
         await backlog.mark_queued(teacher, sum(len(lease) for lease in leases))
 
@@ -250,18 +251,18 @@ class ScorerStage:
                 if not answer.done():
                     answer.set_exception(error)
                 return
-            if not answer.done():  # nobody waits for it any more
+            if not answer.done():  # the caller was cancelled
                 answer.set_result(found)
 
         await self._backlogs[self._hosts[teacher]].add_request(teacher, request)
         return await answer
 
     async def load(self, teacher: str, weights: TeacherWeights) -> None:
-        """New weights for all replicas of a teacher."""
+        """Loads new weights into all replicas of a teacher."""
         await self._cancelled_with_stage(self._pools[teacher].slots.load(weights))
 
     async def events(self, seen: int, wait: bool = True) -> Events:
-        """What became of replicas, as soon as there is any."""
+        """Events of all replicas; see TeacherScorer.events."""
         return await self._event_log.after(seen, wait)
 
     async def progress(self) -> Progress:
@@ -274,9 +275,9 @@ class ScorerStage:
         return dict(zip(self._pools, reports, strict=True))
 
     async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
-        """Stops scoring; the replicas as they are now, and who ends those that were rebuilt.
+        """Stops scoring. Returns the current replicas, and the object that ends rebuilt ones.
 
-        A shift that is going on ends, and its teachers sleep: their hosts will wake up.
+        A scoring phase ends, and its teachers sleep, because their hosts will wake up.
         """
         await self._stop()
         await asyncio.gather(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
@@ -300,7 +301,7 @@ class ScorerStage:
             await asyncio.wait(work)
 
     async def _cancelled_with_stage(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of the work, which ends with the stage: then StageError."""
+        """The result of the work. StageError if the stage ends before, which cancels the work."""
         task = asyncio.create_task(work)
         self._calls.add(task)
         task.add_done_callback(self._calls.discard)
@@ -309,5 +310,7 @@ class ScorerStage:
         finally:
             task.cancel()
         if task.cancelled():
-            raise StageError("scorer", "a call broke off: the stage was stopped, or is replaced")
+            raise StageError(
+                "scorer", "a call was cancelled: the stage was stopped, or is replaced"
+            )
         return task.result()

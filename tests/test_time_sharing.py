@@ -1,4 +1,4 @@
-"""Teachers that take turns with another pool: the whole pipeline on fakes, at random sizes."""
+"""Colocated teachers share GPUs with another pool: the whole pipeline on fakes, at random sizes."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ class Gpu:
     """Who uses it. More than one at a time is an error."""
 
     awake: set[str] = field(default_factory=set)
-    turns: list[str] = field(default_factory=list)
+    users: list[str] = field(default_factory=list)
 
     def take(self, name: str) -> None:
         assert not self.awake, f"{name} wakes while {self.awake} are"
         self.awake.add(name)
-        self.turns.append(name)
+        self.users.append(name)
 
     def leave(self, name: str) -> None:
         self.awake.remove(name)
 
 
 class Shared:
-    """A host: everything it does goes through a gate, while no guest is awake."""
+    """A host: everything it does goes through a gate, while no colocated teacher is awake."""
 
     def __init__(self, gpu: Gpu) -> None:
         self.gate = Gate()
@@ -69,8 +69,8 @@ class Shared:
         self.gate.open()
 
 
-class Guest:
-    """A teacher that works in its turn only."""
+class ColocatedTeacher:
+    """A teacher that works only while it has the GPUs."""
 
     def __init__(self, name: str, inner: FakeTeacher, gpu: Gpu, hosts: Sequence[Shared]) -> None:
         self.name, self.inner, self.gpu, self.hosts = name, inner, gpu, hosts
@@ -113,15 +113,15 @@ class Colocated:
 
     run: World
     hosts: dict[str, list[Shared]]
-    guests: dict[str, Guest]
+    teachers: dict[str, ColocatedTeacher]
     gpus: dict[str, Gpu]
-    turns: dict[str, GpuTimeSharing]
+    sharing: dict[str, GpuTimeSharing]
 
 
 def colocated(
     placement: Mapping[str, str],
     *,
-    wave: int | None = None,
+    backlog_size: int | None = None,
     sleep_timeout_s: float = 20,
     **sizes: Any,
 ) -> Colocated:
@@ -134,20 +134,20 @@ def colocated(
     for student, host in zip(run.students, hosts["rollout"], strict=True):
         student.worker._sample = gated(student, host)
     guard_training(run, hosts["train"][0])
-    guests = {
-        name: Guest(f"teacher {name}/0", run.teachers[name], gpus[host], hosts[host])
+    teachers = {
+        name: ColocatedTeacher(f"teacher {name}/0", run.teachers[name], gpus[host], hosts[host])
         for name, host in placement.items()
     }
-    replicas: Any = {name: [guests.get(name, run.teachers[name])] for name in TEACHERS}
+    replicas: Any = {name: [teachers.get(name, run.teachers[name])] for name in TEACHERS}
     batch_size = run.pipeline.config.train.batch_size
     scorer = ScorerStage(
         replicas,
         run.queue,
         dict.fromkeys(TEACHERS, 8),
         hosts=placement,
-        backlog_size=wave or batch_size,
+        backlog_size=backlog_size or batch_size,
     )
-    turns = {
+    sharing = {
         name: GpuTimeSharing(
             name,
             partial(alive, name, hosts[name]),
@@ -158,11 +158,11 @@ def colocated(
         for name in sorted(set(placement.values()))
     }
     parts: Any = run.pipeline.stages
-    parts.scorer = TimeSharingScorer(scorer, list(turns.values()))
-    if "rollout" in turns:
+    parts.scorer = TimeSharingScorer(scorer, list(sharing.values()))
+    if "rollout" in sharing:
         guard_sync(run, hosts["rollout"])
-        parts.sync = LockedSync(run.sync, turns["rollout"].lock)
-    return Colocated(run, hosts, guests, gpus, turns)
+        parts.sync = LockedSync(run.sync, sharing["rollout"].lock)
+    return Colocated(run, hosts, teachers, gpus, sharing)
 
 
 def alive(name: str, hosts: Sequence[Shared]) -> dict[str, Shared]:
@@ -216,30 +216,30 @@ async def test_two_teachers_share_the_students_gpus() -> None:
     made = colocated(BOTH)
     run = await done(made)
     assert run.pipeline.run_state.ledger.counts["trained"] == 24
-    assert {guest.asleep for guest in made.guests.values()} == {True}
-    assert set(made.gpus["rollout"].turns) == {"teacher a/0", "teacher b/0"}
+    assert {teacher.asleep for teacher in made.teachers.values()} == {True}
+    assert set(made.gpus["rollout"].users) == {"teacher a/0", "teacher b/0"}
 
 
-async def test_exactly_on_policy_with_turns_trains_nothing_stale() -> None:
+async def test_exactly_on_policy_with_time_sharing_trains_nothing_stale() -> None:
     run = await done(colocated(BOTH, s=0.0, k=1))
     assert set(run.trainer.staleness) == {0}
 
 
-async def test_a_wave_is_scored_in_batches_not_one_by_one() -> None:
+async def test_a_backlog_is_scored_in_batches_not_one_by_one() -> None:
     made = colocated(BOTH, steps=8, batch_size=16, n=2)
     await done(made)
-    for guest in made.guests.values():
-        assert sum(guest.sizes) / len(guest.sizes) > 2
+    for teacher in made.teachers.values():
+        assert sum(teacher.sizes) / len(teacher.sizes) > 2
 
 
 async def test_teachers_share_the_trainers_gpu() -> None:
     made = colocated({"a": "train", "b": "train"})
     run = await done(made)
     assert run.pipeline.run_state.ledger.counts["trained"] == 24
-    assert made.gpus["train"].turns
+    assert made.gpus["train"].users
 
 
-async def test_one_teacher_can_be_dedicated_while_another_takes_turns() -> None:
+async def test_one_teacher_can_be_dedicated_while_another_shares_gpus() -> None:
     run = await done(colocated({"b": "rollout"}))
     assert run.pipeline.run_state.ledger.counts["trained"] == 24
 
@@ -253,29 +253,29 @@ async def test_the_teacher_that_holds_most_wakes_first() -> None:
     for name, count in (("a", 1), ("b", 3)):
         batch = Batch.pack(make_rollout(f"{name}{i}/0") for i in range(count))
         await backlog.hold(name, Lease(0, (batch,)))
-    assert backlog.longest == "b"
+    assert backlog.next_teacher == "b"
 
 
-async def test_a_question_to_a_sleeping_teacher_is_a_turn() -> None:
+async def test_a_request_to_a_sleeping_teacher_wakes_it() -> None:
     made = colocated(BOTH)
     scorer = made.run.pipeline.stages.scorer
     work = asyncio.create_task(scorer.run())
     sampling = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
     assert await asyncio.wait_for(scorer.generate("a", [], sampling), 5) == []
-    assert made.gpus["rollout"].turns == ["teacher a/0"]
+    assert made.gpus["rollout"].users == ["teacher a/0"]
     work.cancel()
 
 
-async def test_a_teacher_that_does_not_wake_is_mended_in_its_turn() -> None:
+async def test_a_teacher_that_does_not_wake_is_recovered_in_its_scoring_phase() -> None:
     made = colocated(BOTH)
-    made.guests["a"].fail_to_wake = 1
-    wake = made.guests["a"].wake
+    made.teachers["a"].fail_to_wake = 1
+    wake = made.teachers["a"].wake
 
     async def ready() -> int:
         await wake()
         return 1
 
-    made.guests["a"].ready = ready  # type: ignore[method-assign]
+    made.teachers["a"].ready = ready  # type: ignore[method-assign]
     run = await done(made)
     assert run.pipeline.run_state.ledger.counts["trained"] == 24
 
@@ -313,7 +313,7 @@ async def test_a_host_that_dies_before_or_while_it_comes_to_rest_is_left_out(whe
     groups=st.integers(1, 4),
     replicas=st.integers(1, 3),
     steps=st.integers(1, 7),
-    wave=st.one_of(st.none(), st.integers(1, 30)),
+    backlog_size=st.one_of(st.none(), st.integers(1, 30)),
 )
 def test_it_never_dead_locks_and_trains_every_sample_once(
     seed: int,
@@ -324,7 +324,7 @@ def test_it_never_dead_locks_and_trains_every_sample_once(
     groups: int,
     replicas: int,
     steps: int,
-    wave: int | None,
+    backlog_size: int | None,
 ) -> None:
     placement = {name: host for name, host in zip(TEACHERS, hosts, strict=True) if host}
     size = n * groups
@@ -332,7 +332,7 @@ def test_it_never_dead_locks_and_trains_every_sample_once(
     async def scenario() -> World:
         made = colocated(
             placement,
-            wave=wave,
+            backlog_size=backlog_size,
             seed=seed,
             s=s,
             k=k,

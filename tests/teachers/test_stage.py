@@ -217,7 +217,7 @@ async def test_one_call_has_no_more_tokens_than_its_answer_may_weigh() -> None:
     await asyncio.wait({running})
 
 
-async def test_in_a_shift_one_call_has_no_more_tokens_than_its_answer_may_weigh() -> None:
+async def test_in_a_scoring_phase_one_call_has_no_more_tokens_than_its_answer_may_weigh() -> None:
     fake = Sleepy()
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
     most = 2 * rollouts("p/0").tokens
@@ -288,7 +288,7 @@ class GatedSleepy(Sleepy, Gated):
     """Shares its GPU, and scores when the gate is open."""
 
 
-async def test_a_stage_that_hands_over_ends_its_shift_with_every_teacher_asleep() -> None:
+async def test_a_stage_that_hands_over_ends_its_scoring_phase_with_every_teacher_asleep() -> None:
     gate = asyncio.Event()
     first, second = GatedSleepy(gate), GatedSleepy(gate)
     queue = MessageQueue(topics(["a", "b"]), 64, 1 << 20, 60.0)
@@ -297,15 +297,15 @@ async def test_a_stage_that_hands_over_ends_its_shift_with_every_teacher_asleep(
     await queue.put(rollouts_topic("a"), rollouts("p/0", "p/1"))
     await queue.put(rollouts_topic("b"), rollouts("q/0"))
     await settle()
-    shift = asyncio.create_task(scorer.score_backlog("rollout"))
+    phase = asyncio.create_task(scorer.score_backlog("rollout"))
     await settle()
     assert (first.awake, second.awake) == (True, False)
     await asyncio.wait_for(scorer.hand_over(), 5)
     gate.set()
     await settle()
     assert (first.awake, second.awake) == (False, False)
-    with pytest.raises(StageError, match="broke off"):
-        await shift
+    with pytest.raises(StageError, match="a call was cancelled"):
+        await phase
     assert running.done()
 
 
@@ -316,7 +316,9 @@ async def test_a_stage_that_hands_over_before_it_has_run_leaves_no_teacher_awake
     assert not left_awake.awake
 
 
-async def test_a_shift_that_is_asked_of_the_next_stage_ends_when_its_teachers_sleep() -> None:
+async def test_a_scoring_phase_that_is_asked_of_the_next_stage_ends_when_its_teachers_sleep() -> (
+    None
+):
     class Slow(Sleepy):
         def __init__(self) -> None:
             super().__init__()
@@ -328,31 +330,31 @@ async def test_a_shift_that_is_asked_of_the_next_stage_ends_when_its_teachers_sl
 
     left_awake = Slow()
     scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=left_awake)
-    shift = asyncio.create_task(scorer.score_backlog("rollout"))
+    phase = asyncio.create_task(scorer.score_backlog("rollout"))
     await settle()
     running = asyncio.create_task(scorer.run())
     await settle()
-    assert (shift.done(), left_awake.awake) == (False, True)
+    assert (phase.done(), left_awake.awake) == (False, True)
     left_awake.gate.set()
-    await asyncio.wait_for(shift, 5)
+    await asyncio.wait_for(phase, 5)
     assert not left_awake.awake
     await scorer.shutdown()
     await asyncio.wait({running})
 
 
-async def test_a_question_to_a_colocated_teacher_ends_with_the_stage() -> None:
+async def test_a_request_to_a_colocated_teacher_ends_with_the_stage() -> None:
     queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
     scorer = colocated(queue, t=Sleepy())
     running = asyncio.create_task(scorer.run())
     asking = asyncio.create_task(scorer.generate("t", [], SAMPLING))
     await settle()
     await asyncio.wait_for(scorer.hand_over(), 5)
-    with pytest.raises(StageError, match="broke off"):
+    with pytest.raises(StageError, match="a call was cancelled"):
         await asyncio.wait_for(asking, 5)
     assert running.done()
 
 
-async def test_a_shift_of_a_teacher_without_replicas_ends_with_its_name() -> None:
+async def test_a_scoring_phase_of_a_teacher_without_replicas_ends_with_its_name() -> None:
     class Stubborn(Sleepy):
         async def sleep(self) -> None:
             raise StageError("r", "its process died")
