@@ -86,10 +86,10 @@ class Guardrail:
         return length / max(sum(self._lengths) / len(self._lengths), 1.0)
 
     def _sentence(self, key: str) -> str:
-        value, limit = self._means[key], self._limits[key]
+        value = self._means[key]
         finding = {
             "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens",
             "repetition": f"{value:.0%} of the responses' {GRAM}-grams repeat earlier ones",
             "drift": f"responses are {value:.1f} times as long as at the start",
         }[key]
-        return f"{finding} (guardrail: {limit:g})"
+        return f"{finding} (guardrail: {self._limits[key]:g})"

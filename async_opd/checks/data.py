@@ -118,11 +118,8 @@ class DataChecks:
         try:
             load_grader(name)
         except Exception as error:  # a user's module can raise anything while it is imported
-            self.found.add(
-                key,
-                f"{name} cannot be loaded: {type(error).__name__}: {error}",
-                "exact, math_verify, or module:function on PYTHONPATH",
-            )
+            message = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+            self.found.add(key, message, "exact, math_verify, or module:function on PYTHONPATH")
 
     def sources(self, part: str) -> list[Rows]:
         """Reads ``data.train`` or ``data.eval``; of streamed sources only the first window."""
@@ -168,29 +165,21 @@ class DataChecks:
         for name, teacher in self.config.teachers.items():
             for source in teacher.sources if teacher.sources is not None else [name]:
                 if source in teacher_of:
-                    self.found.add(
-                        f"teachers.{name}.sources",
-                        f"{source!r} is a source of teacher {teacher_of[source]} already",
-                        "name each data source at one teacher only",
-                    )
+                    message = f"{source!r} is a source of teacher {teacher_of[source]} already"
+                    remedy = "name each data source at one teacher only"
+                    self.found.add(f"teachers.{name}.sources", message, remedy)
                 teacher_of.setdefault(source, name)
         train = self.parts["train"]
         for source in sorted(train.routes | self.parts["eval"].routes):
             if source not in teacher_of:
-                self.found.add(
-                    "teachers",
-                    f"no teacher for data source {source!r}",
-                    f"add {source!r} to the sources of one of: {', '.join(self.config.teachers)}",
-                )
+                remedy = f"add it to the sources of one of: {', '.join(self.config.teachers)}"
+                self.found.add("teachers", f"no teacher for data source {source!r}", remedy)
         for name in self.config.teachers:
             own = {source for source, teacher in teacher_of.items() if teacher == name}
             if not own & train.routes and not train.streamed:
-                self.found.add(
-                    f"teachers.{name}",
-                    f"gets no prompts: its sources are {sorted(own)}, data.train has "
-                    f"{sorted(train.routes)}",
-                    f"set teachers.{name}.sources, or remove the teacher",
-                )
+                has = f"its sources are {sorted(own)}, data.train has {sorted(train.routes)}"
+                remedy = f"set teachers.{name}.sources, or remove the teacher"
+                self.found.add(f"teachers.{name}", f"gets no prompts: {has}", remedy)
 
     def media(self, part: str) -> None:
         """Checks that rows are text only: the student would not get an image or a sound."""
@@ -233,12 +222,9 @@ class DataChecks:
             try:
                 faults = list(room.faults(self._encoded(checked(rows), text, spelled)))
             except Exception as error:  # a chat template can raise anything
-                self.found.add(
-                    f"data.{part}",
-                    f"a prompt cannot be tokenized: {type(error).__name__}: {error}",
-                    "correct the prompt or the chat template, or set data.chat_template",
-                    source.label,
-                )
+                message = f"a prompt cannot be tokenized: {type(error).__name__}: {error}"
+                remedy = "correct the prompt or the chat template, or set data.chat_template"
+                self.found.add(f"data.{part}", message, remedy, source.label)
                 continue
             if spelled.count:
                 self.found.notes.append(

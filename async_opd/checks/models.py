@@ -124,22 +124,16 @@ class ModelChecks:
 
     def _vocabulary(self, key: str, files: ModelFiles) -> None:
         if files.vocabulary is not None and files.vocabulary < files.tokens:
-            self.found.add(
-                key,
-                f"{files.path} has a vocabulary of {files.vocabulary}, its tokenizer "
-                f"{files.tokens} tokens",
-                "resize its embeddings, or give it the tokenizer it was trained with",
-            )
+            sizes = f"a vocabulary of {files.vocabulary}, its tokenizer {files.tokens} tokens"
+            remedy = "resize its embeddings, or give it the tokenizer it was trained with"
+            self.found.add(key, f"{files.path} has {sizes}", remedy)
 
     def _redirected(self, key: str, files: ModelFiles) -> None:
         """Checks that engines load the files that were checked, not another model's."""
         if files.redirects:
-            self.found.add(
-                key,
-                f"{files.path} has {', '.join(files.redirects)}: engines would load another model "
-                "or configuration in its place",
-                "name the model itself, without these",
-            )
+            effect = "engines would load another model or configuration in its place"
+            message = f"{files.path} has {', '.join(files.redirects)}: {effect}"
+            self.found.add(key, message, "name the model itself, without these")
 
     def _foreign_code(self, key: str, files: ModelFiles) -> None:
         """Checks that trusted code lies in the pinned repository, not in another one."""
@@ -160,11 +154,8 @@ class ModelChecks:
         kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
         smallest = min((f.vocabulary for f in self.files.values() if f.vocabulary), default=top_k)
         if top_k > smallest:
-            self.found.add(
-                "loss.top_k",
-                f"{top_k} is more than the vocabulary of {smallest} tokens",
-                f"at most {smallest}",
-            )
+            message = f"{top_k} is more than the vocabulary of {smallest} tokens"
+            self.found.add("loss.top_k", message, f"at most {smallest}")
         rollout = config.rollout
         if kind == "student_topk":
             for key, value, neutral in cuts(rollout.top_p, rollout.top_k, rollout.min_p):
@@ -235,23 +226,18 @@ class ModelChecks:
         except ModelError as error:
             self.found.add("student.model", error.message, "another student")
         if not files.eos and "student.model" not in self.partial:
-            self.found.add(
-                "student.model",
-                f"{files.path} names no eos_token_id: every response would run to "
-                "rollout.max_tokens",
-                "set it in generation_config.json",
-            )
+            effect = "every response would run to rollout.max_tokens"
+            message = f"{files.path} names no eos_token_id: {effect}"
+            self.found.add("student.model", message, "set it in generation_config.json")
 
     def head_sizes(self) -> None:
         """Checks that vLLM has attention kernels on the CPU for the engines' models."""
         for key in sorted(self._engine_keys() & self.files.keys()):
             size = self.files[key].head_size
             if size is not None and size not in HEAD_DIMS_ON_CPU:
-                self.found.add(
-                    key,
-                    f"head size {size} has no attention kernel on CPU",
-                    f"possible: {', '.join(map(str, HEAD_DIMS_ON_CPU))}",
-                )
+                possible = ", ".join(map(str, HEAD_DIMS_ON_CPU))
+                message = f"head size {size} has no attention kernel on CPU"
+                self.found.add(key, message, f"possible: {possible}")
 
     @property
     def rows(self) -> int | None:
@@ -268,12 +254,9 @@ class ModelChecks:
         known = [value for value in self._lengths() if value]
         if known and min(known) - response - 1 < 1:
             if not self.found.has(key):  # data.train and data.eval share the bound
-                self.found.add(
-                    key,
-                    f"{response} leaves no room for a prompt: the shortest model has {min(known)} "
-                    "positions",
-                    "lower it",
-                )
+                room = f"the shortest model has {min(known)} positions"
+                message = f"{response} leaves no room for a prompt: {room}"
+                self.found.add(key, message, "lower it")
             return None
         limits = [(value - response - 1, key) for value in known]
         if self.config.data.max_prompt_tokens:
@@ -308,8 +291,6 @@ class ModelChecks:
         changed = self.config.rollout.engine.extra.get("hf_overrides")
         others = sorted(changed.keys() - OVERRIDES) if isinstance(changed, dict) else []
         if others:
-            self.found.add(
-                "rollout.engine.extra",
-                f"hf_overrides changes {', '.join(others)} of the student in its engines only",
-                "change the student's config.json, which the trainer reads too",
-            )
+            message = f"hf_overrides changes {', '.join(others)} of the student in its engines only"
+            remedy = "change the student's config.json, which the trainer reads too"
+            self.found.add("rollout.engine.extra", message, remedy)
