@@ -165,21 +165,16 @@ class Balancer(Generic[Replica]):
     def _place(
         self, load: _MemberLoad[Replica], tokens: int, key: Hashable | None
     ) -> Reservation[Replica]:
+        """Reserves room on ``load``, the least loaded, or on the member that ``key`` prefers."""
         if key is not None:
-            load = self._by_affinity(load, tokens, key)
+            preferred = self._loads[self._preferred.get(key, load.member)]
+            if preferred.has_room and preferred.tokens - load.tokens <= tokens:
+                load = preferred
+            self._preferred[key] = load.member
         load.in_flight += 1
         load.tokens += tokens
         self._changed(load)
         return Reservation(load.member, tokens, load)
-
-    def _by_affinity(
-        self, best: _MemberLoad[Replica], tokens: int, key: Hashable
-    ) -> _MemberLoad[Replica]:
-        preferred = self._loads[self._preferred.get(key, best.member)]
-        if not preferred.has_room or preferred.tokens - best.tokens > tokens:
-            preferred = best
-        self._preferred[key] = preferred.member
-        return preferred
 
     def _best(self) -> _MemberLoad[Replica] | None:
         """The load with room and the fewest tokens; of equals, the one unchanged for longest."""

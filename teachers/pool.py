@@ -92,7 +92,8 @@ class TeacherPool:
             return ScoreResult(lost=(DeadLetter(batch.headers[0], reason),))
         self._totals["retries"] += 1
         left = tries - whole
-        found = await asyncio.gather(*(self._score(one, left) for one in _singles(batch)))
+        singles = (parts[0] for parts in Batch.messages([batch], most=1))  # one rollout each
+        found = await asyncio.gather(*(self._score(one, left) for one in singles))
         return ScoreResult(
             tuple(samples for part in found for samples in part.samples),
             tuple(lost for part in found for lost in part.lost),
@@ -161,12 +162,3 @@ def _group(batch: Batch) -> str | None:
     """The prompt's uid if all rollouts are of one group: a replica may have cached the prompt."""
     prompts = {prompt_uid(header.uid) for header in batch.headers}
     return prompts.pop() if len(prompts) == 1 else None
-
-
-def _singles(batch: Batch) -> list[Batch]:
-    """Each item as a batch of its own."""
-    singles = []
-    while len(batch):
-        one, batch = batch.split(1)
-        singles.append(one)
-    return singles

@@ -67,11 +67,6 @@ class RowRequest:
         return self.ranges[-1][1]
 
     @property
-    def form(self) -> tuple[int, int, float]:
-        """``RowScores`` scores the rows of requests with equal forms together."""
-        return self.columns, self.top_k, self.temperature
-
-    @property
     def width(self) -> int:
         """Columns of an answer of scores: log-probabilities, then ids of the best.
 
@@ -184,19 +179,19 @@ class RowScores:
         ]
         same: defaultdict[tuple[int, int, float], list[_ChunkPart]] = defaultdict(list)
         for part in seen:
-            request = part.request
+            request, wanted = part.request, part.request.wanted
             # A chunk beyond the filled rows: the engine skipped rows that its cache held. A
             # preempted request starts again at 0, or in the cached prefix, below ``filled``.
             request.missed = request.missed or part.low > request.filled
             if part.low < part.high and not request.missed:
-                same[request.wanted.form].append(part)
+                same[wanted.columns, wanted.top_k, wanted.temperature].append(part)
         for parts in same.values():
             self._fill(hidden, parts)
         complete = [part.chunk.request_id for part in seen if part.high == part.request.wanted.rows]
         return {request_id: self._open.pop(request_id).answer() for request_id in complete}
 
     def _fill(self, hidden: torch.Tensor, parts: list[_ChunkPart]) -> None:
-        """Scores the rows of requests of one form together."""
+        """Scores rows of requests with equal columns, ``top_k`` and temperature together."""
         states = torch.cat([states for part in parts for states in part.states(hidden)])
         wanted = parts[0].request.wanted
         if wanted.states:
