@@ -8,7 +8,7 @@
           ▼
     step_N.damaged/    a file is missing, unexpected or changed: skipped, kept for inspection
 
-Calls block: they belong into a thread. Files are JSON and safetensors; none is unpickled.
+Calls block: callers use a thread. Files are JSON and safetensors; none is unpickled.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a YAML file and ``key=value`` overrides to a RunConfig, or to all problems at once.
+"""Loads a YAML file and ``key=value`` overrides into a RunConfig, or reports all problems at once.
 
 defaults  <  YAML  <  command line
 """

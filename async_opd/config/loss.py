@@ -23,7 +23,7 @@ class ObjectiveConfig(Section):
     weight: float = Field(default=1.0, ge=0)
     """Factor of the distillation loss; 0 trains on the reward alone."""
     reduction: Reduction = "token_mean"
-    """From tokens to one number: ``token_mean`` (sum over tokens / response tokens of the batch),
+    """The loss of a batch: ``token_mean`` (sum over tokens / response tokens of the batch),
     ``seq_mean_token_mean`` (mean over samples of each one's token mean), ``seq_mean_token_sum``
     (mean over samples of each one's sum), ``seq_mean_token_sum_norm`` (that, divided by
     ``rollout.max_tokens``)."""

@@ -40,8 +40,8 @@ class StudentConfig(Section):
     """The model that is trained."""
 
     model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id. What begins with a folder beside the config
-    is a directory."""
+    """Directory of a Hugging Face model, or a hub id. A name is a directory if its first part is a
+    folder beside the config."""
     revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
     """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
     required, and a commit."""

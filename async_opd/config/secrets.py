@@ -27,7 +27,7 @@ _DIGEST = re.compile(r"(^|[_.-])(revision|commit|sha|hash|digest|checksum|finger
 """Names of hexadecimal values that look like a key of wandb but are none."""
 _HEX = r"(?<![\w/@.-])[0-9a-f]{40}(?![\w/.-])"  # wandb's; in paths it is a commit
 _SHAPES = (
-    r"\bsk-[\w-]{16,}",  # OpenAI, Anthropic and those who follow them
+    r"\bsk-[\w-]{16,}",  # OpenAI, Anthropic and others
     r"\b[sr]k_(?:live|test)_[A-Za-z0-9]{16,}",
     r"\bhf_[A-Za-z0-9]{20,}",
     r"\bgh[oprsu]_[A-Za-z0-9]{20,}",
@@ -40,8 +40,8 @@ _SHAPES = (
     r"\bpplx-[A-Za-z0-9]{20,}",
     r"\b(?:npm|r8)_[A-Za-z0-9]{20,}",
     r"\bpypi-[\w-]{40,}",
-    r"\bA[KS]IA[A-Z0-9]{16}\b",  # AWS, and its temporary ones
-    r"\b(?:IQoJ|FwoG|FQoG)[A-Za-z0-9+/=]{40,}",  # their session tokens
+    r"\bA[KS]IA[A-Z0-9]{16}\b",  # AWS, temporary ones included
+    r"\b(?:IQoJ|FwoG|FQoG)[A-Za-z0-9+/=]{40,}",  # session tokens of AWS
     r"\bAIza[\w-]{30,}",
     r"\bya29\.[\w-]{20,}",
     r"\bxox[abeprs]-[\w-]{10,}",

@@ -132,7 +132,7 @@ def _module(name: str) -> str:
 def _weight(path: Path, places: dict[str, TensorPlace], settings: Mapping[str, Any]) -> TensorPlace:
     """The head's matrix: its own, or the embedding if the two are tied."""
     own, embedding = _matrices(places, HEADS), _matrices(places, EMBEDDINGS)
-    # Files may lack the key: then a matrix of its own is the head, as in transformers.
+    # config.json may lack the key: then a matrix of its own, if there is one, is the head.
     tied = settings.get("tie_word_embeddings")
     found = (embedding or own) if tied else (own if own or tied is False else embedding)
     if len(found) != 1:

@@ -194,7 +194,9 @@ async def test_a_process_without_the_key_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("SORTER_KEY", raising=False)
-    with pytest.raises(StageError, match=r"lacks the variable of api_key_env.*\n.*ray start"):
+    with pytest.raises(
+        StageError, match=r"lacks the variable that api_key_env names.*\n.*ray start"
+    ):
         await replica(config_of(tmp_path, api_key_env="SORTER_KEY")).ready()
 
 
