@@ -1,9 +1,9 @@
-"""What Ray raises when a call fails, as our errors: with the stage's name, a cause and a remedy.
+"""Translates Ray's errors of a call to StageErrors with the stage's name, a cause and a remedy.
 
-an error inside the object          its own StageError, or one with its words
-the process or its node is lost                 ProcessDied, or ProcessRestarts where another comes
-an answer of it, or an argument, is lost        ProcessDied: it may live, and have done the call
-the machine or the cluster is at fault          StageError that says what to see to
+an error inside the object                      its own StageError, or one with its message
+the process or its node is lost                 ProcessDied, or ProcessRestarts if it is restarted
+its answer, or an argument of the call, is lost ProcessDied: it may be alive, and have done the call
+an error of the machine or the cluster          StageError with a remedy
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ray import exceptions as found
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, first_cause
 
 MAX_SHOWN_CHARACTERS = 500
-"""Characters of Ray's own words."""
+"""Characters of Ray's message in an error."""
 
 LOGS = "ray_logs of the run directory (of a cluster that was joined: in Ray's session directory)"
 LOG = f"see its log in {LOGS}"
@@ -26,46 +26,47 @@ VERSIONS = "the same Python, Ray and async_opd on every machine of the cluster"
 
 @dataclass(frozen=True)
 class Fault:
-    """What kinds of Ray's errors mean.
+    """The cause and the remedy for kinds of Ray's errors.
 
-    ``ours`` is the error that they become. ProcessDied: what the process did may be lost.
-    ProcessRestarts: so it is, and the call may be made again where another process comes. A queue
-    that lives would lend other rows at a second ``get``, and those of the first would be nobody's.
+    ``becomes`` is the error they are translated to. ProcessDied: the state of the process may be
+    lost. ProcessRestarts: it is lost, and the caller may repeat the call if the process is
+    restarted. A call that only lost its answer must not be repeated: a queue that is alive would
+    lease other rows at a second ``get``, and no caller would acknowledge those of the first.
     """
 
     kinds: tuple[type[BaseException], ...]
     cause: str
     remedy: str
-    ours: type[StageError] = StageError
+    becomes: type[StageError] = StageError
 
 
 FAULTS = (
-    Fault((found.RayActorError,), "its process died", MEMORY, ours=ProcessRestarts),
-    Fault((found.WorkerCrashedError,), "its process crashed", MEMORY, ours=ProcessRestarts),
-    Fault((found.AsyncioActorExit,), "its process has left", LOG, ours=ProcessRestarts),
+    Fault((found.RayActorError,), "its process died", MEMORY, becomes=ProcessRestarts),
+    Fault((found.WorkerCrashedError,), "its process crashed", MEMORY, becomes=ProcessRestarts),
+    Fault((found.AsyncioActorExit,), "its process has exited", LOG, becomes=ProcessRestarts),
     Fault(
         (found.OutOfMemoryError,),
-        "its process was ended because the machine's memory was nearly full",
+        "Ray killed its process because the machine's memory was nearly full",
         "take fewer or smaller replicas on the machine, or lower queue.max_mib",
-        ours=ProcessRestarts,
+        becomes=ProcessRestarts,
     ),
     Fault(
         (found.NodeDiedError, found.LocalRayletDiedError),
         "its machine is lost",
         NODE,
-        ours=ProcessRestarts,
+        becomes=ProcessRestarts,
     ),
     Fault(
         (found.OwnerDiedError,),
-        "what it was sent, or answered, died with the process that it came from",
+        "an argument or its answer was lost with the process that had sent it",
         MEMORY,
-        ours=ProcessDied,
+        becomes=ProcessDied,
     ),
     Fault(
         (found.ObjectLostError, found.PlasmaObjectNotAvailable, found.GetTimeoutError),
-        "what it was sent, or answered, is lost",
+        "an argument or its answer is lost",
         NODE,
-        ours=ProcessDied,
+        becomes=ProcessDied,
     ),
     Fault(
         (found.OutOfDiskError,),
@@ -86,8 +87,8 @@ FAULTS = (
     ),
     Fault(
         (found.ActorPlacementGroupRemoved, found.TaskPlacementGroupRemoved),
-        "its place in the cluster was taken away",
-        "see who else works in the cluster",
+        "its placement group was removed",
+        "see which other jobs use the cluster",
     ),
     Fault(
         (found.RuntimeEnvSetupError,),
@@ -111,23 +112,23 @@ FAULTS = (
     Fault((found.UserCodeException,), "an error inside of it", LOG),
     Fault((found.RaySystemError,), "Ray itself failed", f"see {LOGS}"),
 )
-"""In this order: the first that fits says what it was."""
+"""The first that fits an error translates it."""
 
 NEVER_RAISED = (
     found.RayError,  # the root: nothing raises it itself
-    found.RayTaskError,  # an error inside the object: what it was speaks for itself
-    found.ActorAlreadyExistsError,  # of a creation, which waits for the name
+    found.RayTaskError,  # an error inside the object: ``_inside`` reads its cause
+    found.ActorAlreadyExistsError,  # of a creation, which waits until the name is free
     found.ActorHandleNotFoundError,  # of a kill
     found.ObjectRefStreamEndOfStreamError,  # of generators
     found.OufOfBandObjectRefSerializationException,  # no reference is ever sent
 )
-"""What no call of ours can end with, or what is no fault of its own."""
+"""Errors that no call can end with, or that only wrap another."""
 
 
 def to_stage_error(name: str, what: str, error: BaseException, restarts: bool) -> StageError:
     """The error of a call ``what`` to the process ``name``.
 
-    ``restarts``: another process takes the place of one that dies.
+    ``restarts``: the process is restarted when it dies.
     """
     if isinstance(error, found.RayTaskError):
         return _inside(name, what, error, restarts)
@@ -141,14 +142,14 @@ def to_stage_error(name: str, what: str, error: BaseException, restarts: bool) -
 
 
 def _kind(fault: Fault, error: BaseException, restarts: bool) -> type[StageError]:
-    final = isinstance(error, found.ActorDiedError)  # Ray starts no other
-    if fault.ours is ProcessRestarts and (final or not restarts):
+    final = isinstance(error, found.ActorDiedError)  # Ray does not restart it
+    if fault.becomes is ProcessRestarts and (final or not restarts):
         return ProcessDied
-    return fault.ours
+    return fault.becomes
 
 
 def _inside(name: str, what: str, error: found.RayTaskError, restarts: bool) -> StageError:
-    """An error of the object; of Ray's own, what it means: an argument that was lost."""
+    """Translates an error inside the object. One of Ray's own there is an argument's loss."""
     cause = first_cause(error.cause)
     if isinstance(cause, StageError):
         return cause

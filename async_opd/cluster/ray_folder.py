@@ -1,11 +1,11 @@
-"""Where the Ray of a local run works: a directory and a token of its own, gone when the run ends.
+"""The directory and the token of a local run's Ray, removed when the run ends.
 
-    FOLDER/           0700: nobody else gets to what is below
-      token           0600: who has it can run code in the cluster
+    FOLDER/           0700: other users cannot enter it
+      token           0600: a process with the token can run code in the cluster
       ray/session_*/  Ray's sockets, ports and logs, 0777 whatever the umask says
 
-Ray takes what it finds there for its own: another user who could write in it would say where its
-processes listen, and have them run what he likes.
+Ray trusts the files in its directory: another user with write access could choose where its
+processes listen, and make them run any code.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from async_opd.files.private_folder import temporary_folder
 from async_opd.files.safe_open import make_folder, regular_file, remove_tree
 
 MAX_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/plasma_store.1")
-"""Of the directory's path: the system allows a socket's 107."""
+"""Maximal bytes of the directory's path: the system allows 107 for a socket's."""
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 LOGS = "ray_logs"
-"""In the directory of a run that failed."""
+"""Folder in the directory of a run that failed."""
 LOG_BYTES = 1 << 20
 MAX_LOGS = 200
 
@@ -41,7 +41,7 @@ class RayFolder:
 
     @property
     def session(self) -> Path:
-        """What Ray calls its temporary directory, and opens to everybody who gets there."""
+        """Ray's temporary directory, which Ray opens to all users that can enter ``path``."""
         return self.path / "ray"
 
     @property
@@ -50,7 +50,7 @@ class RayFolder:
         return self.path / "token"
 
     def keep_logs(self, run_dir: Path) -> None:
-        """The end of each of Ray's logs, for a run directory; OSError."""
+        """Copies the end of each of Ray's logs into the run directory. Raises OSError."""
         target = run_dir / LOGS
         remove_tree(target)
         make_folder(target)
@@ -64,9 +64,9 @@ class RayFolder:
 
 @contextmanager
 def ray_folder() -> Iterator[RayFolder]:
-    """One for the time of a local cluster, whose processes find its token by the environment.
+    """A folder for the time of a local cluster; environment variables give its token's path.
 
-    StageError if there is no place for it.
+    StageError if no directory is private and has a short path.
     """
     try:
         folder = RayFolder(temporary_folder("opd_", MAX_BYTES))
@@ -86,7 +86,7 @@ def ray_folder() -> Iterator[RayFolder]:
 
 @contextmanager
 def environment(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Variables as given, None for without, for this process and who it starts meanwhile."""
+    """Sets variables, or removes those with None, for this process and its new child processes."""
     before = {name: os.environ.get(name) for name in values}
     _set(values)
     try:

@@ -1,7 +1,7 @@
 """The trainer's other ranks over Ray: each in an actor of its own.
 
 learner's thread ──dispatch──► event loop ──remote calls──► Follower in rank 1 … N-1
-      ▲ results ◄──────────────┘ the first that fails ──► failure()
+      ▲ results ◄──────────────┘ the first failure ──► failure()
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class RemoteRankGroup:
     """Implements ``trainer.rank_group.RankGroup``. Lives in rank 0's process, on its event loop."""
 
     def __init__(self, followers: Sequence[Remote], grace_s: float = GRACE_S / 2) -> None:
-        """A failure may be that of another's death, which is known up to ``grace_s`` later."""
+        """A rank's error may follow another's death, which is reported up to ``grace_s`` later."""
         self.ranks = len(followers) + 1
         self._followers = tuple(followers)
         self._broken = False
@@ -34,9 +34,9 @@ class RemoteRankGroup:
     def dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        """See RankGroup.dispatch. Bounded by ``timeouts.collective_s`` of their collectives."""
+        """See RankGroup.dispatch. ``timeouts.collective_s`` bounds the collectives of each call."""
         if self._broken:
-            raise StageError(TRAINER, "its ranks are out of step, after an error in one of them")
+            raise StageError(TRAINER, "an error in one of its ranks has put them out of step")
         calls: list[Future[Any]] = [
             asyncio.run_coroutine_threadsafe(self._call(follower, method, given), self._loop)
             for follower, given in zip(self._followers, arguments, strict=True)
@@ -48,7 +48,7 @@ class RemoteRankGroup:
         self._broken = True
 
     async def failure(self) -> StageError:
-        """See RankGroup.failure. A rank that died is the trainer's death."""
+        """See RankGroup.failure. ProcessDied, with the trainer's name, if a rank died."""
         await asyncio.wait((self._failure,))
         await asyncio.wait((self._death,), timeout=self._grace_s)
         return (self._death if self._death.done() else self._failure).result()
@@ -69,7 +69,7 @@ class RemoteRankGroup:
 
 
 def _failure(name: str, error: Exception) -> StageError:
-    """A rank's death is the trainer's."""
+    """The error with the trainer's name if the rank died, else as the rank raised it."""
     if isinstance(error, ProcessDied):
         return ProcessDied(TRAINER, f"{name}: {error.cause}", error.remedy)
     if isinstance(error, StageError):

@@ -1,4 +1,4 @@
-"""Builds the training stage inside of its actor, and the other ranks inside of theirs."""
+"""Builds the training stage in its actor, and the other ranks in their actors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def build_trainer(
     spec: RankSpec | None = None,
     followers: Sequence[Remote] = (),
 ) -> TrainerStage:
-    """Learner, publisher and stage of rank 0; with a ``spec``, of the first of several ranks."""
+    """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
     import torch
 
     from trainer.build import build_learner
@@ -50,7 +50,7 @@ def build_trainer(
 
 
 def build_follower(config: RunConfig, device: Device, spec: RankSpec) -> Follower:
-    """Another rank."""
+    """A rank other than the first."""
     import torch
 
     from trainer.build import build_follower
@@ -60,7 +60,7 @@ def build_follower(config: RunConfig, device: Device, spec: RankSpec) -> Followe
 
 
 def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
-    """Takes batches as the config says."""
+    """The batcher with the settings of the config."""
     requeue = config.async_.on_stale == "requeue"
     return Batcher(
         queue,
@@ -72,8 +72,8 @@ def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
 
 
 COLLECTIVE_TIMEOUT_SHARE = 0.75
-"""Of ``sync.timeout_s``: a collective ends before the call that waits for it, so that who still
-answers is known not to be the one that hangs."""
+"""Share of ``sync.timeout_s``: a collective times out before the call that waits for it. A member
+that still answers its call is then known not to be the one that hangs."""
 
 
 def _transport(config: RunConfig, device: Device) -> Transport:

@@ -72,10 +72,10 @@ def test_a_lost_message_counts_as_a_death_but_no_other_process_comes(
 
 @pytest.mark.parametrize("lost", LOST)
 async def test_a_lease_whose_answer_is_lost_is_not_taken_a_second_time(lost: str) -> None:
-    """The queue lives and would lend other rows: those of the first lease are nobody's."""
+    """A second get would lease other rows, and no caller would acknowledge the first lease."""
     handle = Handle(None, made(getattr(found, lost)))
     queue = QueueProxy(Remote("queue", handle, 5, restarts=True))
-    with pytest.raises(ProcessDied, match="queue: what it was sent, or answered"):
+    with pytest.raises(ProcessDied, match="queue: an argument or its answer"):
         await asyncio.wait_for(queue.get("prompts", 1), 5)
     assert handle.calls == 1
 
@@ -98,7 +98,7 @@ def test_an_argument_that_was_lost_is_found_inside_of_a_tasks_error() -> None:
 
     error = to_stage_error("queue", "put", Inside(made(found.OwnerDiedError)), restarts=False)
     assert isinstance(error, ProcessDied)
-    assert "died with the process" in error.cause
+    assert "was lost with the process" in error.cause
 
 
 class Handle:
