@@ -31,7 +31,7 @@ from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.repetition import repetition
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.losses.report import Metrics, concat_metrics, step_metrics
-from trainer.rank import BackwardResult, Gathered, MicroBatch, Rank
+from trainer.rank import BackwardResult, MicroBatch, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.saving.export import save_model
 from trainer.saving.state import Tensors, state_shapes
@@ -201,12 +201,12 @@ class Learner:
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
         the checkpoint.
         """
-        with self._gathering("weights"):
+        with self._dispatched("join_gather", "weights"):
             yield from self._rank.weights()
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
-        with self._gathering("state"):
+        with self._dispatched("join_gather", "state"):
             return self._rank.state()
 
     def restore(self, step: int, tensors: Tensors) -> None:
@@ -218,7 +218,7 @@ class Learner:
 
     def save(self, source: str, directory: str) -> None:
         """Writes the student in Hugging Face format; see ``trainer.saving.export``."""
-        with self._gathering("full_state"):
+        with self._dispatched("join_gather", "full_state"):
             full_state = self._rank.full_state()
         save_model(self.model, source, directory, full_state)
 
@@ -239,12 +239,6 @@ class Learner:
         """Calls a method of Rank in every rank, with the same arguments."""
         with self._dispatched(method, *arguments):
             getattr(self._rank, method)(*arguments)
-
-    @contextmanager
-    def _gathering(self, what: Gathered) -> Iterator[None]:
-        """The other ranks join the gather that rank 0 makes in the block."""
-        with self._dispatched("join_gather", what):
-            yield
 
     @contextmanager
     def _dispatched(self, method: str, *arguments: Any) -> Iterator[None]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from async_opd.core.samples import Sample
-from trainer.batches.packing import Packed, Vocabularies, pack
+from trainer.batches.packing import Vocabularies, pack
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import Head, Objective
 from trainer.losses.report import Metrics
@@ -166,15 +166,12 @@ class Rank:
         metrics: Metrics = {}
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
         if self._ranks > 1 or len(packed.rows):
-            loss, metrics = self._loss(packed.to(self.device))
+            with self.precision():
+                loss, metrics = self._student_loss(packed.to(self.device))
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self._ranks)
         self.tokens += sum(sample.rollout.tokens for sample in micro_batch.samples)
         return metrics if micro_batch.counts else {}
-
-    def _loss(self, packed: Packed) -> tuple[torch.Tensor, Metrics]:
-        with self.precision():
-            return self._student_loss(packed)  # type: ignore[no-any-return]
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of the forward pass: autocast to bfloat16, or nothing."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import safe_open
 
 from async_opd.core.errors import StageError
 from async_opd.models.lm_head import HeadFiles, LogitShape, TensorPlace
@@ -98,15 +99,9 @@ def read_head(
         raise StageError("trainer", f"teacher {name}: {error.message}", error.remedy) from error
 
     def read(place: TensorPlace) -> torch.Tensor:
-        return _rows(place, vocabulary).to(device=device, dtype=dtype)
+        with safe_open(place.file, "pt") as tensors:
+            rows: torch.Tensor = tensors.get_slice(place.name)[:vocabulary]
+        return rows.to(device=device, dtype=dtype)
 
     bias = None if files.bias is None else read(files.bias)
     return TeacherHead(name, read(files.weight), bias, files.shape)
-
-
-def _rows(place: TensorPlace, count: int) -> torch.Tensor:
-    from safetensors import safe_open
-
-    with safe_open(place.file, "pt") as tensors:
-        rows: torch.Tensor = tensors.get_slice(place.name)[:count]
-    return rows

@@ -85,7 +85,7 @@ class TokenWeighting:
         rewarded = self._weights(samples, self.mask_truncated_rewards)
         rewards, groups = rewards_of(samples), groups_of(samples)
         if self.mask_truncated_rewards:
-            groups = [[i for i in group if not _cut_off(samples[i])] for group in groups]
+            groups = [[i for i in group if not _is_truncated(samples[i])] for group in groups]
         values = advantages(rewards, groups, self.normalize)
         token_weights = [
             TokenWeight(self.weight * mine, self.reward_weight * alike, value)
@@ -104,14 +104,13 @@ class TokenWeighting:
         self, samples: Sequence[Sample], masked: bool, own: Sequence[float] | None = None
     ) -> list[float]:
         """The weight of each sample's tokens; ``masked``: of truncated ones 0, as if empty."""
-        left_out = [masked and _cut_off(sample) for sample in samples]
+        counts = [not (masked and _is_truncated(sample)) for sample in samples]
         lengths = [
-            0 if out else len(sample.rollout.response_ids)
-            for sample, out in zip(samples, left_out, strict=True)
+            len(s.rollout.response_ids) * one for s, one in zip(samples, counts, strict=True)
         ]
         weights = token_weights(lengths, self.reduction, self.max_tokens, own)
-        return [0.0 if out else w for w, out in zip(weights, left_out, strict=True)]
+        return [weight * one for weight, one in zip(weights, counts, strict=True)]
 
 
-def _cut_off(sample: Sample) -> bool:
+def _is_truncated(sample: Sample) -> bool:
     return sample.rollout.finish_reason == "length"

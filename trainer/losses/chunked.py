@@ -112,13 +112,9 @@ class _ChunkPass:
     compute: torch.dtype
     shape: LogitShape
     wanted: tuple[bool, ...]
-    count: int = 0
-    scratch: torch.Tensor | None = None
-    metrics: Metrics = field(default_factory=dict)
-
-    @property
-    def _widest(self) -> int:
-        return max((head.vocabulary for head in self.heads.values()), default=0)
+    count: int = field(init=False)
+    scratch: torch.Tensor = field(init=False)
+    metrics: Metrics = field(init=False)
 
     def __call__(
         self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
@@ -131,9 +127,11 @@ class _ChunkPass:
         ]
         matrix = weight.to(self.compute)
         own = weight.shape[0] * (1 if self.shape.soft_cap is None else 2)  # slope_of has its own
-        row = (own + self._widest) * precise.itemsize
+        widest = max((head.vocabulary for head in self.heads.values()), default=0)
+        row = (own + widest) * precise.itemsize
         self.count = min(max(CHUNK_BYTES[hidden.device.type] // row, 1), len(hidden))
         logits = hidden.new_empty((self.count, weight.shape[0]), dtype=precise)
+        self.scratch = logits.new_empty(self.count * widest)
         if self.objective.needs_response_ratios:
             ratios = self._response_log_ratios(hidden, matrix, bias, logits)
             self.tokens = replace(self.tokens, response_log_ratios=ratios)
@@ -174,7 +172,7 @@ class _ChunkPass:
 
     def _losses(self, logits: torch.Tensor, rows: slice, states: TeacherStates | None) -> Metrics:
         """Overwrites a chunk's logits by their gradient, tile by tile; returns the values [n]."""
-        teacher = None if states is None else self._teacher(states, rows, logits)
+        teacher = None if states is None else self._teacher(states, rows)
         run = run_objective(self.objective, logits.device.type)
         step = len(logits)
         if logits.device.type == "cpu":
@@ -190,12 +188,10 @@ class _ChunkPass:
                 shaped.mul_(slope)
         return concat_metrics(reports)
 
-    def _teacher(self, states: TeacherStates, rows: slice, logits: torch.Tensor) -> torch.Tensor:
+    def _teacher(self, states: TeacherStates, rows: slice) -> torch.Tensor:
         """The teacher's logits [n, V_teacher] of a chunk, in the scratch buffer."""
         head = self.heads[states.teacher]
         part = states.states[rows.start - states.start : rows.stop - states.start]
-        if self.scratch is None:
-            self.scratch = logits.new_empty(self.count * self._widest)
         out = self.scratch[: len(part) * head.vocabulary].view(len(part), head.vocabulary)
         return head.logits(part, out)
 

@@ -72,12 +72,11 @@ def check_student(
 
 @dataclass(frozen=True)
 class _Probe:
-    """Two sequences of tokens with their positions, [1, n] each."""
+    """Two sequences: inputs of the model by name, [1, n] each."""
 
     model: Any
     modules: DecoderAndHead
-    ids: tuple[torch.Tensor, ...]
-    positions: tuple[torch.Tensor, ...]
+    sequences: tuple[dict[str, torch.Tensor], ...]
 
     @classmethod
     def of(
@@ -87,28 +86,23 @@ class _Probe:
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limit = longest or positions or DEFAULT_POSITIONS
         starts = (max(limit - LENGTHS[0], 0), 0)  # falls: transformers separates them by that
-        ids = tuple(torch.arange(1, n + 1, device=device)[None] % rows for n in LENGTHS)
-        places = tuple(
-            torch.arange(start, start + n, device=device)[None]
-            for start, n in zip(starts, LENGTHS, strict=True)
+        ranges = (torch.arange(length, device=device)[None] for length in LENGTHS)
+        sequences = (
+            {"input_ids": (one + 1) % rows, "position_ids": one + start}
+            for one, start in zip(ranges, starts, strict=True)
         )
-        return cls(model, modules, ids, places)
+        return cls(model, modules, tuple(sequences))
 
     def packed(self) -> torch.Tensor:
         """Logits [12, V], float32, as the trainer computes them."""
-        states = self.modules.decoder(
-            input_ids=torch.cat(self.ids, dim=1),
-            position_ids=torch.cat(self.positions, dim=1),
-            use_cache=False,
-        ).last_hidden_state[0]
+        first, second = self.sequences
+        inputs = {name: torch.cat([first[name], second[name]], dim=1) for name in first}
+        states = self.modules.decoder(**inputs, use_cache=False).last_hidden_state[0]
         return shape_logits(self.modules.linear(states).float(), self.modules.shape)
 
     def alone(self) -> torch.Tensor:
         """Logits [12, V], float32, as the model itself computes them, one sequence at a time."""
-        logits = [
-            self.model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]
-            for ids, positions in zip(self.ids, self.positions, strict=True)
-        ]
+        logits = [self.model(**one, use_cache=False).logits[0] for one in self.sequences]
         return torch.cat(logits).float()
 
 
