@@ -42,6 +42,7 @@ from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import Interval, Queue
+from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import TraceSink
@@ -236,6 +237,7 @@ async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
         ),
     )
     progress = Progress(steps)
+    write_run_format(run_dir)
     with (
         RunLog(run_config, run_dir, sinks=[TraceSink(run_dir), progress]) as log,
         Journal(run_dir / LEDGER) as journal,
