@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
 
 import numpy as np
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import first_cause
+from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs
 from async_opd.core.stages import StageReport
 from async_opd.observability.activity import Activity
 
-Item = TypeVar("Item")
-Result = TypeVar("Result")
 COUNTERS = ("tokens", "samples", "batches", "gap", "gap_tokens")
 
 
@@ -31,11 +28,13 @@ class ScoringMeter:
         self.activity = Activity("score")
         self._counters = dict.fromkeys(COUNTERS, 0.0)
 
-    async def score(self, batch: Batch, score: Callable[[Rollout], Awaitable[Sample]]) -> Batch:
+    async def score(
+        self, batch: Batch, score: Callable[[Rollout], Coroutine[Any, Any, Sample]]
+    ) -> Batch:
         """The samples of a batch of rollouts, in order; see ``gather_or_cancel``."""
         rollouts = unpack(Rollout, [batch])
         with self.activity.busy():
-            samples = await gather_or_cancel(score, rollouts)
+            samples = await gather_or_cancel(*map(score, rollouts))
         self._counters["batches"] += 1
         self.add(samples)
         return Batch.pack(samples)
@@ -63,19 +62,3 @@ class ScoringMeter:
             busy=self.activity.drain(),
             waits_for="" if self.activity.depth else "rollouts",
         )
-
-
-async def gather_or_cancel(
-    work: Callable[[Item], Awaitable[Result]], items: Sequence[Item]
-) -> list[Result]:
-    """Results in order. The first error cancels the other works, and is raised."""
-
-    async def one(item: Item) -> Result:
-        return await work(item)
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(item)) for item in items]
-    except ExceptionGroup as errors:
-        raise first_cause(errors) from errors
-    return [task.result() for task in tasks]

@@ -24,9 +24,10 @@ from async_opd.config.reliability import SupervisionConfig
 from async_opd.config.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.deadline import Timer
-from async_opd.core.errors import LeaseExpired, StageError, first_cause
+from async_opd.core.errors import LeaseExpired, StageError
 from async_opd.core.lease import Lease
 from async_opd.core.liveness import Progress
+from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,
@@ -180,13 +181,10 @@ class ScorerStage:
         while (teacher := backlog.next_teacher) is not None:
             pool = self._pools[teacher]
             await pool.slots.wake()
-            try:
-                async with asyncio.TaskGroup() as group:
-                    # one at least: without a replica it raises NoReplica
-                    for _ in range(IN_FLIGHT * max(len(pool.slots.members.left), 1)):
-                        group.create_task(self._score_backlog_of(teacher, backlog))
-            except ExceptionGroup as errors:
-                raise first_cause(errors) from errors
+            loops = IN_FLIGHT * max(len(pool.slots.members.left), 1)  # one to raise NoReplica
+            await gather_or_cancel(
+                *(self._score_backlog_of(teacher, backlog) for _ in range(loops))
+            )
             await pool.slots.sleep()
         backlog.end()
 

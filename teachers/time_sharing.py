@@ -20,8 +20,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from async_opd.core.deadline import Deadline
-from async_opd.core.errors import StageError, StageTimeout, first_cause
+from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.liveness import Progress, ProgressWatchdog
+from async_opd.core.race import gather_or_cancel
 from async_opd.core.stages import SyncReport, TeacherScorer, WeightSync
 
 KEY = "timeouts.request_s"
@@ -214,10 +215,4 @@ class TimeSharingScorer:
 
     async def run(self) -> None:
         """See TeacherScorer.run."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._inner.run(), name="scorer")
-                for sharing in self._sharing:
-                    group.create_task(sharing.endless(), name="GPU time sharing")
-        except ExceptionGroup as errors:
-            raise first_cause(errors) from errors
+        await gather_or_cancel(self._inner.run(), *(each.endless() for each in self._sharing))

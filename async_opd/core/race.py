@@ -1,10 +1,12 @@
-"""One wait for the first of several."""
+"""Waits for several works: for the first of them, or for all."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
-from typing import TypeVar
+from collections.abc import Awaitable, Coroutine
+from typing import Any, TypeVar
+
+from async_opd.core.errors import first_cause
 
 Result = TypeVar("Result")
 
@@ -26,3 +28,13 @@ async def race(*works: Awaitable[Result]) -> Result:
         # gather retrieves the errors, and waits for all of them even when it is cancelled itself
         await asyncio.gather(*tasks, return_exceptions=True)
     return first.result()
+
+
+async def gather_or_cancel(*works: Coroutine[Any, Any, Result]) -> list[Result]:
+    """The results of all works, in order. The first error cancels the others, and is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(work) for work in works]
+    except ExceptionGroup as errors:
+        raise first_cause(errors) from errors
+    return [task.result() for task in tasks]

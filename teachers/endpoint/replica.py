@@ -21,6 +21,7 @@ import numpy as np
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
+from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import rollout_uid
@@ -33,7 +34,7 @@ from teachers.endpoint.api import (
     scores_of,
 )
 from teachers.endpoint.spec import EndpointSpec
-from teachers.meter import ScoringMeter, gather_or_cancel
+from teachers.meter import ScoringMeter
 from teachers.offload import LARGE
 
 Result = TypeVar("Result")
@@ -104,8 +105,7 @@ class EndpointReplica:
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The server's own answers, ``sampling.n`` to each prompt, in order."""
 
-        async def sample(asked: tuple[Prompt, int]) -> Rollout:
-            prompt, index = asked
+        async def sample(prompt: Prompt, index: int) -> Rollout:
             answer = await self._ask(
                 self._api.sample(prompt.seen_by_teacher, sampling, self._spec.eos_ids)
             )
@@ -114,8 +114,8 @@ class EndpointReplica:
             return Rollout.answer(rollout_uid(prompt.uid, index), prompt, ids, finish)
 
         with self._meter.activity.busy():
-            asked = [(prompt, index) for prompt in prompts for index in range(sampling.n)]
-            return await gather_or_cancel(sample, asked)
+            asked = (sample(prompt, index) for prompt in prompts for index in range(sampling.n))
+            return await gather_or_cancel(*asked)
 
     def _check_sampled(self, ids: list[int], max_tokens: int) -> None:
         """StageError for more than ``max_tokens``, or for one that the student does not have."""

@@ -1,4 +1,4 @@
-"""The first of several works ends the others."""
+"""The first of several works, or their first error, ends the others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.race import race
+from async_opd.core.race import gather_or_cancel, race
 
 
 async def value(number: int, turns: int = 0) -> int:
@@ -91,3 +91,14 @@ async def test_a_task_that_wins_keeps_its_result() -> None:
     task = asyncio.create_task(value(7))
     assert await race(task, Endless()()) == 7
     assert task.result() == 7
+
+
+async def test_gathered_results_are_in_the_order_of_the_works() -> None:
+    assert await gather_or_cancel(value(1, 3), value(2)) == [1, 2]
+
+
+async def test_the_first_error_of_gathered_works_is_raised_and_ends_the_others() -> None:
+    other = Endless()
+    with pytest.raises(ValueError, match="bad"):
+        await gather_or_cancel(other(), fail(1))
+    assert other.ended
