@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import tempfile
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, overload
@@ -25,6 +26,7 @@ class StoredRows(Sequence[Row]):
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(dir=temporary_folder())  # noqa: SIM115
+        weakref.finalize(self, self._file.close)
         self._ends = array("Q")
 
     def append(self, row: Row) -> None:
@@ -45,7 +47,7 @@ class StoredRows(Sequence[Row]):
             return [self[one] for one in range(len(self))[at]]
         at = range(len(self))[at]
         self._file.seek(self._ends[at - 1] if at else 0)
-        row: Row = pickle.load(self._file)  # nobody else can write to a file without a name
+        row: Row = pickle.load(self._file)  # no other process can write to a file without a name
         return row
 
     def __iter__(self) -> Iterator[Row]:
