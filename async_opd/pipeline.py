@@ -43,6 +43,7 @@ from async_opd.core.stages import (
     STALE,
     Log,
     Queue,
+    Rollouter,
     Stages,
     StepReport,
     TeacherScorer,
@@ -56,6 +57,9 @@ Result = TypeVar("Result")
 
 LAST_EVENTS_S = 5.0
 """Seconds that a failing run waits for the last events of a stage that may have died."""
+
+
+Teller = Queue | Rollouter | TeacherScorer
 
 
 @dataclass
@@ -99,6 +103,7 @@ class Pipeline:
                     coroutines.create_task(_endless("supervision", supervising)),
                     coroutines.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     coroutines.create_task(_endless("scorer", self.stages.scorer.run())),
+                    coroutines.create_task(self._forward_events(self.stages.rollouter)),
                     coroutines.create_task(self._forward_events(self.stages.scorer)),
                     coroutines.create_task(self._forward_events(self.stages.queue)),
                 ]
@@ -281,12 +286,12 @@ class Pipeline:
         self.run_state.supply.ungraded(measured.lost)
         self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
 
-    async def _forward_events(self, who: Queue | TeacherScorer) -> None:
+    async def _forward_events(self, who: Teller) -> None:
         """Writes a stage's events to the log as they come, also while no step ends."""
         while True:
             await self._forward_once(who)
 
-    async def _forward_once(self, who: Queue | TeacherScorer, wait: bool = True) -> bool:
+    async def _forward_once(self, who: Teller, wait: bool = True) -> bool:
         """Forwards the next events; whether there were any."""
         events = await who.events(self._seen_events[id(who)], wait)
         self._seen_events[id(who)] = events.seen
@@ -298,7 +303,7 @@ class Pipeline:
         """Forwards the events before the error that ends the run, which may explain it."""
         with suppress(AsyncOPDError, TimeoutError):
             async with asyncio.timeout(LAST_EVENTS_S):
-                for who in (self.stages.scorer, self.stages.queue):
+                for who in (self.stages.rollouter, self.stages.scorer, self.stages.queue):
                     while await self._forward_once(who, wait=False):
                         pass
 

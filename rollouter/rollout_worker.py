@@ -58,9 +58,11 @@ class RolloutWorker:
     async def run(self) -> None:
         """Works until stopped or cancelled; raises the first error of a rollout.
 
-        What is not in the queue by then never will be; it can run again.
+        What is not in the queue by then never will be; it can run again. A call while it works
+        joins it: whoever supervises the replica may die, and another one goes on.
         """
-        self._work = asyncio.create_task(self._pull(), name="worker")
+        if self._work is None or self._work.done():
+            self._work = asyncio.create_task(self._pull(), name="worker")
         try:
             await asyncio.wait({self._work})
         finally:

@@ -23,9 +23,10 @@ from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress
 from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import PROMPTS, Queue, SamplingSpec, StageReport
+from async_opd.core.stages import PROMPTS, Events, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
+from async_opd.processes.event_log import EventLog
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.queue.sizes import calls
 
@@ -82,10 +83,9 @@ class RollouterStage:
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see patience.answer_s.
         """
-        self._supervision = supervision or SupervisionConfig()
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
-            supervision=self._supervision,
+            supervision=supervision or SupervisionConfig(),
             serve=lambda member: member.value.run(),
             alive=self._alive,
             leave=lambda member: queue.release(PROMPTS, member.value.consumer),
@@ -94,16 +94,13 @@ class RollouterStage:
             needed=1,
         )
         self.members = MemberSet("rollout", replicas, policy, timer)
+        self._event_log = EventLog()
+        self.members.listen(lambda event: self._event_log.append(str(event)))
         self._progress = CombinedProgress({}, answer_s, timer)
 
     async def run(self) -> None:
         """Until cancelled, or until the last replica is gone: then its error."""
         await self.members.run()
-
-    async def halt(self) -> None:
-        """After ``run`` was cancelled: the replicas stop too. ``run`` can begin again."""
-        bound = self._supervision.timeout_s
-        await self.members.ask(bound, "stopping", lambda replica: replica.stop())
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """Evaluation: the prompts spread evenly over the replicas, results in order.
@@ -131,6 +128,10 @@ class RollouterStage:
         """The tokens of all replicas; see ``CombinedProgress``."""
         self._progress.asks = {m.name: m.value.progress for m in self.members.serving}
         return await self._progress()
+
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """See Rollouter."""
+        return await self._event_log.after(seen, wait)
 
     async def report(self) -> StageReport:
         """All serving replicas' reports as one; ``rebuilds`` is a total since the start."""

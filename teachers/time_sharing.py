@@ -72,15 +72,19 @@ class GpuTimeSharing:
         lock: asyncio.Lock,
         *,
         sleep_timeout_s: float,
+        held: bool = False,
     ) -> None:
         """``hosts()`` returns those that are alive now.
+
+        ``held`` says that ``lock`` is taken already: who alternated them before may have died in a
+        scoring phase. ``run`` releases it when the hosts work again.
 
         A host finishes its requests before it sleeps, however long they take: ``sleep_timeout_s``
         bounds the seconds without a new token. It also bounds the seconds that waking up takes.
         """
         self.lock = lock
         self.backlogs = 0
-        self._asleep = False  # from SLEEP until all hosts work again
+        self._asleep = held  # from SLEEP until all hosts work again
         self._name = name
         self._hosts = hosts
         self._teachers = teachers

@@ -14,11 +14,7 @@ from typing import Any
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
-from async_opd.cluster.proxies import (
-    QueueProxy,
-    StudentProxy,
-    TeacherProxy,
-)
+from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.loss import score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
@@ -76,7 +72,7 @@ class ActorFactory:
 
     async def queue(self) -> QueueActor:
         """The message queue."""
-        queue = QueueActor(await self._create(actor_names.QUEUE, restarts=True), self.config)
+        queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
         await queue.build()
         return queue
 
@@ -226,7 +222,7 @@ class ActorFactory:
     async def trainer(self, queue: QueueProxy) -> TrainerActor:
         """The trainer: all of its ranks, each after the teachers on its GPU."""
         first, *others = ranks = [
-            await self._create(
+            await self.create(
                 actor_names.trainer(rank),
                 env={"OMP_NUM_THREADS": str(self.config.train.threads)},
                 gpus=int(self.device == "cuda"),
@@ -247,7 +243,7 @@ class ActorFactory:
         )
         rebuild = _RebuildTeacher(actor_factory)
         scorer = ScorerActor(
-            await self._create(actor_names.SCORER, restarts=True),
+            await self.create(actor_names.SCORER, restarts=True),
             self.config,
             teachers,
             queue,
@@ -285,7 +281,7 @@ class ActorFactory:
         if engine_gpus:
             env = engine_env(self.device)
             gpus = engine_gpus if self.device == "cuda" and place is None else 0
-        remote = await self._create(actor, env=env, gpus=gpus, place=place)
+        remote = await self.create(actor, env=env, gpus=gpus, place=place)
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
             await (build() if host is None else self._build_after_teachers(*host, remote, build))
@@ -296,7 +292,7 @@ class ActorFactory:
             self.engines.append(remote)  # what is not built cannot be shut down, only killed
         return remote
 
-    async def _create(
+    async def create(
         self,
         actor: ActorName,
         *,
@@ -305,6 +301,7 @@ class ActorFactory:
         restarts: bool = False,
         place: ActorPlacement | None = None,
     ) -> Remote:
+        """Starts an actor's process, which ``close`` will end."""
         create = partial(
             Remote.create,
             actor.name,

@@ -1,6 +1,7 @@
 """The names by which Ray shows a run: ``ray list actors``, and the dashboard of its cluster.
 
     <run>/queue                                 MessageQueue
+    <run>/rollouter                             Rollouter
     <run>/rollouter/replica/0 …                 StudentReplica
     <run>/teacher_scorer                        TeacherScorer
     <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
@@ -35,12 +36,13 @@ class ActorName:
 
 
 QUEUE = ActorName("queue", "queue", "MessageQueue")
+ROLLOUTER = ActorName("rollouter", "rollouter", "Rollouter")
 SCORER = ActorName("scorer", "teacher_scorer", "TeacherScorer")
 
 
 def student(index: int) -> ActorName:
     """A replica of the student."""
-    return ActorName(f"student/{index}", f"rollouter/replica/{index}", "StudentReplica")
+    return ActorName(f"student/{index}", f"{ROLLOUTER.path}/replica/{index}", "StudentReplica")
 
 
 def teacher(teacher: str, index: int) -> ActorName:

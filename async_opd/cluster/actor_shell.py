@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import inspect
 import os
 import socket
 from collections.abc import Callable
@@ -113,9 +114,10 @@ class ActorShell:
         return address, int(listener.getsockname()[1]), listener.detach()
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
-        """Imports ``module:callable`` and calls it."""
+        """Imports ``module:callable`` and calls it; a coroutine function is awaited."""
         module, _, name = factory.partition(":")
-        self._object = getattr(_imported(module), name)(*args)
+        made = getattr(_imported(module), name)(*args)
+        self._object = await made if inspect.isawaitable(made) else made
         self._built.set()
 
     async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:

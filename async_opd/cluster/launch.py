@@ -8,11 +8,11 @@ queue ─┬─ student/0 … student/N-1     rollouter
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 
@@ -21,27 +21,21 @@ from async_opd.checks.resources import pools
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
 from async_opd.cluster.proxies import (
     QueueProxy,
+    RollouterProxy,
     ScorerProxy,
-    StudentProxy,
     TrainerProxy,
 )
+from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import SelfTeacher
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
-from async_opd.core.liveness import answer_s
 from async_opd.core.stages import TeacherScorer, WeightSync
 from async_opd.models.engine_args import Device
-from async_opd.processes.members import Member
-from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
-from rollouter.stage import RollouterStage
 from teachers.protocols import TeacherWeights
-from teachers.time_sharing import GpuHost, GpuTimeSharing, LockedSync, SharedLock, TimeSharingScorer
-
-Gpus = AbstractAsyncContextManager[None]
-"""Entered by whoever needs the GPUs of a pool; nobody else has them meanwhile."""
+from teachers.time_sharing import GpuTimeSharing, TimeSharingScorer
 
 
 @dataclass(frozen=True)
@@ -49,11 +43,10 @@ class LaunchedStages:
     """Everything the pipeline talks to."""
 
     queue: QueueProxy
-    rollouter: RollouterStage
+    rollouter: RollouterProxy
     scorer: TeacherScorer
     trainer: TrainerProxy
     sync: WeightSync
-    broadcast: BroadcastSync
     singletons: SingletonActors
 
     async def supervise(
@@ -67,9 +60,7 @@ class LaunchedStages:
 
         The trainer has the student's first weights. Raises if the trainer died too often.
         """
-        await self.rollouter.halt()
         await self.singletons.rebuild_all(error)
-        await self.broadcast.forget()
 
 
 @asynccontextmanager
@@ -128,83 +119,30 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
     }
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
-    gpus = asyncio.Lock()
-    rebuilding = _rebuilding(config, gpus)
-    rollouter, broadcast = await _rollouts(actor_factory, queue, trainer, students, rebuilding)
     scoring = await actor_factory.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
-    synced = _refreshing(actor_factory, broadcast, trainer, scorer, scoring.weights)
-    turns = _turns(config, scorer, rollouter, trainer, gpus)
+    rollouts = await RollouterActor.start(actor_factory, students, queue, trainer, scorer)
+    stages = (queue_actor, scoring, rollouts, training)
     return LaunchedStages(
         queue,
-        rollouter,
-        TimeSharingScorer(scorer, list(turns.values())) if turns else scorer,
+        rollouts.proxy,
+        _sharing_gpus(config, scorer, trainer),
         trainer,
-        LockedSync(synced, gpus) if "rollout" in turns else synced,
-        broadcast,
-        SingletonActors(config, actor_factory.notify, queue_actor, scoring, training),
+        _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
+        SingletonActors(config, actor_factory.notify, *stages),
     )
 
 
-def _turns(
-    config: RunConfig,
-    scorer: ScorerProxy,
-    rollouter: RollouterStage,
-    trainer: TrainerProxy,
-    gpus: asyncio.Lock,
-) -> dict[str, GpuTimeSharing]:
-    """One for each pool that shares its GPUs with teachers; ``gpus`` are the rollout pool's."""
-    hosts: dict[str, Callable[[], Mapping[str, GpuHost]]] = {
-        "rollout": lambda: {m.name: cast(GpuHost, m.value) for m in rollouter.members.serving},
-        "train": lambda: {"trainer": trainer},
-    }
-    shared = {teacher.host for teacher in config.teachers.values() if teacher.host is not None}
-    bound = config.timeouts.request_s
-    locks = {"rollout": gpus, "train": asyncio.Lock()}
-    return {
-        name: GpuTimeSharing(name, hosts[name], scorer, locks[name], sleep_timeout_s=bound)
-        for name in sorted(shared)
-    }
+def _sharing_gpus(config: RunConfig, scorer: ScorerProxy, trainer: TrainerProxy) -> TeacherScorer:
+    """The scoring stage, and its turns with the trainer if teachers are on the trainer's GPUs.
 
-
-def _rebuilding(config: RunConfig, gpus: asyncio.Lock) -> Gpus:
-    """What student replicas that are built again hold, several at once.
-
-    Nothing where no teacher shares their GPUs.
+    Those on the rollout replicas' GPUs take turns in the rollouter's actor.
     """
-    shared = any(teacher.host == "rollout" for teacher in config.teachers.values())
-    return SharedLock(gpus) if shared else nullcontext()
-
-
-async def _rollouts(
-    actor_factory: ActorFactory,
-    queue: QueueProxy,
-    trainer: TrainerProxy,
-    students: list[StudentProxy],
-    gpus: Gpus,
-) -> tuple[RollouterStage, BroadcastSync]:
-    """The pool of student replicas, and the weight sync to those of its members that serve."""
-    config = actor_factory.config
-    rebuild = _RebuildStudent(actor_factory, queue, gpus)
-    rollouter = RollouterStage(
-        {student.name: student for student in students},
-        queue,
-        rebuild,
-        config.supervision,
-        answer_s=answer_s(config.timeouts.stall_s, depth=2),
-    )
-    rollouter.members.listen(lambda event: actor_factory.notify(str(event)))
-    rebuild.sync = sync = BroadcastSync(
-        trainer,
-        rollouter.members,
-        await asyncio.gather(*(student.ready() for student in students)),
-        on_sync=config.async_.on_sync,
-        timeout_s=config.sync.timeout_s,
-        rolling=config.sync.rolling,
-        tries=config.sync.tries,
-    )
-    await sync.connect()
-    return rollouter, sync
+    if all(teacher.host != "train" for teacher in config.teachers.values()):
+        return scorer
+    bound, hosts = config.timeouts.request_s, {"trainer": trainer}
+    turns = GpuTimeSharing("train", lambda: hosts, scorer, asyncio.Lock(), sleep_timeout_s=bound)
+    return TimeSharingScorer(scorer, [turns])
 
 
 def _refreshing(
@@ -241,35 +179,6 @@ def _refreshing(
         lambda: [config.version_after(step) for step in store.begun()],
     )
     return RefreshingSync(sync, every, trainer.save, load, copies, actor_factory.notify)
-
-
-@dataclass
-class _RebuildStudent:
-    """Builds replicas of the student anew, and has them join the weight sync.
-
-    ``gpus`` waits for the turn of the teachers that share the students' GPUs, if any do.
-    """
-
-    actor_factory: ActorFactory
-    queue: QueueProxy
-    gpus: Gpus
-    sync: BroadcastSync | None = None
-
-    async def __call__(self, member: Member[StudentProxy]) -> StudentProxy:
-        """See rollouter.stage.RebuildStudent."""
-        member.value.kill()
-        async with self.gpus:
-            return await self._built(member.index, member.incarnation + 1)
-
-    async def _built(self, index: int, life: int) -> StudentProxy:
-        assert self.sync is not None
-        student = await self.actor_factory.student(index, self.queue, life)
-        try:
-            await self.sync.rejoin(index, student, await student.ready())
-        except BaseException:
-            student.kill()
-            raise
-        return student
 
 
 def _enough_gpus(config: RunConfig) -> None:

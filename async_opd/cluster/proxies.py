@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.rollouter_actor import RollouterService
 from async_opd.queue.message_queue import MessageQueue
 from teachers.stage import ScorerStage
 
@@ -107,6 +108,21 @@ class StudentProxy(Proxy):
     idle = remote(StudentReplica.idle, NO_TIMEOUT)
     sleep = remote(StudentReplica.sleep, NO_TIMEOUT)
     wake = remote(StudentReplica.wake, NO_TIMEOUT)
+
+
+class RollouterProxy(Proxy):
+    """``async_opd.core.stages.Rollouter`` in its actor, whose calls to replicas have bounds."""
+
+    run = remote(RollouterService.run, NO_TIMEOUT, again=True)
+    generate = remote(RollouterService.generate, NO_TIMEOUT, again=True)
+    progress = remote(RollouterService.progress, NO_TIMEOUT, again=True)
+    events = remote(RollouterService.events, NO_TIMEOUT, again=True)
+    report = remote(RollouterService.report, again=True)
+    connect = remote(RollouterService.connect, NO_TIMEOUT, again=True)
+    snapshot = remote(RollouterService.snapshot, NO_TIMEOUT, again=True)
+    push = remote(RollouterService.push, NO_TIMEOUT, again=True)
+    replica_orders = remote(RollouterService.replica_orders, NO_TIMEOUT, again=True)
+    deliver = remote(RollouterService.deliver, NO_TIMEOUT, again=True)
 
 
 class TeacherProxy(Proxy):

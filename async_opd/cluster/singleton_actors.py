@@ -1,9 +1,10 @@
-"""The stages of which there is one: queue, scorer, trainer. Each can be built again.
+"""The stages of which there is one: queue, scorer, rollouter, trainer. Each can be built again.
 
-queue    dies: built again, empty; the ledger issues again what is in flight
-scorer   dies: built again; what it had taken from the queue goes back
-trainer  dies, or any of its ranks: all ranks are built again, and the run goes on from a checkpoint
-         (async_opd.training); the queue is emptied, the scorer hands its replicas over to the next
+queue      dies: built again, empty; the ledger issues again what is in flight
+scorer     dies: built again; what it had taken from the queue goes back
+rollouter  dies: built again, over the same replicas; all of them get the newest weights once more
+trainer    dies, or any of its ranks: all ranks are built again, and the run goes on from a
+           checkpoint (async_opd.training); all others are replaced, student replicas stop first
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
@@ -28,6 +29,9 @@ from async_opd.queue.sizes import payloads
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
+
+if TYPE_CHECKING:
+    from async_opd.cluster.rollouter_replicas import RollouterActor
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
@@ -65,8 +69,7 @@ class QueueActor(SingletonActor):
         """See SingletonActor."""
         config = self.config
         limits = (config.queue.max_samples, config.queue.max_mib << 20, config.queue.lease_s)
-        names = topics(config.teachers)
-        args = (names, *limits, None, (PROMPTS, STALE, DEAD))
+        args = (topics(config.teachers), *limits, None, (PROMPTS, STALE, DEAD))
         path = "async_opd.queue.message_queue:MessageQueue"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
 
@@ -176,6 +179,7 @@ class SingletonActors:
     notify: Callable[[str], None]
     queue: QueueActor
     scorer: ScorerActor
+    rollouter: RollouterActor
     trainer: TrainerActor
 
     def __post_init__(self) -> None:
@@ -183,7 +187,8 @@ class SingletonActors:
         self._step: Callable[[], int] = int
         self._reissue: Callable[[], object] = int  # nothing
         self._bound = self.config.supervision.timeout_s
-        self.members = self._members("stages", [self.queue, self.scorer], self._rebuilt)
+        restarted = [self.queue, self.scorer, self.rollouter]
+        self.members = self._members("stages", restarted, self._rebuilt)
         self.trainers = self._members(TRAINER, [self.trainer], self._as_new)
 
     def _members(
@@ -221,10 +226,11 @@ class SingletonActors:
         async with asyncio.TaskGroup() as group:
             self._reissue = lambda: group.create_task(reissue())
             group.create_task(self.members.run())
+            group.create_task(self.rollouter.supply())
             group.create_task(self._until_the_trainer_dies())
 
     async def rebuild_all(self, error: StageError) -> None:
-        """After the trainer's death: all three as new.
+        """After the trainer's death: all of them as new.
 
         Whatever dies or fails meanwhile is one more death; the last one's error if there were too
         many.
@@ -243,7 +249,7 @@ class SingletonActors:
         raise ProcessDied(TRAINER, who + error.cause, error.remedy) from error
 
     async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
-        """Queue or scorer, in a process that Ray has started already."""
+        """One in a process that Ray has started already."""
         try:
             await member.value.build()
         except StageError as failed:
@@ -253,10 +259,12 @@ class SingletonActors:
         return member.value
 
     async def _as_new(self, member: Member[SingletonActor]) -> SingletonActor:
-        """The trainer; queue and scorer are replaced with it."""
-        queue, scorer = self.members.all
+        """The trainer; all others are replaced with it."""
+        queue, scorer, rollouter = self.members.all
         try:
             await self.trainer.end(self._bound)
+            await self._end(self.rollouter, self.rollouter.stop)
+            await self.rollouter.halt_replicas(self._bound)
             await self._end(self.scorer, self.scorer.hand_over)
             close = self.queue.remote.call
             await self._end(self.queue, lambda bound: close("close", timeout_s=bound))
@@ -267,17 +275,19 @@ class SingletonActors:
             self.trainer.restart()
             raise
         self.members.replaced(scorer, self.scorer)
+        self.members.replaced(rollouter, self.rollouter)
         return member.value
 
     async def _built_beside(self, queue: Member[SingletonActor]) -> None:
-        """Builds scorer and trainer. Raises the queue's failure as soon as the queue fails."""
+        """Builds all others. Raises the queue's failure as soon as the queue fails."""
 
         async def queue_failure() -> NoReturn:
             await self.members.watch(queue)
             assert queue.failure is not None
             raise queue.failure
 
-        building = _gather_or_cancel(self.scorer.build(), self.trainer.build())
+        others: list[SingletonActor] = [self.scorer, self.rollouter, self.trainer]
+        building = _gather_or_cancel(*(other.build() for other in others))
         await race(building, queue_failure())
 
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:

@@ -54,16 +54,16 @@ class SupervisionConfig(Section):
     """Restarts of one replica or stage that are not forgotten; the next failure is final."""
     window_s: float = Field(default=600, gt=0)
     """A restart longer ago than this is forgotten once the run has made progress since: for the
-    trainer, the queue and the scoring stage a step that had not been trained before, for a
-    student's replica a step during which it finished rollouts, for a teacher's a successful
+    trainer, the queue, the rollout and the scoring stage a step that had not been trained before,
+    for a student's replica a step during which it finished rollouts, for a teacher's a successful
     call."""
     delay_s: float = Field(default=1, gt=0)
     """Seconds before a restart: 0 before the first that is not forgotten, this before the second,
     then 3, 7, 15 … times as many. Probes of a teacher's replica that failed come after the same
     times, at most 30 s apart."""
     heartbeat_s: float = Field(default=10, gt=0)
-    """Seconds between two heartbeats of a student's replica, the queue, the scoring stage or a
-    rank. A teacher's replica has none: its calls and reports show failures."""
+    """Seconds between two heartbeats of a student's replica, the queue, the rollout stage, the
+    scoring stage or a rank. A teacher's replica has none: its calls and reports show failures."""
     timeout_s: float = Field(default=60, gt=0)
     """A member whose heartbeat has no answer within this time counts as dead, is ended and
     restarted."""

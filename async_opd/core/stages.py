@@ -195,6 +195,10 @@ class Rollouter(Protocol):
         """The tokens that the replicas have computed."""
         ...
 
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """What became of replicas after the line ``seen``; waits until there is something."""
+        ...
+
     async def report(self) -> StageReport:
         """What happened since the last report."""
         ...

@@ -17,9 +17,9 @@ What a kind of member needs is its ``Policy``:
 
     student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
     teacher replicas    are pushed and probed: whoever calls reports failures; readmitted or rebuilt
-    queue, scorer       are watched, and restarted; each of them is needed
+    queue, scorer, …    are watched, and restarted; each of them is needed
     trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``);
-                        queue and scorer are ``replaced`` with it, whatever their states were
+                        queue, scorer and rollouter are ``replaced`` with it, whatever their states
 
 Balancer, weight sync and GPU time sharing read the members' states, or listen to the events. A
 failure names the incarnation that it saw: an answer that comes after a rebuild changes nothing.

@@ -46,6 +46,9 @@ from async_opd.weight_sync.sync_group import (
     WeightSender,
 )
 
+Snapshot = tuple[int, WeightMeta]
+"""A version of the weights, and what is sent for it."""
+
 
 class BroadcastSync:
     """Implements ``async_opd.core.stages.WeightSync`` by one broadcast per group."""
@@ -60,13 +63,15 @@ class BroadcastSync:
         timeout_s: float,
         rolling: bool = False,
         tries: int = 1,
+        newest: Snapshot | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Every member that serves takes part; its value is a WeightReceiver.
 
         ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
         bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
-        bounds the time without a new token.
+        bounds the time without a new token. ``newest`` is the sender's
+        snapshot, where another coordinator had it made.
         """
         self._groups = SyncGroups(
             sender,
@@ -80,7 +85,7 @@ class BroadcastSync:
         self._members = members
         self._tries = tries
         self._clock = clock
-        self._snapshot: tuple[int, WeightMeta] | None = None
+        self.newest = newest
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
 
     # ── members ────────────────────────────────────────────────────────────────────────────────
@@ -97,9 +102,9 @@ class BroadcastSync:
         """
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
-            if self._snapshot is not None:
+            if self.newest is not None:
                 number = index if self._rolling else 1 + index
-                failures = await self._groups.update(number, [index], *self._snapshot)
+                failures = await self._groups.update(number, [index], *self.newest)
                 if failures:
                     self._groups.disband(number)
                     raise _worst(failures)
@@ -111,30 +116,24 @@ class BroadcastSync:
             if failures:
                 raise _worst(failures)
 
-    async def forget(self) -> None:
-        """Forgets snapshot and groups: the sender was restarted and has neither."""
-        async with self._lock:
-            self._snapshot = None
-            self._groups.forget_groups()
-
     # ── a sync ─────────────────────────────────────────────────────────────────────────────────
 
     async def snapshot(self, version: int, again: bool = False) -> None:
         """Copies the trainer's weights out as ``version``. ProcessDied if the trainer hangs."""
         async with self._lock:
             try:
-                self._snapshot = version, await self._groups.snapshot(version)
+                self.newest = version, await self._groups.snapshot(version)
             except StageTimeout as error:
                 raise _hangs(error) from error
 
     async def push(self) -> SyncReport:
         """Sends the snapshot to every member that serves, group by group."""
         async with self._lock:
-            if self._snapshot is None:
+            if self.newest is None:
                 raise WeightSyncError("weight sync", "push without a snapshot")
             started = self._clock()
             self._groups.restart_timings()
-            rounds = await self._push(*self._snapshot)
+            rounds = await self._push(*self.newest)
             return self._report(self._clock() - started, rounds)
 
     async def _push(self, version: int, meta: WeightMeta) -> int:
@@ -162,8 +161,8 @@ class BroadcastSync:
         return rounds
 
     def _report(self, seconds: float, rounds: int) -> SyncReport:
-        assert self._snapshot is not None
-        version, meta = self._snapshot
+        assert self.newest is not None
+        version, meta = self.newest
         alive = sorted(self._alive)
         stalls = [self._groups.stalls[index] for index in alive] or [0.0]
         metrics = {

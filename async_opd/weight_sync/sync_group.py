@@ -104,10 +104,6 @@ class SyncGroups:
         self.receivers[index], self._workers[index] = receiver, workers
         self._connected = {n: group for n, group in self._connected.items() if index not in group}
 
-    def forget_groups(self) -> None:
-        """Forgets all groups: the sender was restarted and belongs to none."""
-        self._connected.clear()
-
     def disband(self, number: int) -> None:
         """Forgets the group; it has to connect again before its next broadcast."""
         self._connected.pop(number, None)

@@ -69,6 +69,7 @@ class Shown:
 
 KINDS = {
     "queue": "MessageQueue",
+    "rollouter": "Rollouter",
     "rollouter/replica/0": "StudentReplica",
     "rollouter/replica/1": "StudentReplica",
     "teacher_scorer": "TeacherScorer",
@@ -90,8 +91,7 @@ async def look(run: RunConfig) -> Shown:
     async with launch(run, device="cpu", eos_ids=(), factories=FACTORIES) as stages:
         names, found = set(list_named_actors()), kinds()
         boxes = ActorFactory(run, "cpu", (), FACTORIES, print)
-        student: Any = stages.rollouter.replicas["student/0"]
-        student.kill()
+        stages.singletons.rollouter.replicas[0].student.kill()
         await boxes.student(0, stages.queue, life=1)
         return Shown(names, found, set(list_named_actors()))
 

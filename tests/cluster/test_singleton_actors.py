@@ -1,4 +1,4 @@
-"""Queue, scorer and trainer as new after the trainer's death, on made-up processes."""
+"""Queue, scorer, rollouter and trainer as new after the trainer's death, on made-up processes."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ class Box:
     async def hand_over(self, bound: float) -> None:
         await self.call("hand_over", bound)
 
+    async def stop(self, bound: float) -> None:
+        await self.call("stop", bound)
+
+    async def halt_replicas(self, bound: float) -> None:
+        self.events.append("halt replicas")
+
+    async def supply(self) -> None:
+        await asyncio.Event().wait()
+
     async def call(self, method: str, timeout_s: float) -> None:
         if self.hangs:
             raise StageTimeout(self.name, f"{method} took longer than {timeout_s:g} s")
@@ -101,6 +110,7 @@ def singletons(
     actors: list[Any] = [
         Box("queue", events, hangs=hangs == "queue"),
         Box("scorer", events, hangs=hangs == "scorer"),
+        Box("rollouter", events, hangs=hangs == "rollouter"),
         Trainer("trainer", events, built, hangs=hangs == "trainer"),
     ]
     return SingletonActors(config, lambda text: None, *actors)
@@ -112,16 +122,28 @@ def tried(made: SingletonActors) -> int:
     return made.trainers._restarts[trainer].total
 
 
-async def test_the_scorer_ends_before_the_queue_and_all_are_built_again() -> None:
+async def test_replicas_stop_and_the_scorer_ends_before_the_queue_and_all_are_built_again() -> None:
     events: list[str] = []
     await singletons(events).rebuild_all(DIED)
     assert events == [
+        "stop rollouter",
+        "halt replicas",
         "hand_over scorer",
         "close queue",
         "build queue",
         "build scorer",
+        "build rollouter",
         "build trainer",
     ]
+
+
+async def test_replicas_stop_although_nobody_supervises_them() -> None:
+    events: list[str] = []
+    made = singletons(events)
+    rollouter: Any = made.rollouter
+    rollouter.built = False
+    await made.rebuild_all(DIED)
+    assert events[:2] == ["restart rollouter", "halt replicas"]
 
 
 async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() -> None:
@@ -153,7 +175,7 @@ async def test_handing_over_may_last_longer_than_one_colocated_teachers_sleep() 
     assert bounds == [60 + 300]
 
 
-@pytest.mark.parametrize("hangs", ["queue", "scorer", "trainer"])
+@pytest.mark.parametrize("hangs", ["queue", "scorer", "rollouter", "trainer"])
 async def test_one_that_hangs_gets_another_process(hangs: str) -> None:
     events: list[str] = []
     await singletons(events, hangs).rebuild_all(DIED)
@@ -184,7 +206,7 @@ async def test_every_rank_of_a_trainer_that_is_not_dead_gets_another_process() -
     assert restarted == {"restart trainer", "restart trainer/1", "restart trainer/2"}
 
 
-@pytest.mark.parametrize("broken", ["queue", "scorer", "trainer"])
+@pytest.mark.parametrize("broken", ["queue", "scorer", "rollouter", "trainer"])
 async def test_one_that_dies_while_it_is_built_again_is_one_more_death(broken: str) -> None:
     events: list[str] = []
     made = singletons(events)

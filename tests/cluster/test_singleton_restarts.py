@@ -56,6 +56,9 @@ class Process:
     def kill(self) -> None:
         self.gone = True
 
+    async def supply(self) -> None:
+        await asyncio.Event().wait()
+
     async def build(self) -> None:
         self.builds += 1
         if self.broken:
@@ -81,7 +84,7 @@ class World:
         self.told: list[str] = []
         self.reissued = asyncio.Semaphore(0)
         bounds = {"max_restarts": tries, "delay_s": 1e-3, "heartbeat_s": 1e-3, "timeout_s": 1}
-        others: list[Any] = [Process("scorer"), Process("trainer")]
+        others: list[Any] = [Process(name) for name in ("scorer", "rollouter", "trainer")]
         self.singles = SingletonActors(config(bounds), self.told.append, self.process, *others)
         self.run()
 

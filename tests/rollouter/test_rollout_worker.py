@@ -91,6 +91,19 @@ async def test_of_a_feed_that_is_stopped_nothing_more_reaches_the_queue() -> Non
     assert (await messages.stats())["rollouts/math"].put == 0
 
 
+async def test_a_second_run_joins_the_first_and_takes_nothing_twice() -> None:
+    messages, engine = queue(), Engine()
+    worker = RolloutWorker("student/0", messages, Slots(8, 2), engine.sample)
+    first, second = (asyncio.create_task(worker.run()) for _ in range(2))
+    await messages.put(PROMPTS, groups("p"))
+    await settle()
+    engine.fails = True
+    engine.answers.release()
+    found = await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 5)
+    assert engine.asked == ["p/0", "p/1"]
+    assert [str(error) for error in found] == ["student/0: its process died"] * 2
+
+
 async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     async def grade(rollout: Rollout) -> Rollout:
         return replace(rollout, reward=0.5)

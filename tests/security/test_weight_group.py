@@ -346,5 +346,5 @@ async def test_collectives_of_a_local_run_listen_on_the_loopback(
         }
     )
     actor_factory = ActorFactory(config, "cpu", (), Factories(), lambda text: None)
-    await actor_factory._create(actor_names.trainer(0), env={"OMP_NUM_THREADS": "1"})
+    await actor_factory.create(actor_names.trainer(0), env={"OMP_NUM_THREADS": "1"})
     assert seen == [{"OMP_NUM_THREADS": "1", **expected}]

@@ -116,6 +116,24 @@ async def test_time_sharing_goes_on_when_a_run_begins_again(world: World) -> Non
     await world.a_phase()
 
 
+async def test_nobody_takes_the_gpus_before_the_hosts_are_awake_that_another_one_put_to_sleep() -> (
+    None
+):
+    world = World()
+    await world.sharing.lock.acquire()
+    hosts = {"student/0": world.engine}
+    world.sharing = GpuTimeSharing(
+        "rollout", lambda: hosts, world.teachers, world.sharing.lock, sleep_timeout_s=5, held=True
+    )
+    world.engine.awake = False
+    pushing = asyncio.create_task(world.sharing.lock.acquire())
+    await settled()
+    assert not pushing.done()
+    await world.starts()
+    assert (pushing.done(), world.engine.awake) == (True, True)
+    await world.breaks_off()
+
+
 async def test_hosts_that_were_waited_for_before_do_not_count_as_idle_in_the_next_run(
     world: World,
 ) -> None:

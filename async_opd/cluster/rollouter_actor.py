@@ -1,0 +1,232 @@
+"""The rollout stage inside of its actor: supervises the student's replicas, syncs their weights.
+
+    driver                                     actor <run>/rollouter
+    run, generate, report, events ───────────► RollouterStage: who serves, who is rebuilt
+    snapshot, push ──────────────────────────► BroadcastSync: trainer ──► members
+    starts a replica's process ◄── orders ──── a member is to be rebuilt
+         └────────── deliver ────────────────► it joins with the newest weights, and serves
+
+Replicas pull prompts and put rollouts themselves: no sample passes here. The driver starts their
+processes and so owns them: they outlive this actor, and the next one goes on with them
+(``async_opd.cluster.rollouter_replicas``).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.core.liveness import Progress, answer_s
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import Events, Queue, SamplingSpec, StageReport, SyncReport, WeightSync
+from async_opd.processes.members import Member
+from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
+from async_opd.weight_sync.layout import WeightMeta
+from async_opd.weight_sync.sync_group import WeightSender
+from rollouter.stage import RollouterStage
+from teachers.time_sharing import ColocatedTeachers, GpuHost, GpuTimeSharing, LockedSync, SharedLock
+
+if TYPE_CHECKING:
+    from async_opd.cluster.proxies import StudentProxy
+
+
+@dataclass(frozen=True)
+class StartedReplica:
+    """A replica whose engine is ready; ``workers`` are its ranks in a weight sync."""
+
+    student: StudentProxy
+    workers: int
+
+
+@dataclass(frozen=True)
+class Order:
+    """The replica of member ``index`` is to be started again. Later orders have larger numbers."""
+
+    number: int
+    index: int
+
+
+class Orders:
+    """What the driver is to start, until it has answered."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Order, asyncio.Future[StartedReplica]]] = {}
+        self._placed = asyncio.Event()
+        self._next = time.time_ns()  # no number comes twice, whoever restarts
+
+    async def replica(self, index: int) -> StartedReplica:
+        """Orders a replica and waits for it. Raises the StageError that its start ended with."""
+        order, self._next = Order(self._next, index), self._next + 1
+        answer: asyncio.Future[StartedReplica] = asyncio.get_running_loop().create_future()
+        self._open[order.number] = order, answer
+        self._placed.set()
+        try:
+            return await answer
+        finally:
+            del self._open[order.number]
+
+    async def after(self, seen: int) -> tuple[Order, ...]:
+        """The open orders with numbers above ``seen``; waits until there is one."""
+        while not (found := tuple(o for o, _ in self._open.values() if o.number > seen)):
+            self._placed.clear()
+            await self._placed.wait()
+        return found
+
+    def answer(self, number: int, answer: StartedReplica | StageError) -> None:
+        """Ends an order; one that nobody waits for any more is none."""
+        _, waiting = self._open.get(number, (None, None))
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, StageError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)
+
+
+async def build_rollouter(
+    config: RunConfig,
+    replicas: Sequence[StartedReplica],
+    queue: Queue,
+    trainer: WeightSender,
+    teachers: ColocatedTeachers,
+    newest: Snapshot | None = None,
+) -> RollouterService:
+    """The actor's object. Where teachers share the replicas' GPUs, it begins as after a shift."""
+    gpus = asyncio.Lock()
+    shared = any(teacher.host == "rollout" for teacher in config.teachers.values())
+    if shared:
+        await gpus.acquire()
+    guests = teachers if shared else None
+    return RollouterService(config, replicas, queue, trainer, newest, gpus, guests)
+
+
+class RollouterService:
+    """Implements ``async_opd.core.stages.Rollouter``, and the weight sync to the replicas."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        replicas: Sequence[StartedReplica],
+        queue: Queue,
+        trainer: WeightSender,
+        newest: Snapshot | None,
+        gpus: asyncio.Lock,
+        teachers: ColocatedTeachers | None,
+    ) -> None:
+        """``newest`` is the snapshot that an actor before this one may have been pushing.
+
+        ``teachers`` share the replicas' GPUs, if any do; then ``gpus`` is held.
+        """
+        self.orders = Orders()
+        self.stage = RollouterStage(
+            {replica.student.name: replica.student for replica in replicas},
+            queue,
+            self._rebuilt,
+            config.supervision,
+            answer_s=answer_s(config.timeouts.stall_s, depth=2),
+        )
+        self._broadcast = BroadcastSync(
+            trainer,
+            self.stage.members,
+            [replica.workers for replica in replicas],
+            on_sync=config.async_.on_sync,
+            timeout_s=config.sync.timeout_s,
+            rolling=config.sync.rolling,
+            tries=config.sync.tries,
+            newest=newest,
+        )
+        self._sync: WeightSync = self._broadcast
+        self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
+        self._turns: GpuTimeSharing | None = None
+        if teachers is not None:
+            self._sync, self._rebuilding = LockedSync(self._broadcast, gpus), SharedLock(gpus)
+            bound = config.timeouts.request_s
+            self._turns = GpuTimeSharing(
+                "rollout", self._hosts, teachers, gpus, sleep_timeout_s=bound, held=True
+            )
+        self._work: asyncio.Task[None] | None = None
+        self._pushes_first = newest is not None
+
+    async def run(self) -> None:
+        """See Rollouter. A second call joins the first."""
+        self._work = self._work or asyncio.create_task(self._run(), name="rollouter")
+        await self._work
+
+    async def _run(self) -> None:
+        """A replica may have been left in the middle of a sync: all get the newest weights."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self.stage.run())
+            if self._turns is not None:
+                group.create_task(self._turns.endless())
+            if self._pushes_first:
+                await self._sync.push()
+                self._pushes_first = False
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        """See Rollouter."""
+        return await self.stage.generate(prompts, sampling)
+
+    async def progress(self) -> Progress:
+        """See Rollouter."""
+        return await self.stage.progress()
+
+    async def events(self, seen: int, wait: bool = True) -> Events:
+        """See Rollouter."""
+        return await self.stage.events(seen, wait)
+
+    async def report(self) -> StageReport:
+        """See Rollouter."""
+        return await self.stage.report()
+
+    async def shutdown(self) -> None:
+        """Supervision ends; the replicas stay as they are."""
+        if self._work is not None:
+            self._work.cancel()
+            await asyncio.wait({self._work})
+
+    # ── weights ────────────────────────────────────────────────────────────────────────────────
+
+    async def connect(self) -> None:
+        """See BroadcastSync.connect."""
+        await self._broadcast.connect()
+
+    async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
+        """See WeightSync.snapshot; what the snapshot holds."""
+        await self._broadcast.snapshot(version, again)
+        assert self._broadcast.newest is not None
+        return self._broadcast.newest[1]
+
+    async def push(self) -> SyncReport:
+        """See WeightSync.push."""
+        return await self._sync.push()
+
+    # ── replicas ───────────────────────────────────────────────────────────────────────────────
+
+    async def replica_orders(self, seen: int) -> tuple[Order, ...]:
+        """See Orders.after."""
+        return await self.orders.after(seen)
+
+    async def deliver(self, number: int, answer: StartedReplica | StageError) -> None:
+        """See Orders.answer."""
+        self.orders.answer(number, answer)
+
+    async def _rebuilt(self, member: Member[StudentProxy]) -> StudentProxy:
+        """Another replica that has joined with the newest weights; see RollouterStage."""
+        member.value.kill()
+        async with self._rebuilding:
+            replica = await self.orders.replica(member.index)
+            try:
+                await self._broadcast.rejoin(member.index, replica.student, replica.workers)
+            except BaseException:
+                replica.student.kill()
+                raise
+        return replica.student
+
+    def _hosts(self) -> Mapping[str, GpuHost]:
+        return {m.name: cast(GpuHost, m.value) for m in self.stage.members.serving}

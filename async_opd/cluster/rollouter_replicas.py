@@ -1,0 +1,145 @@
+"""The driver's end of the rollout stage: it starts and owns the replicas that the actor orders.
+
+See the picture in ``async_opd.cluster.rollouter_actor``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from async_opd.cluster import actor_names
+from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.proxies import (
+    QueueProxy,
+    RollouterProxy,
+    ScorerProxy,
+    StudentProxy,
+    TrainerProxy,
+)
+from async_opd.cluster.rollouter_actor import Order, StartedReplica
+from async_opd.cluster.singleton_actors import SingletonActor
+from async_opd.core.errors import StageError
+from async_opd.core.stages import SyncReport
+from async_opd.weight_sync.coordinator import Snapshot
+
+if TYPE_CHECKING:
+    from async_opd.cluster.actor_factory import ActorFactory
+
+FACTORY = "async_opd.cluster.rollouter_actor:build_rollouter"
+
+
+@dataclass
+class RollouterActor(SingletonActor):
+    """The rollout stage; also ``async_opd.core.stages.WeightSync`` to its replicas.
+
+    ``replicas`` are those of now, by index, dead ones too; ``newest`` is the snapshot that they
+    have, or are getting.
+    """
+
+    remote: Remote
+    actor_factory: ActorFactory
+    replicas: list[StartedReplica]
+    queue: QueueProxy
+    trainer: TrainerProxy
+    scorer: ScorerProxy
+    newest: Snapshot | None = None
+    incarnations: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        """Nothing is ordered yet."""
+        self.proxy = RollouterProxy(self.remote)
+        self._starting: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    async def start(
+        cls,
+        actor_factory: ActorFactory,
+        students: Sequence[StudentProxy],
+        *stages: *tuple[QueueProxy, TrainerProxy, ScorerProxy],
+    ) -> RollouterActor:
+        """The actor over students that are there already, met for their first weight sync."""
+        remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
+        workers = await asyncio.gather(*(student.ready() for student in students))
+        replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
+        rollouter = cls(remote, actor_factory, replicas, *stages)
+        await rollouter.build()
+        actor_factory.stages.append(remote)
+        await rollouter.proxy.connect()
+        return rollouter
+
+    async def build(self) -> None:
+        """See SingletonActor. Nobody waits for what the one before had ordered: it orders again."""
+        await self._cancel_starts()
+        config = self.actor_factory.config
+        stages = (self.queue, self.trainer, self.scorer)
+        args = (config, tuple(self.replicas), *stages, self.newest)
+        await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
+
+    async def supply(self) -> None:
+        """Starts what is ordered, several at once, until cancelled."""
+        seen = 0
+        async with asyncio.TaskGroup() as group:
+            while True:
+                for order in await self.proxy.replica_orders(seen):
+                    seen = max(seen, order.number)
+                    task = group.create_task(self._start(order), name=f"order {order.number}")
+                    self._starting.add(task)
+                    task.add_done_callback(self._starting.discard)
+
+    async def _start(self, order: Order) -> None:
+        index = order.index
+        self.incarnations[index] += 1
+        answer: StartedReplica | StageError
+        try:
+            student = await self.actor_factory.student(index, self.queue, self.incarnations[index])
+            try:
+                answer = StartedReplica(student, await student.ready())
+            except BaseException:
+                student.kill()
+                raise
+            self.replicas[index] = answer
+        except StageError as error:
+            answer = error
+        await self.proxy.deliver(order.number, answer)
+
+    async def _cancel_starts(self) -> None:
+        starting = set(self._starting)
+        for task in starting:
+            task.cancel()
+        if starting:
+            await asyncio.wait(starting)
+
+    async def stop(self, timeout_s: float) -> None:
+        """Supervision ends; the replicas go on."""
+        await self.remote.call("shutdown", timeout_s=timeout_s)
+
+    async def halt_replicas(self, timeout_s: float) -> None:
+        """Every replica gives up what it has, and no weights are newest: a trainer begins anew.
+
+        A replica that does not stop in time is ended; the next actor orders another one.
+        """
+        await self._cancel_starts()
+        self.newest = None
+        await asyncio.gather(*(self._stopped(replica, timeout_s) for replica in self.replicas))
+
+    async def _stopped(self, replica: StartedReplica, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.student.stop()
+        except (StageError, TimeoutError):
+            replica.student.kill()
+
+    # ── weights ────────────────────────────────────────────────────────────────────────────────
+
+    async def snapshot(self, version: int, again: bool = False) -> None:
+        """See WeightSync. While it is made, nobody knows which weights the trainer would send."""
+        self.newest = None
+        self.newest = version, await self.proxy.snapshot(version, again)
+
+    async def push(self) -> SyncReport:
+        """See WeightSync."""
+        return await self.proxy.push()

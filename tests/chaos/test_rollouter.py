@@ -1,0 +1,149 @@
+"""The rollouter's actor is killed in a run, in the middle of weight syncs too.
+
+Its replicas, whose engines only take time, live on, also one that was rebuilt before, and every
+sample is trained once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.accounting.audit import Audit, audit
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.cluster.actor_factory import Factory
+from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.files.run_format import write_run_format
+from async_opd.observability.run_log import RunLog
+from async_opd.pipeline import Pipeline
+from async_opd.plan.measure.speeds import DecodeSpeed, Lengths
+from benchmarks.pipeline import Prompts
+from tests.cluster.simulated import FACTORIES, config
+
+pytestmark = pytest.mark.engine
+
+STEPS, BATCH, KILLS = 150, 32, 3
+SYNC_S = 0.3
+"""Of each push; a step takes a tenth of it, so a push is nearly always under way."""
+
+
+@dataclass
+class Lines:
+    """A sink that knows the last step and what people were told."""
+
+    name: str = "lines"
+    step: int = 0
+    lines: list[str] = field(default_factory=list)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def start(self) -> None: ...
+    def rewind(self) -> None: ...
+    def waits(self, waits: Mapping[str, str]) -> None: ...
+    def busy(self, pools: Mapping[str, Sequence[Any]]) -> None: ...
+    def close(self, summary: Any) -> None: ...
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self.changed.set()
+
+    def message(self, text: str) -> None:
+        self.lines.append(text)
+        self.changed.set()
+
+    async def told(self, line: str, times: int = 1) -> None:
+        """A line was told so often."""
+        await self._until(lambda: sum(line in one for one in self.lines) >= times)
+
+    async def trained(self, step: int) -> None:
+        """So many steps are trained."""
+        await self._until(lambda: self.step >= step)
+
+    async def _until(self, so: Callable[[], bool]) -> None:
+        async with asyncio.timeout(120):
+            while not so():
+                self.changed.clear()
+                await self.changed.wait()
+
+
+@dataclass(frozen=True)
+class Survived:
+    """What the run left; ``pids`` are the replicas' before the kills and after them."""
+
+    audit: Audit
+    lines: tuple[str, ...]
+    pids: tuple[list[int], list[int]]
+    step: int
+
+
+async def pids(stages: LaunchedStages) -> list[int]:
+    replicas = stages.singletons.rollouter.replicas
+    return [await replica.student.remote.pid(60) for replica in replicas]
+
+
+async def kills(stages: LaunchedStages, lines: Lines) -> tuple[list[int], list[int]]:
+    """First a replica, which is rebuilt; then the rollouter, again and again."""
+    await lines.trained(5)
+    os.kill((await pids(stages))[0], signal.SIGKILL)
+    await lines.told("student/0 is rebuilt")
+    before = await pids(stages)
+    for kill in range(1, KILLS + 1):
+        await lines.trained(lines.step + 3)
+        os.kill(await stages.rollouter.remote.pid(60), signal.SIGKILL)
+        await lines.told("rollouter is rebuilt", times=kill)
+    await lines.trained(lines.step + 3)
+    return before, await pids(stages)
+
+
+async def survive(run_dir: Path) -> Survived:
+    sections = {
+        "train": {"steps": STEPS, "batch_size": BATCH},
+        "async": {"staleness_threshold": 1.0, "sync_steps": 2},
+        "supervision": {"delay_s": 0.1},
+    }
+    run = config(run_dir, **sections)
+    write_run_format(run_dir)
+    speed = (DecodeSpeed(16, 1e-3, 0.0), Lengths(16, 0.3, 64), SYNC_S)
+    student = Factory("benchmarks.simulated.replicas:SimulatedStudent", speed)
+    lines = Lines()
+    with RunLog(run, run_dir, sinks=[lines]) as log, Journal(run_dir / LEDGER) as journal:
+        factories = replace(FACTORIES, student=student)
+        async with launch(
+            run, device="cpu", eos_ids=(), factories=factories, notify=log.message
+        ) as stages:
+            killing = asyncio.create_task(kills(stages, lines))
+            prompts: Any = Prompts()
+            await Pipeline(run, stages, prompts, None, log, journal).run()
+            found = await killing
+        log.finish("completed")
+    return Survived(audit(run_dir), tuple(lines.lines), found, lines.step)
+
+
+@pytest.fixture(scope="module")
+def survived(tmp_path_factory: pytest.TempPathFactory) -> Survived:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.getcwd())  # for the simulated engines
+        return asyncio.run(survive(tmp_path_factory.mktemp("runs") / "rollouter"))
+
+
+def test_the_run_completes_with_no_sample_lost_and_none_trained_twice(survived: Survived) -> None:
+    found = survived.audit
+    assert (found.lost, found.duplicated, found.in_flight) == ((), (), ())
+    assert (survived.step, len(found.trained)) == (STEPS, STEPS * BATCH)
+
+
+def test_the_rollouter_is_rebuilt_each_time(survived: Survived) -> None:
+    assert sum("rollouter is ejected" in line for line in survived.lines) == KILLS
+    assert sum("rollouter is rebuilt" in line for line in survived.lines) == KILLS
+
+
+def test_its_replicas_live_on_even_one_that_it_has_rebuilt(survived: Survived) -> None:
+    before, after = survived.pids
+    assert before == after
+    assert sum("student/" in line and "is ejected" in line for line in survived.lines) == 1

@@ -1,0 +1,305 @@
+"""The rollout stage in its actor: what it orders, when it has the GPUs, and how it takes over."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.rollouter_actor import (
+    Orders,
+    RollouterService,
+    StartedReplica,
+    build_rollouter,
+)
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import EngineStartError, ProcessDied
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from tests.cluster.simulated import config
+
+META = WeightMeta((), (), (), ())
+NEWEST = (7, META)
+
+
+class Student:
+    """A replica that generates until it dies, and keeps the version that it was given."""
+
+    def __init__(self, name: str, dead: bool = False) -> None:
+        self.name = self.consumer = name
+        self.version = 0
+        self.paused = self.killed = self.asleep = False
+        self.over = asyncio.Event()
+        if dead:
+            self.over.set()
+
+    async def run(self) -> None:
+        await self.over.wait()
+        raise ProcessDied(self.name, "its process died")
+
+    async def alive(self) -> None:
+        if self.over.is_set():
+            raise ProcessDied(self.name, "its process died")
+
+    def kill(self) -> None:
+        self.killed = True
+        self.over.set()
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        await self.alive()
+
+    async def pause(self, on_sync: str) -> None:
+        assert not self.asleep
+        self.paused = True
+
+    async def receive(self, meta: WeightMeta) -> None: ...
+
+    async def finish(self, version: int) -> None:
+        self.version = version
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def wake(self) -> None:
+        self.asleep = False
+
+    async def idle(self) -> None:
+        await asyncio.Event().wait()
+
+
+class Trainer:
+    async def open(self, group: int, world_size: int) -> Rendezvous:
+        return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
+
+    async def connect(self, group: int) -> None: ...
+
+    async def send(self, group: int) -> None: ...
+
+    async def snapshot(self, version: int) -> WeightMeta:
+        return META
+
+
+class Queue:
+    def __init__(self) -> None:
+        self.released: list[str] = []
+
+    async def release(self, topic: str, consumer: str) -> int:
+        self.released.append(consumer)
+        return 0
+
+
+class Teachers:
+    """Those on the students' GPUs; they sleep when ``asleep`` is set."""
+
+    def __init__(self) -> None:
+        self.asleep = asyncio.Event()
+
+    async def wait_asleep(self, host: str) -> None:
+        await self.asleep.wait()
+
+    async def wait_for_work(self, host: str) -> None:
+        await asyncio.Event().wait()
+
+
+def run_config(host: str = "") -> RunConfig:
+    """Of a run whose teacher shares the GPUs of the pool ``host``."""
+    colocated = {"placement": "colocated", "with": host} if host else {}
+    return config(Path("run"), teachers={"t": {"model": "t", "replicas": 2, **colocated}})
+
+
+class World:
+    """A service over two students; whatever it orders is ``started`` when the test says so."""
+
+    def __init__(self, *students: Student) -> None:
+        self.students = list(students) or [Student("student/0"), Student("student/1")]
+        self.queue, self.teachers = Queue(), Teachers()
+        self.tasks: list[asyncio.Task[Any]] = []
+        self.seen = 0
+
+    async def runs(self, host: str = "", newest: Any = None) -> RollouterService:
+        parts: list[Any] = [self.queue, Trainer(), self.teachers]
+        replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
+        self.service = await build_rollouter(run_config(host), replicas, *parts, newest)
+        self.tasks.append(asyncio.create_task(self.service.run()))
+        await settled()
+        return self.service
+
+    async def ordered(self) -> list[int]:
+        """Members of the new orders."""
+        await settled()
+        try:
+            async with asyncio.timeout(0.01):
+                orders = await self.service.replica_orders(self.seen)
+        except TimeoutError:
+            return []
+        self.seen = max(order.number for order in orders)
+        self.numbers = {order.index: order.number for order in orders}
+        return [order.index for order in orders]
+
+    async def delivers(self, index: int) -> Student:
+        student: Any = Student(f"student/{index}")
+        await self.service.deliver(self.numbers[index], StartedReplica(student, 1))
+        await settled()
+        return student
+
+    @property
+    def serving(self) -> list[Any]:
+        return [member.value for member in self.service.stage.members.serving]
+
+
+async def settled() -> None:
+    for _ in range(50):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world() -> Any:
+    made = World()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+
+
+@pytest.mark.parametrize("host", ["", "rollout"])
+async def test_replicas_that_died_are_ordered_together_and_serve_with_the_newest_weights(
+    world: World, host: str
+) -> None:
+    world.teachers.asleep.set()
+    service = await world.runs(host)
+    await service.snapshot(3)
+    for student in world.students:
+        student.over.set()
+    assert await world.ordered() == [0, 1]
+    others = [await world.delivers(index) for index in (0, 1)]
+    assert world.serving == others
+    assert [student.version for student in others] == [3, 3]
+    assert all(student.killed for student in world.students)
+    assert world.queue.released == ["student/0", "student/1"]
+
+
+async def test_a_replica_that_cannot_be_started_is_ordered_again(world: World) -> None:
+    service = await world.runs()
+    world.students[1].over.set()
+    assert await world.ordered() == [1]
+    failed = EngineStartError("student/1", "no memory")
+    await service.deliver(world.numbers[1], failed)
+    await asyncio.sleep(run_config().supervision.delay_s * 1.1)
+    assert await world.ordered() == [1]
+
+
+async def test_what_became_of_replicas_is_told(world: World) -> None:
+    service = await world.runs()
+    world.students[0].over.set()
+    await world.ordered()
+    await world.delivers(0)
+    lines = (await service.events(0)).lines
+    assert lines[0] == "student/0 is ejected: student/0: its process died"
+    assert lines[-1] == "student/0 is rebuilt"
+
+
+class TestTakingOver:
+    async def test_replicas_that_live_go_on_and_are_not_ordered(self, world: World) -> None:
+        await world.runs(newest=NEWEST)
+        assert await world.ordered() == []
+        assert (world.serving, world.queue.released) == (world.students, [])
+
+    async def test_a_replica_left_in_the_middle_of_a_sync_gets_the_newest_weights_and_goes_on(
+        self, world: World
+    ) -> None:
+        world.students[1].paused = True
+        await world.runs(newest=NEWEST)
+        assert [student.version for student in world.students] == [7, 7]
+        assert not any(student.paused for student in world.students)
+
+    async def test_a_replica_that_died_meanwhile_is_found_and_ordered(self, world: World) -> None:
+        world.students[0].over.set()
+        await world.runs(newest=NEWEST)
+        assert await world.ordered() == [0]
+        student = await world.delivers(0)
+        assert student.version == 7
+
+    async def test_without_a_snapshot_no_weights_are_sent(self, world: World) -> None:
+        await world.runs()
+        assert [student.version for student in world.students] == [0, 0]
+
+    async def test_engines_that_were_left_asleep_wake_before_they_get_weights(
+        self, world: World
+    ) -> None:
+        for student in world.students:
+            student.asleep = True
+        await world.runs("rollout", NEWEST)
+        assert all(student.asleep for student in world.students)  # a teacher has the GPUs
+        world.teachers.asleep.set()
+        await settled()
+        assert [student.asleep for student in world.students] == [False, False]
+        assert [student.version for student in world.students] == [7, 7]
+
+    async def test_supervision_ends_and_the_replicas_go_on(self, world: World) -> None:
+        service = await world.runs()
+        await service.shutdown()
+        assert not any(student.killed or student.paused for student in world.students)
+        assert world.tasks[0].done()
+
+
+class TestGpus:
+    async def test_no_replica_is_ordered_before_no_teacher_has_its_gpu(self, world: World) -> None:
+        await world.runs("rollout")
+        world.students[0].over.set()
+        assert await world.ordered() == []
+        world.teachers.asleep.set()
+        assert await world.ordered() == [0]
+
+    @pytest.mark.parametrize("host", ["", "train"])
+    async def test_no_turn_is_waited_for_where_no_teacher_has_the_students_gpus(
+        self, world: World, host: str
+    ) -> None:
+        await world.runs(host)
+        world.students[0].over.set()
+        assert await world.ordered() == [0]
+
+    async def test_no_turn_begins_before_every_ordered_replica_has_joined(
+        self, world: World
+    ) -> None:
+        world.teachers.asleep.set()
+        service = await world.runs("rollout")
+        assert service._turns is not None
+        for student in world.students:
+            student.over.set()
+        assert await world.ordered() == [0, 1]
+        await world.delivers(0)
+        assert service._turns.lock.locked()
+        await world.delivers(1)
+        assert not service._turns.lock.locked()
+
+
+class TestOrders:
+    async def test_an_order_that_was_seen_is_not_returned_again(self) -> None:
+        orders = Orders()
+        first = asyncio.create_task(orders.replica(0))
+        (order,) = await orders.after(0)
+        second = asyncio.create_task(orders.replica(1))
+        assert [found.index for found in await orders.after(order.number)] == [1]
+        for task in (first, second):
+            task.cancel()
+
+    async def test_orders_of_the_next_actor_have_larger_numbers(self) -> None:
+        numbers = []
+        for _ in range(2):
+            orders = Orders()
+            task = asyncio.create_task(orders.replica(0))
+            (order,) = await orders.after(0)
+            numbers.append(order.number)
+            task.cancel()
+        assert numbers[0] < numbers[1]
+
+    async def test_an_answer_that_nobody_waits_for_changes_nothing(self) -> None:
+        Orders().answer(1, EngineStartError("student/0", "late"))
+
+    async def test_the_error_of_a_start_is_raised_where_it_was_ordered(self) -> None:
+        orders = Orders()
+        task = asyncio.create_task(orders.replica(0))
+        (order,) = await orders.after(0)
+        orders.answer(order.number, EngineStartError("student/0", "no memory"))
+        with pytest.raises(EngineStartError, match="no memory"):
+            await task

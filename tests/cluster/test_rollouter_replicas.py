@@ -1,0 +1,163 @@
+"""The driver starts the replicas that the rollouter's actor orders, and owns them; on fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.rollouter_actor import Order, StartedReplica
+from async_opd.cluster.rollouter_replicas import RollouterActor
+from async_opd.core.errors import EngineStartError, ProcessDied
+from async_opd.core.stages import SyncReport
+from async_opd.weight_sync.layout import WeightMeta
+from tests.cluster.simulated import config
+
+META = WeightMeta((), (), (), ())
+
+
+class Student:
+    def __init__(self, name: str, stops: str = "at once") -> None:
+        self.name, self.stops = name, stops
+        self.events: list[str] = []
+
+    async def ready(self) -> int:
+        return 2
+
+    async def stop(self) -> None:
+        if self.stops == "dead":
+            raise ProcessDied(self.name, "its process died")
+        if self.stops == "never":
+            await asyncio.Event().wait()
+        self.events.append("stop")
+
+    def kill(self) -> None:
+        self.events.append("kill")
+
+
+class Actor:
+    """The rollouter's process, its proxy, and who starts students for it."""
+
+    name = "rollouter"
+    config = config(Path("run"))
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[Order] = asyncio.Queue()
+        self.answers: dict[int, Any] = {}
+        self.built: list[Any] = []
+        self.started: list[str] = []
+        self.may_start = asyncio.Event()
+        self.may_start.set()
+        self.broken = False
+        self.asked: list[str] = []
+
+    async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
+        self.built.append(args)
+
+    async def replica_orders(self, seen: int) -> tuple[Order, ...]:
+        return (await self.orders.get(),)
+
+    async def deliver(self, number: int, answer: Any) -> None:
+        self.answers[number] = answer
+
+    async def student(self, index: int, queue: Any, incarnation: int) -> Student:
+        await self.may_start.wait()
+        if self.broken:
+            raise EngineStartError(f"student/{index}", "no memory")
+        self.started.append(f"student/{index}#{incarnation}")
+        return Student(f"student/{index}")
+
+    async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
+        self.asked.append(f"snapshot {version}")
+        if self.broken:
+            raise ProcessDied("trainer", "its process died")
+        return META
+
+    async def push(self) -> SyncReport:
+        return SyncReport(1, 0, {})
+
+
+class World:
+    def __init__(self) -> None:
+        self.actor: Any = Actor()
+        self.students: list[Any] = [Student("student/0"), Student("student/1")]
+        replicas = [StartedReplica(student, 2) for student in self.students]
+        self.rollouter = RollouterActor(self.actor, self.actor, replicas, *["stage"] * 3)  # type: ignore[arg-type]
+        self.rollouter.proxy = self.actor
+        self.supply = asyncio.create_task(self.rollouter.supply())
+
+    async def orders(self, number: int, index: int) -> None:
+        self.actor.orders.put_nowait(Order(number, index))
+        for _ in range(20):
+            await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    made.supply.cancel()
+
+
+async def test_an_ordered_replica_is_started_under_another_name_for_the_queue(world: World) -> None:
+    await world.orders(1, 0)
+    await world.orders(2, 0)
+    await world.orders(3, 1)
+    assert world.actor.started == ["student/0#1", "student/0#2", "student/1#1"]
+    assert [world.actor.answers[number].workers for number in (1, 2, 3)] == [2, 2, 2]
+
+
+async def test_several_are_started_at_the_same_time(world: World) -> None:
+    world.actor.may_start.clear()
+    await world.orders(1, 0)
+    await world.orders(2, 1)
+    world.actor.may_start.set()
+    await world.orders(3, 0)
+    assert set(world.actor.answers) == {1, 2, 3}
+
+
+async def test_the_error_of_a_start_is_the_answer(world: World) -> None:
+    world.actor.broken = True
+    await world.orders(1, 0)
+    assert isinstance(world.actor.answers[1], EngineStartError)
+    assert world.rollouter.replicas[0].student is world.students[0]
+
+
+async def test_the_next_actor_has_the_replicas_of_now_and_the_newest_snapshot(world: World) -> None:
+    await world.orders(1, 1)
+    await world.rollouter.snapshot(4)
+    await world.rollouter.build()
+    ((_, replicas, *_, newest),) = world.actor.built
+    assert replicas == (StartedReplica(world.students[0], 2), world.actor.answers[1])
+    assert newest == (4, META)
+
+
+async def test_what_the_actor_before_had_ordered_is_not_started_for_the_next(world: World) -> None:
+    world.actor.may_start.clear()
+    await world.orders(1, 0)
+    await world.rollouter.build()
+    world.actor.may_start.set()
+    await world.orders(2, 1)
+    assert set(world.actor.answers) == {2}
+    assert world.actor.started == ["student/1#1"]
+
+
+async def test_after_a_snapshot_that_broke_off_nobody_pushes_the_one_before(world: World) -> None:
+    await world.rollouter.snapshot(4)
+    world.actor.broken = True
+    with pytest.raises(ProcessDied):
+        await world.rollouter.snapshot(5)
+    await world.rollouter.build()
+    assert world.actor.built[0][-1] is None
+
+
+async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(world: World) -> None:
+    world.students += [Student("student/2", "dead"), Student("student/3", "never")]
+    world.rollouter.replicas = [StartedReplica(student, 2) for student in world.students]
+    await world.rollouter.snapshot(4)
+    await world.rollouter.halt_replicas(0.01)
+    assert [student.events for student in world.students] == [["stop"]] * 2 + [["kill"]] * 2
+    assert world.rollouter.newest is None
