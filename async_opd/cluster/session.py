@@ -90,6 +90,7 @@ def job_config() -> JobConfig:
 
 
 async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> None:
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are not about the user's run
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -100,7 +101,6 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
                     job_config=job_config(),
                     include_dashboard=False if address == "local" else None,
                     log_to_driver=False,
-                    logging_level=logging.ERROR,
                     configure_logging=False,
                     _temp_dir=str(folder.session) if folder else None,
                 )

@@ -6,7 +6,9 @@ import asyncio
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -67,6 +69,21 @@ class Seen:
     path: list[str]
     directory: str
     environment: dict[str, str]
+    said: str = ""
+
+
+@contextmanager
+def terminal(path: Path) -> Iterator[None]:
+    """What this process would write to its terminal as errors goes to a file."""
+    saved = os.dup(2)
+    with path.open("w", buffering=1) as file, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "stderr", file)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +105,14 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         patched.chdir(folder)
         patched.setenv("PYTHONPATH", str(ROOT))
         patched.setattr(sys, "path", [path for path in sys.path if path])
-        return asyncio.run(told())
+        said = tmp_path_factory.mktemp("terminal") / "said"
+        with terminal(said):
+            found = asyncio.run(told())
+        return replace(found, said=said.read_text())
+
+
+def test_ray_says_nothing_on_the_terminal_when_nothing_fails(seen: Seen) -> None:
+    assert seen.said == ""
 
 
 def test_an_actor_imports_nothing_from_the_working_directory(seen: Seen) -> None:
