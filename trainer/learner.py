@@ -126,15 +126,14 @@ class Learner:
     ) -> tuple[dict[str, float], float, str]:
         """Gradients, and the optimizer step if they are finite: metrics, gradient norm, fault.
 
-        After an error rank 0 holds no gradients, and the group is broken: the other ranks may.
+        After an error rank 0 holds no gradients. The other ranks may, so that the group is broken.
         """
-        trained = [
-            sample.rollout
+        runs = [
+            (sample.rollout.prompt.teacher, len(sample.rollout.response_ids))
             for micro_batch in chain(*micro_batches)
-            if micro_batch.counts
             for sample in micro_batch.samples
+            if micro_batch.counts
         ]
-        runs = [(rollout.prompt.teacher, len(rollout.response_ids)) for rollout in trained]
         try:
             computed = self._backward(micro_batches)
             means = step_metrics(self._values(computed), runs) | rewards

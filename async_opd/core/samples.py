@@ -141,16 +141,11 @@ class Rollout:
     def __post_init__(self) -> None:
         check_spans(self.uid, self.spans, len(self.prompt.token_ids), self.tokens)
         length = count(self.positions)
+        seen = f"rollout {self.uid}: {length} response tokens but"
         if self.rollout_logprobs.shape != (length,):
-            raise LengthError(
-                f"rollout {self.uid}: {length} response tokens but log-probabilities of shape "
-                f"{self.rollout_logprobs.shape}"
-            )
+            raise LengthError(f"{seen} log-probabilities of shape {self.rollout_logprobs.shape}")
         if self.topk_ids is not None and len(self.topk_ids) != length:
-            raise LengthError(
-                f"rollout {self.uid}: {length} response tokens but a top-k of shape "
-                f"{self.topk_ids.shape}"
-            )
+            raise LengthError(f"{seen} a top-k of shape {self.topk_ids.shape}")
         ends = [0, *(span.end for span in self.version_spans)]
         starts = [*(span.start for span in self.version_spans), length]
         if ends != starts:

@@ -318,7 +318,7 @@ async def test_all_of_the_next_batch_of_large_samples_is_fetched_during_a_step()
     batcher = Batcher(scored, batch_size=5)
     await asyncio.wait_for(batcher.take(0), 5)
     assert batcher._next is not None
-    await asyncio.wait_for(asyncio.shield(batcher._next), 5)  # nobody asks for it yet
+    await asyncio.wait_for(asyncio.shield(batcher._next), 5)  # no take waits for it yet
     assert (await scored.stats())[SCORED].leased == 10
 
 

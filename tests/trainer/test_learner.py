@@ -329,6 +329,15 @@ class Watched(SingleRank):
 
     broken = False
 
+    def __init__(self) -> None:
+        self.dispatched: list[str] = []
+
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        self.dispatched.append(method)
+        return list
+
     def mark_broken(self) -> None:
         self.broken = True
 
@@ -350,6 +359,30 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -
     with pytest.raises(RuntimeError, match="out of memory"):
         made.train_batch(samples())
     assert rank_group.broken
+
+
+def test_an_error_after_the_gradients_breaks_the_group_and_frees_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank_group = Watched()
+    made = of_a_rank_group(rank_group)
+
+    def fail(*_: Any) -> None:
+        raise KeyError("total")
+
+    monkeypatch.setattr("trainer.learner.step_metrics", fail)
+    with pytest.raises(KeyError, match="total"):
+        made.train_batch(samples())
+    assert rank_group.broken
+    assert all(parameter.grad is None for parameter in made.model.parameters())
+
+
+def test_a_step_that_is_not_finite_frees_all_ranks_gradients_and_leaves_them_in_step() -> None:
+    rank_group = Watched()
+    with pytest.raises(StageError, match="not a number"):
+        of_a_rank_group(rank_group).train_batch(poisoned())
+    assert rank_group.dispatched == ["backward", "apply"]
+    assert not rank_group.broken
 
 
 def test_a_batch_that_is_refused_leaves_them_in_step() -> None:

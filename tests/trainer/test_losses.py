@@ -470,7 +470,7 @@ def test_a_ratio_beyond_float32_is_truncated_like_any_other() -> None:
 
 
 def test_importance_weights_make_a_stale_sample_follow_the_current_student() -> None:
-    """Σ_y mu(y) · (q/mu)(y) · ∇k1(y) is the gradient of KL(q ‖ p), whoever mu is."""
+    """Σ_y mu(y) · (q/mu)(y) · ∇k1(y) is the gradient of KL(q ‖ p), for every mu."""
     x = case(seed=5, n=1)
     log_mu = torch.randn(1, 11, dtype=DOUBLE).log_softmax(-1)
     total = torch.zeros_like(x.logits)

@@ -40,7 +40,7 @@ def test_one_rank_has_what_is_planned_for_one(lengths: list[int], budget: int) -
 
 
 @given(st.lists(st.integers(1, 50), min_size=4, max_size=40), st.integers(1, 60), st.integers(2, 4))
-def test_nobody_idles_while_there_are_samples_for_all(
+def test_no_rank_is_without_a_sample_while_there_are_enough_for_all(
     lengths: list[int], budget: int, ranks: int
 ) -> None:
     first = [groups[0] for groups in assign_micro_batches(lengths, budget, ranks)]

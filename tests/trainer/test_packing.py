@@ -1,4 +1,4 @@
-"""Packing: budgets, order, and that packed samples do not see each other."""
+"""Packing: budgets, order, and that packed samples do not attend to each other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work of several ranks: whoever fails first is known at once, and is who is named."""
+"""Work of several ranks: the failure of another rank is raised at once, and is the one raised."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEATH = StageError("trainer", "trainer/1 died")
 
 
 class Others:
-    """A crew of two, of which one fails when it is told to."""
+    """A group of two ranks, of which the second fails when the test sets ``failed``."""
 
     ranks = 2
 
@@ -50,7 +50,7 @@ async def fail() -> int:
     raise RuntimeError("connection closed by peer")
 
 
-async def test_one_rank_has_nobody_to_wait_for() -> None:
+async def test_one_rank_waits_for_no_other() -> None:
     assert await run_with_ranks(SINGLE_RANK, answer()) == 42
 
 
@@ -83,6 +83,6 @@ async def test_a_broken_collective_is_blamed_on_the_rank_that_died() -> None:
         await run_with_ranks(others, breaks())
 
 
-async def test_an_error_of_its_own_is_raised_when_nobody_else_fails() -> None:
+async def test_rank_0s_own_error_is_raised_when_no_other_rank_fails() -> None:
     with pytest.raises(RuntimeError, match="connection closed"):
         await run_with_ranks(Others(), fail(), grace_s=0)

@@ -185,7 +185,7 @@ def test_in_bfloat16_the_loss_is_that_of_one_rank_up_to_rounding(half: Any) -> N
     assert math.isclose(two["loss/total"], one["loss/total"], rel_tol=0.03)
 
 
-def test_in_bfloat16_what_the_loss_is_told_of_its_tokens_is_not_rounded(half: Any) -> None:
+def test_in_bfloat16_the_inputs_of_the_loss_are_not_rounded(half: Any) -> None:
     one, two = half
     assert math.isclose(two["loss/teacher_topk_mass"], one["loss/teacher_topk_mass"], rel_tol=1e-6)
     assert math.isclose(two["loss/total"], two["loss/distillation"], rel_tol=1e-5)

@@ -19,7 +19,7 @@ def test_the_total_is_a_sum_and_everything_else_a_mean() -> None:
     assert metrics["loss/clamped"] == 0.25
 
 
-def test_the_importance_ratio_is_told_by_mean_largest_and_effective_sample_size() -> None:
+def test_the_importance_ratio_is_reported_by_mean_largest_and_effective_sample_size() -> None:
     metrics = step_metrics(values([1.0, 3.0]))
     assert metrics["importance/mean"] == 2
     assert metrics["importance/max"] == 3
@@ -36,7 +36,7 @@ def test_the_truncated_share_is_there_only_where_weights_are() -> None:
     assert step_metrics(weighed)["importance/truncated"] == 0.5
 
 
-def test_the_mean_weight_is_told_beside_the_ratio_it_was_made_of() -> None:
+def test_the_mean_weight_is_reported_beside_the_ratio_it_is_computed_from() -> None:
     weighed = values([1.0, 3.0]) | {"importance_weight": torch.tensor([1.0, 2.0])}
     metrics = step_metrics(weighed)
     assert metrics["importance/weight"] == 1.5

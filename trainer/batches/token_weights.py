@@ -57,21 +57,12 @@ class TokenWeighting:
         teachers: Mapping[str, float] | None = None,
     ) -> TokenWeighting:
         """From the config; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` are weights."""
-        made = cls(
-            loss.weight,
-            loss.reduction,
-            max_tokens,
-            teachers=teachers or {},
-            mask_truncated=loss.mask_truncated,
-        )
+        made = cls(loss.weight, loss.reduction, max_tokens, teachers=teachers or {})
+        made = replace(made, mask_truncated=loss.mask_truncated)
         if reward is None:
             return made
-        return replace(
-            made,
-            reward_weight=reward.weight,
-            normalize=reward.normalize,
-            mask_truncated_rewards=reward.mask_truncated,
-        )
+        made = replace(made, reward_weight=reward.weight, normalize=reward.normalize)
+        return replace(made, mask_truncated_rewards=reward.mask_truncated)
 
     def __call__(self, samples: Sequence[Sample]) -> tuple[list[TokenWeight], dict[str, float]]:
         """The token weights of each sample of a whole batch, and metrics of its rewards.

@@ -47,20 +47,13 @@ def on_support(
 
     It is None for a support of the whole vocabulary, which has no rest.
     """
-    if tail == "renormalize":
-        return _renormalized(divergence, log_p, log_q)
+    if tail == "renormalize":  # with q' = q / Q: ∂/∂log q_i = slope_i - q'_i Σ_j slope_j
+        scaled = log_q.log_softmax(-1)
+        value, slope = divergence(log_p.log_softmax(-1), scaled)
+        return SupportSlopes(value, slope - scaled.exp() * slope.sum(-1, keepdim=True))
     if tail == "ignore" or rest is None:
         return SupportSlopes(*divergence(log_p, log_q))
     value, slope = divergence(
         torch.cat([log_p, rest[0]], dim=-1), torch.cat([log_q, rest[1]], dim=-1)
     )
     return SupportSlopes(value, slope[:, :-1], slope[:, -1:])
-
-
-def _renormalized(
-    divergence: DivergenceFunction, log_p: torch.Tensor, log_q: torch.Tensor
-) -> SupportSlopes:
-    """With q' = q / Q: ∂/∂log q_i = slope_i - q'_i Σ_j slope_j."""
-    scaled = log_q.log_softmax(-1)
-    value, slope = divergence(log_p.log_softmax(-1), scaled)
-    return SupportSlopes(value, slope - scaled.exp() * slope.sum(-1, keepdim=True))

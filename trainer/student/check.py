@@ -21,7 +21,7 @@ import torch
 
 from async_opd.core.errors import StageError
 from trainer.losses.logits import shape_logits
-from trainer.student.loss_module import DecoderAndHead
+from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead
 
 LENGTHS = (5, 7)
 MAX_RELATIVE_DIFFERENCE, MAX_DIFFERENCE = 1e-3, 0.1
@@ -67,7 +67,7 @@ def check_student(
                 _compare_rows(model, packed, rounded, alone)
     except (TypeError, AttributeError, NotImplementedError) as error:
         message = f"{type(model).__name__} cannot compute packed rows: {error}"
-        raise StageError("trainer", message, "this architecture is not supported") from error
+        raise StageError("trainer", message, UNSUPPORTED) from error
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def _compare_logits(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> No
             "trainer",
             f"packed logits of {type(model).__name__} differ from the model's own by "
             f"{difference:.3g} (rounding explains {tolerance:.3g})",
-            "this architecture post-processes its logits, cannot be packed, or is random while "
-            "it trains; it is not supported",
+            "the model changes its logits after the head, cannot be packed, or is random while it "
+            "trains: choose another student.model",
         )
 
 
@@ -133,7 +133,7 @@ def _compare_rows(
             f"{difference:.3g} nats in the mean of a row, both in the precision and with the "
             f"attention of training ({model.config._attn_implementation}); rounding explains "
             f"{tolerance:.3g}",
-            "train.dtype float32, or another attention: uninstall flash-attn",
+            "set train.dtype: float32, or uninstall flash-attn for another attention",
         )
 
 

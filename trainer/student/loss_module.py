@@ -23,6 +23,8 @@ from trainer.batches.packing import Packed
 from trainer.losses import Head, Objective, Tokens, chunked_loss
 from trainer.losses.terms import Metrics
 
+UNSUPPORTED = "this architecture is not supported: choose another student.model"
+
 
 @dataclass(frozen=True)
 class DecoderAndHead:
@@ -45,12 +47,11 @@ class DecoderAndHead:
         elif not isinstance(linear, torch.nn.Linear):
             fault = f"the head of {name} is {type(linear).__name__}, not Linear"
         if fault:
-            raise StageError("trainer", fault, "this architecture is not supported")
+            raise StageError("trainer", fault, UNSUPPORTED)
         try:
             shape = LogitShape.of(settings.to_dict(), name)
         except ModelError as error:
-            remedy = "this architecture is not supported as a student"
-            raise StageError("trainer", error.message, remedy) from error
+            raise StageError("trainer", error.message, UNSUPPORTED) from error
         return cls(model.base_model, linear, shape)
 
 

@@ -26,7 +26,7 @@ def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
         raise StageError(
             "trainer",
             f"{type(model).__name__}: {positions.fault}",
-            f"rollout.engine.max_model_len: {positions.original}",
+            f"set rollout.engine.max_model_len: {positions.original}",
         )
     for module in model.modules():
         kind = getattr(module, "rope_type", None)
@@ -35,7 +35,7 @@ def pin_rotary(model: Any, max_model_len: int | None) -> int | None:
                 "trainer",
                 f"{type(model).__name__} has rotary frequencies by layer of kinds "
                 f"{sorted(set(kind.values()))}, of which some depend on the longest position",
-                "this architecture is not supported",
+                "this architecture is not supported: choose another student.model",
             )
         if kind == "longrope":
             _pin_longrope(module, positions)
@@ -77,6 +77,6 @@ def _pin_dynamic(model: Any, module: Any) -> None:
             "trainer",
             f"{type(model).__name__} has dynamic NTK scaling with max_trained_positions, which "
             "transformers does not implement",
-            "this model is not supported",
+            "this model is not supported: choose another student.model",
         )
     module.rope_type = "default"
