@@ -26,7 +26,6 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeVar
 
 from async_opd.accounting.ledger import JournalWriter
 from async_opd.accounting.replacements import ReplayablePrompts
@@ -52,8 +51,6 @@ from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, teachers_s
-
-Result = TypeVar("Result")
 
 LAST_EVENTS_S = 5.0
 """Seconds that a failing run waits for the last events of a stage that may have died."""
@@ -92,7 +89,7 @@ class Pipeline:
         self._pushing: asyncio.Task[None] | None = None
         self._coroutines = asyncio.TaskGroup()
         evaluated = 0 if self.evaluation is None else len(self.evaluation.prompts)
-        self._stall = StallDetector(self.config, self.stages, self.metering, evaluated)
+        self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -337,10 +334,6 @@ class Pipeline:
                 "lower train.lr or the share of prompts without an end, raise rollout.max_tokens, "
                 "or set guardrail.mode to warn",
             )
-
-    async def _bounded(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:
-        """See StallDetector.within."""
-        return await self._stall.within(what, work, least_s)
 
 
 async def _endless(name: str, work: Awaitable[None]) -> None:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ProcessDied, StageError, StageTimeout, first_cause
-from async_opd.core.race import race
+from async_opd.core.errors import ProcessDied, StageError, StageTimeout
+from async_opd.core.race import gather_or_cancel, race
 from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
@@ -101,7 +101,7 @@ class TrainerActor(SingletonActor):
             return
         first, *specs = await self._rank_specs(bound)
         args = (*self.args, first, self.others)
-        await _gather_or_cancel(
+        await gather_or_cancel(
             self.remote.build(self.path, args, bound),
             *(
                 other.build(FOLLOWER, (self.config, self.device, spec), bound)
@@ -198,8 +198,8 @@ class SingletonActors:
         bound = self._bound
         policy = Policy[SingletonActor](
             supervision=self.config.supervision,
-            serve=lambda member: _gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
-            alive=lambda member: _gather_or_cancel(*(_lives(r, bound) for r in member.value.ranks)),
+            serve=lambda member: gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
+            alive=lambda member: gather_or_cancel(*(_lives(r, bound) for r in member.value.ranks)),
             leave=_ended,
             rebuild=rebuild,
             reached=lambda member: self._step(),
@@ -287,7 +287,7 @@ class SingletonActors:
             raise queue.failure
 
         others: list[SingletonActor] = [self.scorer, self.rollouter, self.trainer]
-        building = _gather_or_cancel(*(other.build() for other in others))
+        building = gather_or_cancel(*(other.build() for other in others))
         await race(building, queue_failure())
 
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
@@ -320,16 +320,6 @@ async def _dies(remote: Remote, bound: float) -> None:
     """Raises when its process ends, also if it did before."""
     await _lives(remote, bound)
     raise await remote.end()
-
-
-async def _gather_or_cancel(*works: Coroutine[Any, Any, None]) -> None:
-    """All of them; the first error cancels the others."""
-    try:
-        async with asyncio.TaskGroup() as group:
-            for work in works:
-                group.create_task(work)
-    except ExceptionGroup as errors:
-        raise first_cause(errors) from errors
 
 
 async def _end(remote: Remote, bound: float) -> None:

@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from async_opd.core.errors import RolloutFault, StageError, first_cause
+from async_opd.core.errors import RolloutFault, StageError
+from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
@@ -72,7 +73,7 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         started = clock()
         rollouts = await answers(prompts, self.sampling)
-        grades = await self._grades(rollouts)
+        grades = await gather_or_cancel(*map(self._grade, rollouts))
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
         lost: dict[str, list[DeadLetter]] = defaultdict(list)
         for rollout, grade in zip(rollouts, grades, strict=True):
@@ -98,14 +99,6 @@ class Evaluation:
             means[f"{prefix}/{source}/ungraded"] = float(len(failed))
         means[f"{prefix}/seconds"] = clock() - started
         return EvaluationResult(means, tuple(one for failed in lost.values() for one in failed))
-
-    async def _grades(self, rollouts: Sequence[Rollout]) -> list[float | DeadLetter]:
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._grade(rollout)) for rollout in rollouts]
-        except ExceptionGroup as errors:
-            raise first_cause(errors) from errors
-        return [task.result() for task in tasks]
 
     async def _grade(self, rollout: Rollout) -> float | DeadLetter:
         try:

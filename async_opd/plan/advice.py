@@ -7,6 +7,7 @@ the best split ──simulated at growing thresholds──► the smallest that 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -122,14 +123,8 @@ class _Rates:
     def smallest_threshold(self, setting: Setting) -> float:
         """The smallest of ``THRESHOLDS`` that is enough, by bisection."""
         wanted = ENOUGH * self.rate(setting, LARGE)
-        low, high = 0, len(THRESHOLDS) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.rate(setting, THRESHOLDS[middle]) >= wanted:
-                high = middle
-            else:
-                low = middle + 1
-        return THRESHOLDS[low]
+        smaller = THRESHOLDS[:-1]  # LARGE is enough by definition
+        return THRESHOLDS[bisect_left(smaller, True, key=lambda s: self.rate(setting, s) >= wanted)]
 
     def _rollout_limit(self, setting: Setting) -> float:
         """Simulates teachers and a trainer without delays: ``Setting.limits`` has no turnaround."""

@@ -7,6 +7,7 @@ but not the predicted total of the measured run.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,25 +63,23 @@ def lengths_of(mean: float, std: float, most: int) -> Lengths:
     """
     if std < 1e-3 * mean or mean >= most:
         return Lengths(min(mean, most), 0.0, most)
-    low, high = 0.0, 4.0
-    for _ in range(60):
-        sigma = (low + high) / 2
-        if _cut_std(_with_mean(mean, sigma, most)) < std:
-            low = sigma
-        else:
-            high = sigma
-    return _with_mean(mean, (low + high) / 2, most)
+    sigma = _bisect(0.0, 4.0, lambda sigma: _cut_std(_with_mean(mean, sigma, most)) < std)
+    return _with_mean(mean, sigma, most)
 
 
 def _with_mean(mean: float, sigma: float, most: int) -> Lengths:
-    low, high = mean, mean * 1e4
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        if mean_length(Lengths(middle, sigma, most)) < mean:
-            low = middle
-        else:
-            high = middle
-    return Lengths(math.sqrt(low * high), sigma, most)
+    def lengths(log_factor: float) -> Lengths:
+        return Lengths(mean * math.exp(log_factor), sigma, most)
+
+    return lengths(_bisect(0.0, math.log(1e4), lambda log: mean_length(lengths(log)) < mean))
+
+
+def _bisect(low: float, high: float, too_low: Callable[[float], bool]) -> float:
+    """The value between ``low`` and ``high`` at which ``too_low`` becomes false."""
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if too_low(middle) else (low, middle)
+    return (low + high) / 2
 
 
 def _cut_std(lengths: Lengths) -> float:

@@ -19,7 +19,7 @@ from async_opd.accounting.admission import Admission
 from async_opd.core.stages import PROMPTS, SCORED, rollouts_topic
 from async_opd.plan.prediction import PoolUse, Prediction
 from async_opd.plan.setting import Setting, warmup_versions
-from async_opd.plan.sim.clock import Clock
+from async_opd.plan.sim.clock import Clock, Level
 from async_opd.plan.sim.population import Population
 from async_opd.plan.sim.rollouter import SimulatedRollouts
 from async_opd.plan.sim.scorer import SimulatedScoring
@@ -109,19 +109,9 @@ class SimulatedRun:
 
     def _read(self) -> _Reading:
         rollouts, training = self._rollouts, self.training
-        levels = {
-            "running": rollouts.running,
-            "waiting": rollouts.waiting,
-            "starved": rollouts.starved,
-            "working": rollouts.working,
-            "paused": rollouts.paused,
-            "computing": training.computing,
-            "copying": training.copying,
-            "turning": training.turning,
-            "held": training.held,
-            PROMPTS: rollouts.prompts.ready,
-            SCORED: self._scored.ready,
-        }
+        levels = {PROMPTS: rollouts.prompts.ready, SCORED: self._scored.ready}
+        for part in (rollouts, training):
+            levels |= {name: at for name, at in vars(part).items() if isinstance(at, Level)}
         for teacher, scoring, topic in zip(
             self._setting.teachers, self._scoring, self._topics, strict=True
         ):
