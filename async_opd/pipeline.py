@@ -192,20 +192,20 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
             groups: list[Group] = []
-            for lost in unpack(DeadLetter, lease.batches):
-                groups += await self._replacements_for(lost)
+            for letter in unpack(DeadLetter, lease.batches):
+                groups += await self._replacements_for(letter)
             await self._issue(groups)
             done = lease.id
 
-    async def _replacements_for(self, lost: DeadLetter) -> list[Group]:
+    async def _replacements_for(self, letter: DeadLetter) -> list[Group]:
         """The groups that replace a dead letter; none if the trainer has a copy of its rollout.
 
         The trainer is asked first: once it has dropped the rollout, no copy of it can be trained.
         """
-        ended = self.run_state.supply.ended_by(lost)
+        ended = self.run_state.supply.ended_by(letter)
         if ended and not await self.stages.trainer.drop(ended[0], ended[1:]):
             return []
-        return self.run_state.supply.replace(lost)
+        return self.run_state.supply.replace(letter)
 
     async def _issue(self, groups: Iterable[Group]) -> None:
         """Groups ──► prompts, a message at a time."""
@@ -280,7 +280,7 @@ class Pipeline:
             self._publish(measured, 0)
 
     def _publish(self, measured: EvaluationResult, step: int) -> None:
-        self.run_state.supply.ungraded(measured.lost)
+        self.run_state.supply.ungraded(measured.dead_letters)
         self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
 
     async def _forward_events(self, who: Teller) -> None:

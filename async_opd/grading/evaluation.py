@@ -22,7 +22,7 @@ class EvaluationResult:
     """Metrics, and the rollouts that could not be graded, which are in no mean."""
 
     metrics: dict[str, float]
-    lost: tuple[DeadLetter, ...] = ()
+    dead_letters: tuple[DeadLetter, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Evaluation:
         parts = await asyncio.gather(*(one(name, own) for name, own in by_teacher.items()))
         return EvaluationResult(
             {key: value for part in parts for key, value in part.metrics.items()},
-            tuple(lost for part in parts for lost in part.lost),
+            tuple(letter for part in parts for letter in part.dead_letters),
         )
 
     async def _measure(
@@ -75,10 +75,10 @@ class Evaluation:
         rollouts = await answers(prompts, self.sampling)
         grades = await gather_or_cancel(*map(self._grade, rollouts))
         rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-        lost: dict[str, list[DeadLetter]] = defaultdict(list)
+        letters: dict[str, list[DeadLetter]] = defaultdict(list)
         for rollout, grade in zip(rollouts, grades, strict=True):
             if isinstance(grade, DeadLetter):
-                lost[rollout.prompt.data_source].append(grade)
+                letters[rollout.prompt.data_source].append(grade)
                 continue
             rows[rollout.prompt.data_source].append(
                 {
@@ -92,13 +92,13 @@ class Evaluation:
             for source, own in rows.items()
             for key in own[0]
         }
-        for source, failed in lost.items():
+        for source, failed in letters.items():
             if source not in rows:
                 cause = f"no answer of data source {source} can be graded: {failed[0].reason}"
                 raise StageError("grader", cause, "see eval.grader")
             means[f"{prefix}/{source}/ungraded"] = float(len(failed))
         means[f"{prefix}/seconds"] = clock() - started
-        return EvaluationResult(means, tuple(one for failed in lost.values() for one in failed))
+        return EvaluationResult(means, tuple(one for failed in letters.values() for one in failed))
 
     async def _grade(self, rollout: Rollout) -> float | DeadLetter:
         try:

@@ -72,7 +72,7 @@ class RunLog:
         self._last = dict(before or {})
         self._summarized: dict[str, float] = {}
         self._steps = 0
-        self._lost_by: set[str] = set()
+        self._dead_letter_stages: set[str] = set()
         self._status: Status | None = None
 
     def __enter__(self) -> Self:
@@ -152,17 +152,17 @@ class RunLog:
         with _written(self._messages_file.name):
             self._messages_file.write(f"{moment} {text}\n")
 
-    def dead_letter(self, lost: DeadLetter) -> None:
+    def dead_letter(self, letter: DeadLetter) -> None:
         """Writes a line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
-        if lost.stage not in self._lost_by:
-            self._lost_by.add(lost.stage)
-            self.message(f"dead-lettered {lost.header.uid} ({lost.stage}): {lost.reason}")
-        header = lost.header
+        if letter.stage not in self._dead_letter_stages:
+            self._dead_letter_stages.add(letter.stage)
+            self.message(f"dead-lettered {letter.header.uid} ({letter.stage}): {letter.reason}")
+        header = letter.header
         line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
         line |= {
             "tokens": header.tokens,
-            "stage": lost.stage,
-            "reason": self._redacted(lost.reason),
+            "stage": letter.stage,
+            "reason": self._redacted(letter.reason),
         }
         path = self._run_dir / DEAD_LETTERS
         with _written(str(path)), open(path, "ab", buffering=0, opener=regular_file) as file:

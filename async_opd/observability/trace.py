@@ -52,12 +52,12 @@ class TraceSink(Sink):
         run_dir: Path,
         clock: Callable[[], float] = time.time,
         resumed: bool = False,
-        most: int = MAX_INTERVALS,
+        max_intervals: int = MAX_INTERVALS,
     ) -> None:
         self.path = run_dir / "trace.json"
         self._clock = clock
         self._resumed = resumed
-        self._most = most
+        self._max_intervals = max_intervals
         self._behind = 0
         self._writer = BackgroundWorker("trace", self._write, MAX_WAITING, _count)
 
@@ -98,7 +98,7 @@ class TraceSink(Sink):
     def _events(self, pools: Pools) -> Iterator[Event]:
         file, state = self._file, self._file.state
         for pool, intervals in pools.items():
-            room = max(self._most - state.intervals, 0)
+            room = max(self._max_intervals - state.intervals, 0)
             taken = sorted(intervals, key=lambda interval: interval.start)[:room]
             yield from file.events(pool, taken)
             left = len(intervals) - len(taken)

@@ -12,7 +12,7 @@ Item = TypeVar("Item")
 class BackgroundWorker(Generic[Item]):
     """Calls ``work`` with the waiting items, in order; ``put`` never waits.
 
-    ``most`` bounds the sum of ``size`` over the items that are not yet done; a larger item is
+    ``max_size`` bounds the sum of ``size`` over the items that are not yet done; a larger item is
     accepted when no other waits. The thread ends with the process even while ``work`` blocks.
     """
 
@@ -20,12 +20,12 @@ class BackgroundWorker(Generic[Item]):
         self,
         name: str,
         work: Callable[[list[Item]], None],
-        most: int,
+        max_size: int,
         size: Callable[[Item], int] = lambda item: 1,
     ) -> None:
         self._name = name
         self._work = work
-        self._most = most
+        self._max_size = max_size
         self._size = size
         self._items: list[Item] = []
         self._waiting = 0
@@ -44,7 +44,7 @@ class BackgroundWorker(Generic[Item]):
         with self._changed:
             self._check()
             size = self._size(item)
-            if self._closed or (self._waiting and self._waiting + size > self._most):
+            if self._closed or (self._waiting and self._waiting + size > self._max_size):
                 return False
             self._items.append(item)
             self._waiting += size

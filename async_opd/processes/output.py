@@ -31,13 +31,13 @@ class NonBlockingStream(io.TextIOBase):
     An error of the thread's last write is raised by the next ``write`` here.
     """
 
-    def __init__(self, file: TextIO, most: int = MAX_CHARACTERS) -> None:
+    def __init__(self, file: TextIO, max_characters: int = MAX_CHARACTERS) -> None:
         self.dropped = 0
         self._unreported = 0
         self._encoding = file.encoding or "utf-8"
         self._terminal = file.isatty()
         self._descriptor = os.dup(file.fileno())
-        self._writer = BackgroundWorker("output", self._drain, most, len)
+        self._writer = BackgroundWorker("output", self._drain, max_characters, len)
 
     @property
     def encoding(self) -> str:  # type: ignore[override]

@@ -30,7 +30,7 @@ async def measured(ungradable: set[str]) -> EvaluationResult:
 async def test_accuracy_is_that_of_the_graded_answers_and_the_others_are_counted() -> None:
     found = await measured({"r"})
     assert (found.metrics["eval/t/accuracy"], found.metrics["eval/t/ungraded"]) == (0.5, 1.0)
-    (lost,) = found.lost
+    (lost,) = found.dead_letters
     assert (lost.header.uid, lost.stage, lost.reason) == (
         "eval r/0",
         "grader",

@@ -142,7 +142,7 @@ def test_another_run_does_not_go_on_with_a_trace_that_is_there(tmp_path: Path) -
 
 
 def test_intervals_beyond_the_bound_are_counted_in_the_file_and_told(tmp_path: Path) -> None:
-    trace = sink(tmp_path, most=3)
+    trace = sink(tmp_path, max_intervals=3)
     for step in range(3):
         trace.busy({"train": [interval(step, step + 1), interval(step + 0.1, step + 0.2)]})
     assert len(events(trace)) == 3
@@ -152,10 +152,10 @@ def test_intervals_beyond_the_bound_are_counted_in_the_file_and_told(tmp_path: P
 
 
 def test_a_resumed_run_keeps_to_the_bound_of_the_whole_trace(tmp_path: Path) -> None:
-    first = sink(tmp_path, most=2)
+    first = sink(tmp_path, max_intervals=2)
     first.busy({"train": [interval(0, 1)]})
     first.close(SUMMARY)
-    second = sink(tmp_path, most=2, resumed=True)
+    second = sink(tmp_path, max_intervals=2, resumed=True)
     second.busy({"train": [interval(1, 2), interval(2, 3)]})
     assert len(events(second)) == 2
 

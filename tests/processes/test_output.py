@@ -49,7 +49,7 @@ def test_what_is_written_arrives(pipe: tuple[int, TextIO]) -> None:
 
 def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -> None:
     _, file = pipe
-    stream = NonBlockingStream(file, most=PIPE_BYTES)
+    stream = NonBlockingStream(file, max_characters=PIPE_BYTES)
     for _ in range(100):
         stream.write("x" * PIPE_BYTES + "\n")
     assert stream.dropped > 90
@@ -58,7 +58,7 @@ def test_nobody_waits_for_a_reader_who_does_not_come(pipe: tuple[int, TextIO]) -
 
 def test_a_reader_who_comes_late_is_told_how_much_is_missing(pipe: tuple[int, TextIO]) -> None:
     ours, file = pipe
-    stream = NonBlockingStream(file, most=PIPE_BYTES)
+    stream = NonBlockingStream(file, max_characters=PIPE_BYTES)
     line = "x" * (PIPE_BYTES - 1) + "\n"
     stream.write(line * 2)
     for _ in range(7):
@@ -89,7 +89,7 @@ def test_a_file_without_a_descriptor_is_written_at_once() -> None:
 def test_a_descriptor_that_does_not_block_is_waited_for(pipe: tuple[int, TextIO]) -> None:
     ours, file = pipe
     os.set_blocking(file.fileno(), False)
-    stream = NonBlockingStream(file, most=4 * PIPE_BYTES)
+    stream = NonBlockingStream(file, max_characters=4 * PIPE_BYTES)
     text = "x" * (4 * PIPE_BYTES - 1) + "\n"
     stream.write(text)
     assert read(ours, "\n") == text
