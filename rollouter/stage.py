@@ -2,11 +2,10 @@
 
     topic prompts ──► replica.run, each pulls what it has room for ──► topic rollouts/<teacher>
 
-There is no dispatcher: a replica takes the next groups when it has free slots, so that work goes
-where there is room. What becomes of a replica whose loop ends, of which a call fails, that gives no
-sign of life or whose weight sync fails is said in ``async_opd.processes.members``. What it had
-taken goes to the others at once, and waits in the topic if there are none. Only when all are gone
-for good does the last one's error end the run.
+There is no dispatcher: a replica takes the next groups when it has free slots. A replica is ejected
+and rebuilt (``async_opd.processes.members``) when its loop ends, a call to it fails, it fails its
+heartbeat, or its weight sync fails. Its groups go back to the topic at once, for the other replicas
+or the rebuilt one. When all replicas are gone, the last one's error ends the run.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.queue.sizes import calls
 
 REPORT_S = 10.0
-"""A replica that does not report in time is left out of this report."""
+"""Seconds for a report: a replica without one is left out of the stage's report."""
 
 
 class RolloutReplica(Protocol):
@@ -39,16 +38,16 @@ class RolloutReplica(Protocol):
 
     @property
     def consumer(self) -> str:
-        """What the queue knows it by."""
+        """Its name in the queue."""
         ...
 
     async def run(self) -> None: ...
 
     async def stop(self) -> None:
-        """Ends ``run``, and nothing that it still had reaches the queue."""
+        """Ends ``run``; its unfinished rollouts never reach the queue."""
 
     async def alive(self) -> None:
-        """Returns if it works, raises or hangs if not."""
+        """Returns if the replica works; raises or hangs if not."""
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingSpec
@@ -60,9 +59,9 @@ class RolloutReplica(Protocol):
 
 
 RebuildStudent = Callable[[Member[Any]], Coroutine[Any, Any, RolloutReplica]]
-"""Ends a member's replica for good; another one that has joined with the newest weights.
+"""Ends a member's replica and returns another with the newest weights. Raises if either fails.
 
-Given by who can start processes. Raises when that fails.
+``async_opd.cluster`` implements it, since it can start processes.
 """
 
 
@@ -79,9 +78,9 @@ class RollouterStage:
         timer: Timer | None = None,
         answer_s: float = ANSWER_S / 2,
     ) -> None:
-        """Without ``rebuild`` a replica that fails is gone.
+        """Without ``rebuild`` a replica that fails is GONE.
 
-        ``answer_s`` bounds the answer of each replica to ``progress``; see patience.answer_s.
+        ``answer_s`` bounds the answer of each replica to ``progress``; see liveness.answer_s.
         """
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
@@ -99,13 +98,13 @@ class RollouterStage:
         self._progress = CombinedProgress({}, answer_s, timer)
 
     async def run(self) -> None:
-        """Until cancelled, or until the last replica is gone: then its error."""
+        """Serves until cancelled, or until the last replica is gone: then raises its error."""
         await self.members.run()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """Evaluation: the prompts spread evenly over the replicas, results in order.
+        """Rollouts for evaluation, in order, with the prompts spread evenly over the replicas.
 
-        What a replica did not answer before it died is answered by the others, or by the next one.
+        Prompts of a replica that died are answered by the others, or by the next incarnation.
         """
         left = list(prompts)
         by_uid: dict[Uid, Rollout] = {}
@@ -155,7 +154,7 @@ class RollouterStage:
 
     async def _alive(self, member: Member[RolloutReplica]) -> None:
         bound = self.members.policy.supervision.timeout_s
-        await self.members.call(member, bound, "a sign of life", lambda replica: replica.alive())
+        await self.members.call(member, bound, "a heartbeat", lambda replica: replica.alive())
 
     async def _answers(
         self, member: Member[RolloutReplica], prompts: Sequence[Prompt], sampling: SamplingSpec

@@ -1,6 +1,6 @@
-"""The boxes of a run: starts the Ray actor of each kind, remembers all, and builds them anew.
+"""Starts the Ray actors of a run, of each kind, and ends all of them.
 
-One box is one process. What is on the GPUs of another (a colocated teacher) is its guest.
+One actor is one process. A colocated teacher runs on the GPUs of another actor, its host.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from teachers.spec import TeacherEngineSpec
 
 @dataclass(frozen=True)
 class Factory:
-    """What an actor builds: ``module:callable``, and arguments after those of every run."""
+    """``module:callable`` of an actor's object, and arguments after those of every run."""
 
     path: str
     extra: tuple[Any, ...] = ()
@@ -40,7 +40,7 @@ class Factory:
 
 @dataclass(frozen=True)
 class Factories:
-    """The real parts. Benchmarks replace them with simulated ones; no config can."""
+    """The factories of a run. Benchmarks replace them by simulated ones; no config can."""
 
     student: Factory = Factory("rollouter.replica:StudentReplica")
     teacher: Factory = Factory("teachers.replica:TeacherReplica")
@@ -48,16 +48,16 @@ class Factories:
 
 
 async def _noop() -> None:
-    """What there is to build, others build."""
+    """Builds nothing."""
 
 
 def discard(text: str) -> None:
-    """Is told, and does nothing."""
+    """Ignores a message."""
 
 
 @dataclass
 class ActorFactory:
-    """Starts each kind of actor, and remembers all of them."""
+    """Starts each kind of actor; ``close`` ends all that it started."""
 
     config: RunConfig
     device: Device
@@ -118,7 +118,7 @@ class ActorFactory:
         return StudentProxy(remote, spec.consumer)
 
     async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
-        """One replica of a teacher; a server of somebody else needs no actor."""
+        """One replica of a teacher: an actor, or the client of an external server."""
         teacher = self.config.teachers[teacher_name]
         actor = actor_names.teacher(teacher_name, index)
         if isinstance(teacher, EndpointTeacher):
@@ -131,34 +131,28 @@ class ActorFactory:
         self, host: str, remotes: Sequence[Remote], build: Callable[[], Awaitable[None]]
     ) -> None:
         """Builds a host of several processes, after the teachers that share GPUs with each."""
+        teachers = [
+            self._build_after_teachers(host, i, remote, _noop) for i, remote in enumerate(remotes)
+        ]
         if self.device == "cpu":
-            builds = (
-                self._build_after_teachers(host, i, remote, _noop)
-                for i, remote in enumerate(remotes)
-            )
-            await asyncio.gather(build(), *builds)
-            return
-        await asyncio.gather(
-            *(
-                self._build_after_teachers(host, i, remote, _noop)
-                for i, remote in enumerate(remotes)
-            )
-        )
-        await build()
+            await asyncio.gather(build(), *teachers)
+        else:
+            await asyncio.gather(*teachers)
+            await build()
 
     async def _build_after_teachers(
         self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
     ) -> None:
-        """Builds a host, after the teachers that share its GPUs, each asleep before the next.
+        """Builds a host after the teachers that share its GPUs, each asleep before the next.
 
-        So each finds the memory free. On a CPU there is nothing to wait for.
+        Each then finds the GPUs' memory free. On a CPU all are built at the same time.
         """
         config = self.config
         colocated = [
             name
             for name, teacher in config.teachers.items()
             if teacher.host == host and index < teacher.replicas
-            if index not in self.colocated.get(name, {})  # they outlive their host
+            if index not in self.colocated.get(name, {})  # a teacher outlives its host
         ]
         if self.device == "cpu":
             await asyncio.gather(build(), *(self._start_asleep(name, index) for name in colocated))
@@ -177,11 +171,11 @@ class ActorFactory:
             async with asyncio.timeout(bound_s):
                 await teacher.sleep()
         except BaseException as error:
-            teacher.kill()  # nobody knows of it yet
+            teacher.kill()  # no other part has a handle of it yet
             if not isinstance(error, TimeoutError):
                 raise
             cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
-            remedy = f"raise {START_KEY} if it only is slow; otherwise see its log"
+            remedy = f"raise {START_KEY} if it is only slow; otherwise see its log"
             raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
         self.colocated.setdefault(name, {})[index] = teacher
 
@@ -255,7 +249,7 @@ class ActorFactory:
         return scorer
 
     async def close(self) -> None:
-        """Stops stages that would mend engines, shuts engines down, then kills every process."""
+        """Stops stages that would rebuild engines, shuts engines down, then kills every process."""
         for remotes in (self.stages, self.engines):
             shutdowns = (
                 remote.call("shutdown", timeout_s=self.config.timeouts.shutdown_s)
@@ -277,7 +271,10 @@ class ActorFactory:
         place: ActorPlacement | None = None,
         host: tuple[str, int] | None = None,
     ) -> Remote:
-        """``place``: on whose GPUs it is; ``host``: it may have guests on its own."""
+        """Starts and builds an actor. ``place``: the GPUs of another actor, which it shares.
+
+        ``host``: its pool and index, if colocated teachers may share its GPUs.
+        """
         if engine_gpus:
             env = engine_env(self.device)
             gpus = engine_gpus if self.device == "cuda" and place is None else 0
@@ -289,7 +286,7 @@ class ActorFactory:
             remote.kill()
             raise
         if engine_gpus:
-            self.engines.append(remote)  # what is not built cannot be shut down, only killed
+            self.engines.append(remote)  # an actor without an object can only be killed
         return remote
 
     async def create(
@@ -320,7 +317,7 @@ class ActorFactory:
 
 @dataclass
 class _RebuildTeacher:
-    """Builds teachers' replicas anew; lives in the scoring stage's process, which owns them."""
+    """Rebuilds teachers' replicas in the scoring stage's process, which owns them."""
 
     actor_factory: ActorFactory
 
@@ -328,7 +325,7 @@ class _RebuildTeacher:
         """See teachers.protocols.RebuildTeacher."""
         old.kill()
         replica = await self.actor_factory.teacher(teacher, index)
-        assert isinstance(replica, TeacherProxy)  # servers are waited for, not rebuilt
+        assert isinstance(replica, TeacherProxy)  # servers are probed, not rebuilt
         return replica
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The names by which Ray shows a run: ``ray list actors``, and the dashboard of its cluster.
+"""The names of a run's actors in ``ray list actors`` and in the dashboard of its cluster.
 
     <run>/queue                                 MessageQueue
     <run>/rollouter                             Rollouter
@@ -7,7 +7,7 @@
     <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
     <run>/trainer/0 …                           Trainer, one for each rank
 
-All are in one namespace, which is the run's alone: two runs of one name on a cluster do not clash.
+Each run has a namespace of its own: two runs of one name on a cluster do not clash.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from async_opd.core.stages import TRAINER
 
 @dataclass(frozen=True)
 class ActorName:
-    """``name`` stands in messages; Ray shows ``<run>/<path>``, and ``kind`` as its class."""
+    """Messages use ``name``; Ray shows ``<run>/<path>``, and ``kind`` as its class."""
 
     name: str
     path: str
@@ -57,20 +57,21 @@ def trainer(rank: int) -> ActorName:
 
 
 def run_name(config: RunConfig) -> str:
-    """The name of the run's directory, or the configured one where it has none."""
+    """The name of the run's directory, or ``config.name`` without one."""
     return Path(config.run_dir or "").name or config.name
 
 
 def namespace(config: RunConfig) -> str:
-    """Another one at every call, for the names of one run in one cluster."""
+    """A new namespace for the actors of one run; every call returns another."""
     return f"{run_name(config)}-{secrets.token_hex(4)}"
 
 
 async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -> Remote:
-    """What ``create()`` starts, as soon as Ray has freed the name of the actor before it.
+    """The actor of ``create()``, as soon as Ray has freed the name of its predecessor.
 
-    Ray frees the name of an actor that is killed, or whose owner has died; not of one that only
-    crashed, so whoever rebuilds one kills it first. Raises StageTimeout after ``timeout_s``.
+    Ray frees the name of an actor that is killed, or whose owner has died. It does not free the
+    name of one that crashed: a rebuild kills that one first. Raises StageTimeout after
+    ``timeout_s``.
     """
     try:
         async with asyncio.timeout(timeout_s):
@@ -81,4 +82,4 @@ async def when_free(create: Callable[[], Remote], name: str, timeout_s: float) -
                     await asyncio.sleep(RETRY_S)
     except TimeoutError as error:
         cause = f"another actor still has its name in Ray after {timeout_s:g} s"
-        raise StageTimeout(name, cause, f"raise {START_KEY} if Ray only is slow") from error
+        raise StageTimeout(name, cause, f"raise {START_KEY} if Ray is only slow") from error

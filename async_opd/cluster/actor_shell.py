@@ -2,7 +2,7 @@
 
     driver ── build("module:callable", args) ──► ActorShell ── call("method", args) ──► object
 
-Typed proxies in ``async_opd.cluster.proxies`` stand on top; nothing else talks to an ActorShell.
+Only ``Remote`` calls an ActorShell; the typed proxies of ``async_opd.cluster.proxies`` use it.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "timeouts.request_s",
     "supervision.timeout_s",
 )
-"""Bounds in the config, for remedies."""
+"""Config keys of bounds, for remedies."""
 RETRY_S = 0.05
-"""Before a call is made again that a dying process has broken off."""
+"""Seconds before a call is repeated whose process died."""
 
 LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
-"""Read of a log, from its end, and shown of one of its lines."""
+"""Bytes read from the end of a log, and characters shown of one of its lines."""
 
 
 @dataclass(frozen=True)
 class ActorPlacement:
-    """GPUs of a process, which others may share."""
+    """The node and the GPUs of a process, for other processes to share."""
 
     node: str
     gpus: tuple[str, ...]
 
 
 LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
-"""Ray would hide all GPUs from a process that reserves none."""
+"""Without it Ray hides all GPUs from a process that reserves none."""
 
 
 def _imported(module: str) -> ModuleType:
-    """Without garbage collection meanwhile, which finds nothing and takes a quarter of the time.
+    """Imports without garbage collection, which finds nothing and takes a quarter of the time.
 
-    vLLM and all it needs: 4.8 s of processor time in place of 6.4.
+    vLLM and its imports take 4.8 s of processor time instead of 6.4.
     """
     gc.disable()
     try:
@@ -74,10 +74,10 @@ def _imported(module: str) -> ModuleType:
 
 
 class ActorShell:
-    """Lives in an actor process. Ray runs it on uvloop; calls are concurrent."""
+    """The object in an actor's process. Ray runs it on uvloop; calls are concurrent."""
 
     def __init__(self) -> None:
-        os.umask(PRIVATE_UMASK)  # a cluster that was joined has its own
+        os.umask(PRIVATE_UMASK)  # a joined cluster may have another
         private_compile_cache()
         self._object: Any = None
         self._built = asyncio.Event()
@@ -88,40 +88,40 @@ class ActorShell:
         return os.getpid()
 
     async def is_built(self) -> bool:
-        """Whether it has an object."""
+        """Whether the object is built."""
         return self._built.is_set()
 
     async def lag(self) -> float:
-        """Seconds that its event loop was held up at most since the last call; 0 at the first."""
+        """Longest delay of its event loop since the last call, in seconds; 0 at the first call."""
         self._lag = self._lag or LoopLag()
         return self._lag.drain()
 
     async def block_forever(self) -> None:
-        """Does not return: whoever waits for it is told when the process ends."""
+        """Never returns: its caller gets an error when the process ends."""
         await asyncio.Event().wait()
 
     async def place(self) -> ActorPlacement:
-        """Where the process is."""
+        """The node and the GPUs of the process."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)))
 
     async def listen(self, address: str | None) -> tuple[str, int, int]:
-        """Opens a socket for whoever is built here: its address, port and file descriptor."""
+        """Opens a socket for the object to build: its address, port and file descriptor."""
         address = address or ray.util.get_node_ip_address()
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         listener = socket.create_server((address, 0), family=family)
         return address, int(listener.getsockname()[1]), listener.detach()
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
-        """Imports ``module:callable`` and calls it; a coroutine function is awaited."""
+        """Builds the object: imports ``module:callable``, calls it, and awaits a coroutine."""
         module, _, name = factory.partition(":")
         made = getattr(_imported(module), name)(*args)
         self._object = await made if inspect.isawaitable(made) else made
         self._built.set()
 
     async def call(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """Awaits a method of the object; in a process that was restarted, until it is built."""
+        """Awaits a method of the object, after ``build`` in a process that was restarted."""
         await self._built.wait()
         try:
             return await getattr(self._object, method)(*args, **named)
@@ -136,9 +136,9 @@ def _shell(kind: str) -> Any:
 
 
 class Remote:
-    """A named ActorShell. Picklable: other actors may hold it too.
+    """A handle of a named ActorShell. It can be pickled and sent to other actors.
 
-    Every call maps Ray's errors to ours: a dead process, an error inside, a wait without end.
+    Every call translates Ray's errors (``async_opd.cluster.faults``) and has a timeout.
     """
 
     def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
@@ -160,19 +160,19 @@ class Remote:
         actor: str | None = None,
         kind: str = ActorShell.__name__,
     ) -> Remote:
-        """Starts the process, and, with ``restarts``, another one without an object when it dies.
+        """Starts the process; with ``restarts`` Ray restarts it, without an object, when it dies.
 
-        Ray shows it as ``actor``, a ``kind``. Raises ActorAlreadyExistsError while it knows another
-        one of this name.
+        Ray shows it as ``actor`` of class ``kind``. Raises ActorAlreadyExistsError while Ray has
+        another actor of this name.
 
         It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
-        no GPU either, and sees those of the process that is there.
+        no GPU either, and uses those of the placement.
 
-        It knows its name, and so do its children: ``ASYNC_OPD_ACTOR``. None of them imports from
-        the working directory by itself.
+        ``ASYNC_OPD_ACTOR`` is its name in its environment and its children's. None of these
+        processes imports from the working directory by default.
         """
         options: dict[str, Any] = {"name": actor, "num_cpus": 0, "max_concurrency": 10_000}
-        options["enable_task_events"] = False  # Ray's server keeps one of every call, for ever
+        options["enable_task_events"] = False  # Ray's server would store one for every call
         env = {**(env or {}), "ASYNC_OPD_ACTOR": name, SAFE_PATH: "1"}
         if place is not None:
             options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
@@ -191,7 +191,7 @@ class Remote:
         return cast(ActorPlacement, found)
 
     async def build(self, factory: str, args: tuple[Any, ...], timeout_s: float) -> None:
-        """Builds the object; EngineStartError with the process's last words if that fails."""
+        """Builds the object; EngineStartError with the process's last error lines if that fails."""
         try:
             pid = await self._started(timeout_s)
             build = partial(self._handle.build.remote, factory, args)
@@ -201,12 +201,12 @@ class Remote:
             raise EngineStartError(
                 self.name,
                 f"did not start: {error.cause}"
-                + (f"\n    its last words:\n{words}" if words else ""),
+                + (f"\n    its last error lines:\n{words}" if words else ""),
                 error.remedy,
             ) from error
 
     async def _started(self, timeout_s: float) -> int:
-        """The process's id; of the next one, while Ray ends the one before."""
+        """The process's id; while Ray ends an earlier process, that of the next one."""
         pid, error = self._handle.pid.remote, None
         try:
             async with asyncio.timeout(timeout_s):
@@ -219,13 +219,15 @@ class Remote:
         except StageTimeout:
             raise
         except TimeoutError as late:
-            cause = f"no process of it lived for {timeout_s:g} s" + (f": {error}" if error else "")
-            raise StageTimeout(self.name, cause, f"raise {START_KEY} if it only is slow") from late
+            cause = f"no process of it started within {timeout_s:g} s" + (
+                f": {error}" if error else ""
+            )
+            raise StageTimeout(self.name, cause, f"raise {START_KEY} if it is only slow") from late
 
     async def listen(self, address: str | None, timeout_s: float) -> tuple[str, int, int]:
-        """Address, port and file descriptor of a socket in its process, opened for what is built.
+        """Opens a socket in its process: address, port and file descriptor.
 
-        ``address`` None is the one by which the cluster knows its node.
+        ``address`` None is the address of its node in the cluster.
         """
         await self._started(timeout_s)
         listen = partial(self._handle.listen.remote, address)
@@ -235,7 +237,7 @@ class Remote:
     async def call(
         self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
     ) -> Any:
-        """Calls a method with the default or another bound, supervision's; ``inf`` for none."""
+        """Calls a method within ``timeout_s``; ``inf`` is no bound, None the bound of requests."""
         bound = self._timeout_s if timeout_s is None else timeout_s
         key = REQUEST_KEY if timeout_s is None else LIVENESS_KEY
         call = partial(self._handle.call.remote, method, args, named)
@@ -244,7 +246,7 @@ class Remote:
     async def call_with_retry(
         self, method: str, *args: Any, timeout_s: float | None = None, **named: Any
     ) -> Any:
-        """As ``call``, made again whenever the process dies under it and another one comes."""
+        """As ``call``, repeated when the process died during the call and was restarted."""
         while True:
             try:
                 return await self.call(method, *args, timeout_s=timeout_s, **named)
@@ -254,7 +256,7 @@ class Remote:
             await asyncio.sleep(RETRY_S)
 
     async def _bounded(self, call: Callable[[], Any], timeout_s: float, what: str, key: str) -> Any:
-        """Makes the call and waits for its answer; ``key`` sets the bound in the config."""
+        """Calls, and waits for the answer; the remedy names ``key``, which sets the bound."""
         remedy = f"raise {key} if it can take so long; otherwise it hangs" if key else ""
         try:
             return await Deadline(self.name).within(timeout_s, what, call(), remedy)
@@ -262,9 +264,9 @@ class Remote:
             raise to_stage_error(self.name, what, error, self._restarts) from error
 
     async def pid(self, timeout_s: float) -> int:
-        """The id of its process now."""
+        """The id of its current process."""
         pid = self._handle.pid.remote
-        return int(await self._bounded(pid, timeout_s, "a sign of life", LIVENESS_KEY))
+        return int(await self._bounded(pid, timeout_s, "a heartbeat", LIVENESS_KEY))
 
     async def lag(self, timeout_s: float) -> float:
         """See ActorShell.lag."""
@@ -273,21 +275,21 @@ class Remote:
         )
 
     async def is_built(self, timeout_s: float) -> bool:
-        """Whether its process has an object: one that was restarted has none."""
+        """Whether its process has an object: a restarted process has none."""
         is_built = self._handle.is_built.remote
-        return bool(await self._bounded(is_built, timeout_s, "a question", LIVENESS_KEY))
+        return bool(await self._bounded(is_built, timeout_s, "a state request", LIVENESS_KEY))
 
     async def end(self) -> StageError:
-        """Waits until the process that runs now has died, or cannot be reached any more."""
+        """Waits until the current process has died, or cannot be reached any more."""
         forever = self._handle.block_forever.remote
         try:
             await self._bounded(forever, float("inf"), "its run", "")
         except StageError as error:
             return error
-        raise StageError(self.name, "a call without end has returned")
+        raise StageError(self.name, "block_forever has returned, which cannot be")
 
     def restart(self) -> None:
-        """Ends the process; Ray starts another one, whose object is still to be built."""
+        """Ends the process; Ray starts another one, without an object."""
         ray.kill(self._handle, no_restart=False)
 
     def kill(self) -> None:
@@ -298,7 +300,7 @@ class Remote:
 def last_error_lines(pid: int, lines: int = 15) -> str:
     """The errors at the end of an actor's output, if its log is on this machine.
 
-    In a cluster that was joined, Ray's logs lie where others can put a link or a pipe.
+    Other users of a joined cluster can put links or pipes among Ray's logs: ``_end_of`` opens none.
     """
     node = ray._private.worker._global_node
     if node is None:
@@ -312,7 +314,7 @@ def last_error_lines(pid: int, lines: int = 15) -> str:
 
 
 def _end_of(path: str) -> list[str]:
-    """The last lines of a regular file; of anything else, why it has none."""
+    """The last lines of a regular file; for any other file, one line with the error."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))

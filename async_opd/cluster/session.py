@@ -26,12 +26,12 @@ from async_opd.processes.reaper import ProcessReaper, process_reaper
 
 @asynccontextmanager
 async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
-    """Starts or joins the cluster; on leaving, shuts down what the run started in it.
+    """Starts or joins the cluster; at the end, shuts down the processes that the run started in it.
 
     A process reaper kills the processes of a local cluster. Its caller tracks Ray's head and agents
     once all of them have started. The cluster has its own directory and token: ``RayFolder``.
 
-    Processes that Ray starts import nothing from the working directory by themselves.
+    Processes that Ray starts do not import from the working directory by default.
 
     Ray's token authentication stays as it is (on by default).
     """
@@ -51,28 +51,28 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
             try:
                 async with asyncio.timeout(config.timeouts.shutdown_s):
                     await _in_a_daemon(ray.shutdown)
-            except TimeoutError:  # a joined cluster sees to what was ours in it
+            except TimeoutError:  # a joined cluster ends the processes of a run itself
                 if ours is not None:
                     await asyncio.to_thread(ours.kill_all)
 
 
 @asynccontextmanager
 async def _logs_kept(config: RunConfig, folder: RayFolder | None) -> AsyncIterator[None]:
-    """If a run fails, the end of each of Ray's logs stays in its directory."""
+    """Copies the end of each of Ray's logs into the directory of a run that fails."""
     try:
         yield
     except Exception:
         if folder is not None and config.run_dir is not None:
-            with suppress(OSError):  # the error that is raised says more than one of a log
+            with suppress(OSError):  # the run's own error is the one to raise
                 await asyncio.to_thread(folder.keep_logs, Path(config.run_dir))
         raise
 
 
 class _JobConfig(JobConfig):
-    """One of which Ray believes that it says where workers import from.
+    """A config of which Ray assumes that it sets the workers' import path.
 
-    Otherwise it adds the working directory to their paths, where a module of a downloaded folder
-    would be taken for one of ours, or of a library's.
+    For any other, Ray adds the working directory to the path: a module of a downloaded folder could
+    then replace one of async_opd or of a library.
     """
 
     def _runtime_env_has_working_dir(self) -> bool:
@@ -80,17 +80,17 @@ class _JobConfig(JobConfig):
 
 
 def job_config() -> JobConfig:
-    """Workers import from where the driver itself does: its script's folder, and what it was told.
+    """Workers import from the script's folder and the working directory only if the driver does.
 
-    ``PYTHONPATH`` and what is installed they know by themselves.
+    They inherit ``PYTHONPATH`` and the installed packages.
     """
     script, here = os.path.dirname(os.path.realpath(sys.argv[0])), os.getcwd()
-    told = [path for path in dict.fromkeys((script, here)) if path in sys.path]
-    return _JobConfig(_py_driver_sys_path=told)
+    paths = [path for path in dict.fromkeys((script, here)) if path in sys.path]
+    return _JobConfig(_py_driver_sys_path=paths)
 
 
 async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> None:
-    logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are not about the user's run
+    logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are not about the run
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -115,7 +115,7 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:
-    """Waits for a blocking call in a thread that holds up no exit, should the wait end before.
+    """Waits for a blocking call in a daemon thread, which does not delay the process's exit.
 
     The thread outlives the call: processes that Ray started die with the thread that started them.
     """
@@ -127,7 +127,7 @@ async def _in_a_daemon(work: Callable[[], object]) -> None:
             work()
         except BaseException as error:
             errors.append(error)
-        with suppress(RuntimeError):  # nobody waits any more
+        with suppress(RuntimeError):  # the wait was cancelled, and its loop closed
             loop.call_soon_threadsafe(done.set)
         Event().wait()
 

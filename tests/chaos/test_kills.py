@@ -88,7 +88,7 @@ def test_rebuilt_teachers_serve_on_after_the_trainers_death(survived: Run) -> No
 
 
 def test_the_stopped_engine_is_found_by_its_silence(survived: Run) -> None:
-    assert "a sign of life took longer than 20 s" in survived.output
+    assert "a heartbeat took longer than 20 s" in survived.output
 
 
 def test_every_rebuild_is_counted(survived: Run) -> None:

@@ -148,5 +148,5 @@ async def test_a_bound_names_its_key_in_the_config() -> None:
 
 async def test_a_process_that_dies_at_every_start_is_not_waited_for_without_end() -> None:
     remote = Remote("queue", Handle(None, made(found.ActorUnavailableError)), 5, restarts=True)
-    with pytest.raises(StageTimeout, match=r"no process of it lived for 0\.01 s"):
+    with pytest.raises(StageTimeout, match=r"no process of it started within 0\.01 s"):
         await remote._started(0.01)
