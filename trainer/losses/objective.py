@@ -55,7 +55,9 @@ class Objective:
 
         ``total`` is each token's summand of the loss. The teacher's logits are overwritten too.
         """
-        tempered = self._tempered(logits)
+        tempered = None  # log q [n, V] at the rollouts' temperature; the term has it at 1
+        if self.temperature != 1:
+            tempered = (logits / self.temperature).log_softmax(-1)
         opened = self.term.open(logits, tokens, teacher)
         log_q = opened.log_sampled
         if tempered is not None:
@@ -72,7 +74,10 @@ class Objective:
         }
         cap = self.importance_cap
         if cap is not None:
-            weight = self._response_ratio(tokens).to(ratio) if self.weighs_responses else ratio
+            weight = ratio
+            if self.weighs_responses:  # q/mu of each token's whole response
+                assert tokens.response_log_ratios is not None
+                weight = tokens.response_log_ratios.clamp_max(MAX_LOG_RATIO).exp().to(ratio)
             metrics["truncated"] = weight > cap
             metrics["importance_weight"] = weight = weight.clamp_max(cap)
             factor = factor * weight
@@ -83,18 +88,6 @@ class Objective:
         if tempered is not None and slope is not None:
             self._add_tempered(logits, tempered, tokens.targets, slope)
         return metrics
-
-    @staticmethod
-    def _response_ratio(tokens: Tokens) -> torch.Tensor:
-        """q/mu of each token's whole response, [n]."""
-        assert tokens.response_log_ratios is not None
-        return tokens.response_log_ratios.clamp_max(MAX_LOG_RATIO).exp()
-
-    def _tempered(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """log q [n, V] at the rollouts' temperature; None at 1, where the term has it."""
-        if self.temperature == 1:
-            return None
-        return (logits / self.temperature).log_softmax(-1)
 
     def _reward(
         self, log_ratio: torch.Tensor, tokens: Tokens, metrics: Metrics

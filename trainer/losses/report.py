@@ -46,16 +46,14 @@ def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[
     if not values:
         return {"loss/total": 0.0}
     found = {name: value.double() for name, value in values.items()}
-    ratio, truncated = found.pop("importance"), found.pop("truncated", None)
-    weight, gap = found.pop("importance_weight", None), found.pop("agreement", None)
+    ratio, gap = found.pop("importance"), found.pop("agreement", None)
+    weights = {"truncated": found.pop("truncated", None)}
+    weights["weight"] = found.pop("importance_weight", None)
     scalars = {f"loss/{name}": value.mean() for name, value in found.items()}
     scalars["loss/total"] = found["total"].sum()
     scalars["importance/mean"] = ratio.mean()
     scalars["importance/max"] = ratio.max()
-    if truncated is not None:
-        scalars["importance/truncated"] = truncated.mean()
-    if weight is not None:
-        scalars["importance/weight"] = weight.mean()
+    scalars |= {f"importance/{k}": v.mean() for k, v in weights.items() if v is not None}
     scalars["importance/ess"] = ratio.sum().square() / (len(ratio) * ratio.square().sum())
     if gap is not None:
         scalars |= _agreement(gap, runs)

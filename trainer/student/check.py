@@ -146,14 +146,13 @@ def _between(one: torch.Tensor, other: torch.Tensor) -> float:
 def _attending(model: Any, implementation: str | None) -> Iterator[None]:
     """Sets the attention implementation during the block; None changes nothing."""
     chosen = model.config._attn_implementation
-    if implementation in (None, chosen):
-        yield
-        return
-    model.set_attn_implementation(implementation)
+    if implementation not in (None, chosen):
+        model.set_attn_implementation(implementation)
     try:
         yield
     finally:
-        model.set_attn_implementation(chosen)
+        if model.config._attn_implementation != chosen:
+            model.set_attn_implementation(chosen)
 
 
 @contextmanager
