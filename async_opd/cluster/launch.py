@@ -1,4 +1,4 @@
-"""Builds the cluster of a run: one actor per box, all of them at the same time.
+"""Builds the cluster of a run: all of its actors, at the same time.
 
 queue ─┬─ student/0 … student/N-1     rollouter
        ├─ <teacher>/0 … per teacher   scorer
@@ -40,7 +40,7 @@ from teachers.time_sharing import GpuTimeSharing, TimeSharingScorer
 
 @dataclass(frozen=True)
 class LaunchedStages:
-    """Everything the pipeline talks to."""
+    """The stages that the pipeline calls."""
 
     queue: QueueProxy
     rollouter: RollouterProxy
@@ -56,9 +56,9 @@ class LaunchedStages:
         await self.singletons.supervise(reissue, step)
 
     async def rewind(self, error: ProcessDied) -> None:
-        """After the trainer died: all stages are as new, and the engines as they are.
+        """After the trainer's death: rebuilds all stages, and keeps the engines.
 
-        The trainer has the student's first weights. Raises if the trainer died too often.
+        The trainer then has the student's first weights. Raises if it died too often.
         """
         await self.singletons.rebuild_all(error)
 
@@ -72,11 +72,11 @@ async def launch(
     factories: Factories | None = None,
     notify: Callable[[str], None] = discard,
 ) -> AsyncIterator[LaunchedStages]:
-    """Starts Ray and all actors; ends every one of their processes on the way out.
+    """Starts Ray and all actors; ends all of their processes at the end.
 
-    ``notify`` gets a line about everything that died and was restarted.
+    ``notify`` gets a line for each event of a member: a death, a restart.
 
-    Raises EngineStartError naming the first box that did not come up.
+    Raises EngineStartError with the name of the first actor that did not start.
     """
     async with ray_session(config) as reaper:
         if device == "cuda":
@@ -134,15 +134,15 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
 
 
 def _sharing_gpus(config: RunConfig, scorer: ScorerProxy, trainer: TrainerProxy) -> TeacherScorer:
-    """The scoring stage, and its turns with the trainer if teachers are on the trainer's GPUs.
+    """The scoring stage, with GPU time sharing if teachers are on the trainer's GPUs.
 
-    Those on the rollout replicas' GPUs take turns in the rollouter's actor.
+    The rollouter's actor alternates those on the rollout replicas' GPUs.
     """
     if all(teacher.host != "train" for teacher in config.teachers.values()):
         return scorer
     bound, hosts = config.timeouts.request_s, {"trainer": trainer}
-    turns = GpuTimeSharing("train", lambda: hosts, scorer, asyncio.Lock(), sleep_timeout_s=bound)
-    return TimeSharingScorer(scorer, [turns])
+    sharing = GpuTimeSharing("train", lambda: hosts, scorer, asyncio.Lock(), sleep_timeout_s=bound)
+    return TimeSharingScorer(scorer, [sharing])
 
 
 def _refreshing(
@@ -154,7 +154,7 @@ def _refreshing(
 ) -> WeightSync:
     """The sync, which also refreshes teachers that are the student itself.
 
-    ``newest`` gets what each has, for a scoring stage that is restarted.
+    ``newest`` gets the weights of each, for a scoring stage that is restarted.
     """
     config = actor_factory.config
     every = {
@@ -182,7 +182,7 @@ def _refreshing(
 
 
 def _enough_gpus(config: RunConfig) -> None:
-    """ConfigError if the cluster has fewer GPUs than the pools take: actors would wait for ever."""
+    """ConfigError if the cluster has fewer GPUs than the pools take: actors would never start."""
     wanted = sum(pool.gpus for pool in pools(config))
     found = int(ray.cluster_resources().get("GPU", 0))
     if wanted > found:

@@ -85,7 +85,7 @@ class QueueProxy(Proxy):
 class StudentProxy(Proxy):
     """A student replica: for the rollout stage and, as a receiver, for the weight sync.
 
-    Whoever calls has bounds: supervision's, those of the sync, or those of the turns.
+    The callers bound their calls: supervision, the weight sync, GPU time sharing.
     """
 
     def __init__(self, remote: Remote, consumer: str) -> None:
@@ -155,7 +155,7 @@ class ScorerProxy(Proxy):
 class TrainerProxy(Proxy):
     """``async_opd.core.stages.Trainer``, and the sender of the weight sync.
 
-    The driver bounds checkpoints, the sync its own parts, and the turns theirs.
+    The callers bound their calls: the driver checkpoints, the weight sync and GPU time sharing.
     """
 
     step = remote(TrainerStage.step, NO_TIMEOUT)

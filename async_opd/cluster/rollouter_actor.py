@@ -1,13 +1,13 @@
-"""The rollout stage inside of its actor: supervises the student's replicas, syncs their weights.
+"""The rollout stage in its actor: it supervises the student's replicas and syncs their weights.
 
     driver                                     actor <run>/rollouter
-    run, generate, report, events ───────────► RollouterStage: who serves, who is rebuilt
+    run, generate, report, events ───────────► RollouterStage: members and their states
     snapshot, push ──────────────────────────► BroadcastSync: trainer ──► members
     starts a replica's process ◄── orders ──── a member is to be rebuilt
          └────────── deliver ────────────────► it joins with the newest weights, and serves
 
-Replicas pull prompts and put rollouts themselves: no sample passes here. The driver starts their
-processes and so owns them: they outlive this actor, and the next one goes on with them
+Replicas pull prompts and put rollouts themselves: no sample passes this actor. The driver starts
+their processes and so owns them: they outlive this actor, and the next one continues with them
 (``async_opd.cluster.rollouter_replicas``).
 """
 
@@ -46,22 +46,22 @@ class StartedReplica:
 
 @dataclass(frozen=True)
 class Order:
-    """The replica of member ``index`` is to be started again. Later orders have larger numbers."""
+    """A request to start the replica of member ``index``. Later orders have larger numbers."""
 
     number: int
     index: int
 
 
 class Orders:
-    """What the driver is to start, until it has answered."""
+    """The orders that the driver has not answered yet."""
 
     def __init__(self) -> None:
         self._open: dict[int, tuple[Order, asyncio.Future[StartedReplica]]] = {}
         self._placed = asyncio.Event()
-        self._next = time.time_ns()  # no number comes twice, whoever restarts
+        self._next = time.time_ns()  # numbers stay unique when the actor restarts
 
     async def replica(self, index: int) -> StartedReplica:
-        """Orders a replica and waits for it. Raises the StageError that its start ended with."""
+        """Orders a replica and waits for it. Raises the StageError of its start."""
         order, self._next = Order(self._next, index), self._next + 1
         answer: asyncio.Future[StartedReplica] = asyncio.get_running_loop().create_future()
         self._open[order.number] = order, answer
@@ -79,7 +79,7 @@ class Orders:
         return found
 
     def answer(self, number: int, answer: StartedReplica | StageError) -> None:
-        """Ends an order; one that nobody waits for any more is none."""
+        """Answers an order; ignored if its caller was cancelled."""
         _, waiting = self._open.get(number, (None, None))
         if waiting is None or waiting.done():
             return
@@ -97,13 +97,13 @@ async def build_rollouter(
     teachers: ColocatedTeachers,
     newest: Snapshot | None = None,
 ) -> RollouterService:
-    """The actor's object. Where teachers share the replicas' GPUs, it begins as after a shift."""
+    """The actor's object. If teachers share the replicas' GPUs, it begins with ``gpus`` held."""
     gpus = asyncio.Lock()
     shared = any(teacher.host == "rollout" for teacher in config.teachers.values())
     if shared:
         await gpus.acquire()
-    guests = teachers if shared else None
-    return RollouterService(config, replicas, queue, trainer, newest, gpus, guests)
+    colocated = teachers if shared else None
+    return RollouterService(config, replicas, queue, trainer, newest, gpus, colocated)
 
 
 class RollouterService:
@@ -119,7 +119,7 @@ class RollouterService:
         gpus: asyncio.Lock,
         teachers: ColocatedTeachers | None,
     ) -> None:
-        """``newest`` is the snapshot that an actor before this one may have been pushing.
+        """``newest`` is the snapshot that an earlier actor may have been pushing.
 
         ``teachers`` share the replicas' GPUs, if any do; then ``gpus`` is held.
         """
@@ -143,11 +143,11 @@ class RollouterService:
         )
         self._sync: WeightSync = self._broadcast
         self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
-        self._turns: GpuTimeSharing | None = None
+        self._sharing: GpuTimeSharing | None = None
         if teachers is not None:
             self._sync, self._rebuilding = LockedSync(self._broadcast, gpus), SharedLock(gpus)
             bound = config.timeouts.request_s
-            self._turns = GpuTimeSharing(
+            self._sharing = GpuTimeSharing(
                 "rollout", self._hosts, teachers, gpus, sleep_timeout_s=bound, held=True
             )
         self._work: asyncio.Task[None] | None = None
@@ -159,11 +159,11 @@ class RollouterService:
         await self._work
 
     async def _run(self) -> None:
-        """A replica may have been left in the middle of a sync: all get the newest weights."""
+        """Pushes the newest weights first, if an earlier actor may have died during a sync."""
         async with asyncio.TaskGroup() as group:
             group.create_task(self.stage.run())
-            if self._turns is not None:
-                group.create_task(self._turns.endless())
+            if self._sharing is not None:
+                group.create_task(self._sharing.endless())
             if self._pushes_first:
                 await self._sync.push()
                 self._pushes_first = False
@@ -185,7 +185,7 @@ class RollouterService:
         return await self.stage.report()
 
     async def shutdown(self) -> None:
-        """Supervision ends; the replicas stay as they are."""
+        """Ends supervision; the replicas go on."""
         if self._work is not None:
             self._work.cancel()
             await asyncio.wait({self._work})
@@ -197,7 +197,7 @@ class RollouterService:
         await self._broadcast.connect()
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
-        """See WeightSync.snapshot; what the snapshot holds."""
+        """See WeightSync.snapshot. Returns the metadata of its weights."""
         await self._broadcast.snapshot(version, again)
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
@@ -217,7 +217,7 @@ class RollouterService:
         self.orders.answer(number, answer)
 
     async def _rebuilt(self, member: Member[StudentProxy]) -> StudentProxy:
-        """Another replica that has joined with the newest weights; see RollouterStage."""
+        """A new replica with the newest weights; see RollouterStage."""
         member.value.kill()
         async with self._rebuilding:
             replica = await self.orders.replica(member.index)

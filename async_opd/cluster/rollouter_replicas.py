@@ -1,4 +1,4 @@
-"""The driver's end of the rollout stage: it starts and owns the replicas that the actor orders.
+"""The rollout stage in the driver: it starts and owns the replicas that the actor orders.
 
 See the picture in ``async_opd.cluster.rollouter_actor``.
 """
@@ -36,8 +36,8 @@ FACTORY = "async_opd.cluster.rollouter_actor:build_rollouter"
 class RollouterActor(SingletonActor):
     """The rollout stage; also ``async_opd.core.stages.WeightSync`` to its replicas.
 
-    ``replicas`` are those of now, by index, dead ones too; ``newest`` is the snapshot that they
-    have, or are getting.
+    ``replicas`` are the current ones by index, dead ones too; ``newest`` is the snapshot that they
+    have, or receive.
     """
 
     remote: Remote
@@ -50,7 +50,7 @@ class RollouterActor(SingletonActor):
     incarnations: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        """Nothing is ordered yet."""
+        """Begins without orders."""
         self.proxy = RollouterProxy(self.remote)
         self._starting: set[asyncio.Task[None]] = set()
 
@@ -61,7 +61,7 @@ class RollouterActor(SingletonActor):
         students: Sequence[StudentProxy],
         *stages: *tuple[QueueProxy, TrainerProxy, ScorerProxy],
     ) -> RollouterActor:
-        """The actor over students that are there already, met for their first weight sync."""
+        """Starts the actor over existing replicas, and connects their first sync group."""
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
         workers = await asyncio.gather(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
@@ -72,7 +72,7 @@ class RollouterActor(SingletonActor):
         return rollouter
 
     async def build(self) -> None:
-        """See SingletonActor. Nobody waits for what the one before had ordered: it orders again."""
+        """See SingletonActor. Cancels the orders of an earlier object: the new one repeats them."""
         await self._cancel_starts()
         config = self.actor_factory.config
         stages = (self.queue, self.trainer, self.scorer)
@@ -80,7 +80,7 @@ class RollouterActor(SingletonActor):
         await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
 
     async def supply(self) -> None:
-        """Starts what is ordered, several at once, until cancelled."""
+        """Starts the ordered replicas, several at once, until cancelled."""
         seen = 0
         async with asyncio.TaskGroup() as group:
             while True:
@@ -114,13 +114,13 @@ class RollouterActor(SingletonActor):
             await asyncio.wait(starting)
 
     async def stop(self, timeout_s: float) -> None:
-        """Supervision ends; the replicas go on."""
+        """Ends supervision; the replicas go on."""
         await self.remote.call("shutdown", timeout_s=timeout_s)
 
     async def halt_replicas(self, timeout_s: float) -> None:
-        """Every replica gives up what it has, and no weights are newest: a trainer begins anew.
+        """Stops every replica, and forgets the newest weights, before a new trainer begins.
 
-        A replica that does not stop in time is ended; the next actor orders another one.
+        A replica that does not stop in time is killed; the next actor orders another one.
         """
         await self._cancel_starts()
         self.newest = None
@@ -136,7 +136,7 @@ class RollouterActor(SingletonActor):
     # ── weights ────────────────────────────────────────────────────────────────────────────────
 
     async def snapshot(self, version: int, again: bool = False) -> None:
-        """See WeightSync. While it is made, nobody knows which weights the trainer would send."""
+        """See WeightSync. ``newest`` is None meanwhile: the trainer may have either snapshot."""
         self.newest = None
         self.newest = version, await self.proxy.snapshot(version, again)
 

@@ -1,10 +1,10 @@
-"""The stages of which there is one: queue, scorer, rollouter, trainer. Each can be built again.
+"""The singleton actors: queue, scorer, rollouter, trainer. Each can be rebuilt after its death.
 
-queue      dies: built again, empty; the ledger issues again what is in flight
-scorer     dies: built again; what it had taken from the queue goes back
-rollouter  dies: built again, over the same replicas; all of them get the newest weights once more
-trainer    dies, or any of its ranks: all ranks are built again, and the run goes on from a
-           checkpoint (async_opd.training); all others are replaced, student replicas stop first
+queue      rebuilt, empty; the ledger issues the prompts in flight again
+scorer     rebuilt; the rollouts of its leases go back to their topics
+rollouter  rebuilt, over the same replicas; all of them get the newest weights once more
+trainer    all ranks are rebuilt after the death of one, and the run goes on from a checkpoint
+           (async_opd.training); all others are replaced, after the student replicas stop
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ FOLLOWER = "async_opd.cluster.trainer_actor:build_follower"
 
 
 class SingletonActor(ABC):
-    """A stage in a process of its own, or in several."""
+    """A stage in one process of its own, or in several."""
 
     remote: Remote
 
     @property
     def ranks(self) -> tuple[Remote, ...]:
-        """All of its processes, the first one first."""
+        """All of its processes, in the order of ranks."""
         return (self.remote,)
 
     @abstractmethod
     async def build(self) -> None:
-        """Builds its object, in a process that has none or in place of the one there."""
+        """Builds its object, in place of an earlier one."""
 
     def restart(self) -> None:
-        """Every process gets another one: some may have an object, or still build one."""
+        """Restarts every process, also one that has an object or still builds one."""
         for rank in self.ranks:
             rank.restart()
 
@@ -76,9 +76,9 @@ class QueueActor(SingletonActor):
 
 @dataclass
 class TrainerActor(SingletonActor):
-    """The trainer. Built, it is at step 0, with the student's first weights.
+    """The trainer. ``build`` puts it at step 0, with the student's first weights.
 
-    ``remote`` is its first rank; the others know only each other and what it orders.
+    ``remote`` is its first rank, which dispatches work to the others.
     """
 
     remote: Remote
@@ -90,7 +90,7 @@ class TrainerActor(SingletonActor):
 
     @property
     def ranks(self) -> tuple[Remote, ...]:
-        """All of them, the first one first."""
+        """All ranks, in their order."""
         return (self.remote, *self.others)
 
     async def build(self) -> None:
@@ -110,7 +110,7 @@ class TrainerActor(SingletonActor):
         )
 
     async def _rank_specs(self, bound: float) -> list[RankSpec]:
-        """A spec for each rank; they meet where the first one listens."""
+        """A spec for each rank; their rendezvous is the socket of the first one."""
         address = None if self.config.cluster.address else "127.0.0.1"
         host, port, listener = await self.remote.listen(address, bound)
         collective_s = self.config.timeouts.collective_s
@@ -119,13 +119,13 @@ class TrainerActor(SingletonActor):
         return [spec, *others]
 
     async def end(self, bound: float) -> None:
-        """Every process that still has something gets another one: it may hang in a collective."""
+        """Restarts every process with an object: it may hang in a collective."""
         await asyncio.gather(*(_end(rank, bound) for rank in self.ranks))
 
 
 @dataclass
 class ScorerActor(SingletonActor):
-    """The scoring stage. Built again it has another name, and what those before had goes back."""
+    """The scoring stage. Each rebuild gets a new name, and releases the leases of earlier ones."""
 
     remote: Remote
     config: RunConfig
@@ -136,7 +136,7 @@ class ScorerActor(SingletonActor):
     incarnation: int = 0
     released: int = 1
     weights: dict[str, TeacherWeights] = field(default_factory=dict)
-    """The newest of teachers that are the student itself, for replicas that are rebuilt."""
+    """The newest weights of ``self`` teachers, for a rebuilt stage and its replicas."""
 
     async def build(self) -> None:
         """See SingletonActor."""
@@ -160,10 +160,10 @@ class ScorerActor(SingletonActor):
             await self.remote.call("load", name, weights)
 
     async def hand_over(self, bound: float) -> None:
-        """Scoring stops; the replicas of now, rebuilt ones too, are those of the next stage.
+        """Stops scoring; the next stage gets the current replicas, rebuilt ones too.
 
-        Beyond ``bound`` it may take as long as a colocated teacher that does not go to sleep: the
-        stage gives that one up, and still hands over.
+        ``bound`` is extended by the longest ``health.timeout_s`` of a colocated teacher: the stage
+        ejects a teacher that does not go to sleep within it, and still hands over.
         """
         colocated = [t for t in self.config.teachers.values() if t.host is not None]
         bound += max((teacher.health.timeout_s for teacher in colocated), default=0.0)
@@ -173,7 +173,7 @@ class ScorerActor(SingletonActor):
 
 @dataclass
 class SingletonActors:
-    """Keeps them alive while a run goes on, and empties them before it goes on from elsewhere."""
+    """Supervises them, and rebuilds them before the run goes on from a checkpoint."""
 
     config: RunConfig
     notify: Callable[[str], None]
@@ -183,9 +183,9 @@ class SingletonActors:
     trainer: TrainerActor
 
     def __post_init__(self) -> None:
-        """Nothing has died yet. What dies is counted over all restarts of the trainer."""
+        """Deaths are counted from here on, over all restarts of the trainer."""
         self._step: Callable[[], int] = int
-        self._reissue: Callable[[], object] = int  # nothing
+        self._reissue: Callable[[], object] = int  # does nothing
         self._bound = self.config.supervision.timeout_s
         restarted = [self.queue, self.scorer, self.rollouter]
         self.members = self._members("stages", restarted, self._rebuilt)
@@ -194,7 +194,7 @@ class SingletonActors:
     def _members(
         self, name: str, singles: Sequence[SingletonActor], rebuild: Rebuild[SingletonActor]
     ) -> MemberSet[SingletonActor]:
-        """Members of which each is needed."""
+        """A member set that needs every one of its members."""
         bound = self._bound
         policy = Policy[SingletonActor](
             supervision=self.config.supervision,
@@ -211,7 +211,7 @@ class SingletonActors:
             self.notify(str(event))
             if event.member == self.queue.remote.name and event.after is State.SERVING:
                 self._reissue()
-            if event.after is State.GONE:  # calls that wait for its restart end
+            if event.after is State.GONE:  # ends calls that wait for its restart
                 for rank in members[event.member].value.ranks:
                     rank.kill()
 
@@ -221,7 +221,7 @@ class SingletonActors:
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
-        """See async_opd.pipeline.Stages. Raises ProcessDied of the trainer: it has lost a state."""
+        """See async_opd.pipeline.Stages. Raises ProcessDied when the trainer dies."""
         self._step = step
         async with asyncio.TaskGroup() as group:
             self._reissue = lambda: group.create_task(reissue())
@@ -230,10 +230,10 @@ class SingletonActors:
             group.create_task(self._until_the_trainer_dies())
 
     async def rebuild_all(self, error: StageError) -> None:
-        """After the trainer's death: all of them as new.
+        """Rebuilds all singleton actors after the trainer's death.
 
-        Whatever dies or fails meanwhile is one more death; the last one's error if there were too
-        many.
+        A death or a failure meanwhile counts as one more death of the trainer. Raises the last
+        error after too many.
         """
         (trainer,) = self.trainers.all
         self._reissue = int
@@ -249,7 +249,7 @@ class SingletonActors:
         raise ProcessDied(TRAINER, who + error.cause, error.remedy) from error
 
     async def _rebuilt(self, member: Member[SingletonActor]) -> SingletonActor:
-        """One in a process that Ray has started already."""
+        """Rebuilds a member in a process that Ray has started already."""
         try:
             await member.value.build()
         except StageError as failed:
@@ -259,7 +259,7 @@ class SingletonActors:
         return member.value
 
     async def _as_new(self, member: Member[SingletonActor]) -> SingletonActor:
-        """The trainer; all others are replaced with it."""
+        """Rebuilds the trainer, and replaces all others with it."""
         queue, scorer, rollouter = self.members.all
         try:
             await self.trainer.end(self._bound)
@@ -291,7 +291,7 @@ class SingletonActors:
         await race(building, queue_failure())
 
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
-        """Its object stops; if it does not, or there is none yet, its process ends."""
+        """Stops its object; restarts its process if that fails, or if it has no object yet."""
         try:
             if await actor.remote.is_built(self._bound):
                 await ending(self._bound)
@@ -305,13 +305,13 @@ class SingletonActors:
 
 
 async def _ended(member: Member[SingletonActor]) -> None:
-    """A process that hangs gets another one; Ray has done so for one that died."""
+    """Restarts a process that hangs; Ray restarts one that died."""
     if isinstance(member.failure, StageTimeout):
         member.value.restart()
 
 
 async def _lives(remote: Remote, bound: float) -> None:
-    """Raises if its process hangs, or is another one: that has no object."""
+    """Raises if its process hangs, or was restarted: it then has no object."""
     if not await remote.is_built(bound):
         raise ProcessDied(remote.name, "its process died")
 
@@ -323,7 +323,7 @@ async def _dies(remote: Remote, bound: float) -> None:
 
 
 async def _end(remote: Remote, bound: float) -> None:
-    """One that has nothing yet stays as it is."""
+    """Restarts a process that has an object, or hangs."""
     try:
         if await remote.is_built(bound):
             remote.restart()

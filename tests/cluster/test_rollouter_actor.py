@@ -263,14 +263,14 @@ class TestGpus:
     ) -> None:
         world.teachers.asleep.set()
         service = await world.runs("rollout")
-        assert service._turns is not None
+        assert service._sharing is not None
         for student in world.students:
             student.over.set()
         assert await world.ordered() == [0, 1]
         await world.delivers(0)
-        assert service._turns.lock.locked()
+        assert service._sharing.lock.locked()
         await world.delivers(1)
-        assert not service._turns.lock.locked()
+        assert not service._sharing.lock.locked()
 
 
 class TestOrders:
