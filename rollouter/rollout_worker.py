@@ -58,8 +58,8 @@ class RolloutWorker:
     async def run(self) -> None:
         """Works until stopped or cancelled; raises the first error of a rollout.
 
-        What is not in the queue by then never will be; it can run again. A call while it works
-        joins it: whoever supervises the replica may die, and another one goes on.
+        Unfinished rollouts never reach the queue then. A later call starts anew; a call during
+        another joins its work: the rollouter's actor may die, and the next one calls ``run`` again.
         """
         if self._work is None or self._work.done():
             self._work = asyncio.create_task(self._pull(), name="worker")

@@ -33,22 +33,22 @@ class Sender(ABC):
         self.secret = b""
 
     def open(self, world_size: int) -> Rendezvous:
-        """Opens the meeting point of ``world_size`` ranks; it is there when this returns."""
+        """Opens the rendezvous of ``world_size`` ranks, which listens when this returns."""
         self.world_size = world_size
         host, port, self.secret = self.listen()
         return Rendezvous(host, port, world_size, self.timeout_s, self.chunk_bytes, self.secret)
 
     @abstractmethod
     def listen(self) -> tuple[str, int, bytes]:
-        """Opens the meeting point: host, port, and the secret that members show."""
+        """Opens the rendezvous: host, port, and the secret by which members authenticate."""
 
     @abstractmethod
     def connect(self) -> None:
-        """Waits for the others; raises when they do not come in time, or are not they."""
+        """Waits for the others; raises when they are late, or do not authenticate."""
 
     @abstractmethod
     def close(self) -> None:
-        """Leaves the group; nobody can meet here any more. Safe to call again."""
+        """Leaves the group, and closes the rendezvous. A second call does nothing."""
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
         """Sends all tensors, in order; each chunk is packed just before it is sent."""

@@ -33,7 +33,7 @@ class GlooSender(chunks.Sender):
         return self.host, self._server.port, secret
 
     def connect(self) -> None:
-        """Joins as rank 0. Afterwards nobody can come any more."""
+        """Joins as rank 0, and closes the rendezvous."""
         import torch
 
         assert self._server is not None, "opened first"

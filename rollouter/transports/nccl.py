@@ -1,12 +1,12 @@
 """vLLM's own ``nccl`` weight transfer: the transport of GPUs. Not yet run on a GPU.
 
 The engines' end is vLLM's ``NCCLWeightTransferEngine``. The built-in trainer engine gives every
-engine the same ``rank_offset``; with several independent replicas their ranks would collide, so the
-ranks are ours (weight_sync.py).
+engine the same ``rank_offset``; with several independent replicas their ranks would collide, so
+``async_opd.weight_sync`` gives the ranks.
 
-Members meet by NCCL's unique id, which they get over Ray, and by no store: vLLM's is open to
-everybody who finds its port, and unpickles what is in it. NCCL lets nobody in who does not know the
-64 random bits of the id.
+Members connect by NCCL's unique id, which they receive over Ray, and by no store: vLLM's store
+accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
+bits of the id.
 """
 
 from __future__ import annotations
