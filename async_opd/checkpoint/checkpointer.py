@@ -75,8 +75,10 @@ class Checkpointer:
                 folder = await asyncio.to_thread(self._commit, part, cut)
         except (OSError, StageError) as error:  # a timeout is an OSError
             self.metrics["checkpoint/failures"] += 1
-            cause = error.cause if isinstance(error, CheckpointError) else error
-            self.notify(f"no checkpoint of step {cut.step}, the run goes on: {cause!s}")
+            cause = error.cause if isinstance(error, CheckpointError) else str(error)
+            if isinstance(error, TimeoutError) and not cause:
+                cause = f"it took longer than checkpoint.timeout_s = {self.timeout_s:g} s"
+            self.notify(f"no checkpoint of step {cut.step}, the run goes on: {cause}")
             if part is not None:
                 await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
             return

@@ -1,4 +1,4 @@
-"""How deep values lie in each other: whoever follows them by recursion needs a bound."""
+"""How deep values lie in each other: code that follows them by recursion needs a bound."""
 
 from __future__ import annotations
 
