@@ -26,7 +26,6 @@ from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
@@ -47,6 +46,7 @@ from async_opd.pipeline import Pipeline
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
+from async_opd.waiting.deadline import Deadline
 
 RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
 """The files of a run directory that exist once a run has begun."""

@@ -16,9 +16,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from async_opd.core.errors import StageError
-from async_opd.core.rank_spec import RankSpec
 from trainer.rank import Follower
 from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
 
 Lead = Callable[[RankSpec | None, RankGroup], Any]
 Follow = Callable[[RankSpec], Follower]

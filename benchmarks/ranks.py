@@ -26,13 +26,13 @@ import torch
 
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
 from benchmarks.local_ranks import in_processes
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
 from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
 from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")

@@ -28,15 +28,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
-from async_opd.core.gate import Gate
-from async_opd.core.liveness import Progress
-from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Queue, SamplingSpec, StageReport
+from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
+from async_opd.waiting.gate import Gate
+from async_opd.waiting.race import race
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher
 from rollouter.outputs import rollout_of

@@ -17,17 +17,17 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from async_opd.config.reliability import SupervisionConfig
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import RolloutFault, StageTimeout
-from async_opd.core.liveness import ANSWER_S, CombinedProgress, Progress
-from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import PROMPTS, Events, Queue, SamplingSpec, StageReport
+from async_opd.core.stages import PROMPTS, Events, Progress, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.event_log import EventLog
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.queue.sizes import calls
+from async_opd.waiting.deadline import Timer
+from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
+from async_opd.waiting.race import race
 
 REPORT_S = 10.0
 """Seconds for a report: a replica without one is left out of the stage's report."""

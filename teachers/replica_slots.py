@@ -18,10 +18,10 @@ from typing import Any, TypeVar, cast
 from async_opd.config.reliability import SupervisionConfig
 from async_opd.config.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import StageReport
 from async_opd.processes.members import Member, MemberSet, Policy
+from async_opd.waiting.deadline import Deadline, Timer
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
 from teachers.offload import offload

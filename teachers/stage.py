@@ -23,16 +23,14 @@ from typing import Any, TypeVar
 from async_opd.config.reliability import SupervisionConfig
 from async_opd.config.teachers import HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired, StageError
 from async_opd.core.lease import Lease
-from async_opd.core.liveness import Progress
-from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
     DEAD,
     SCORED,
     Events,
+    Progress,
     Queue,
     SamplingSpec,
     StageReport,
@@ -40,6 +38,8 @@ from async_opd.core.stages import (
 )
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
+from async_opd.waiting.deadline import Timer
+from async_opd.waiting.race import gather_or_cancel
 from teachers.backlog import ScoreBacklog
 from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool

@@ -19,11 +19,11 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.liveness import Progress, ProgressWatchdog
-from async_opd.core.race import gather_or_cancel
-from async_opd.core.stages import SyncReport, TeacherScorer, WeightSync
+from async_opd.core.stages import Progress, SyncReport, TeacherScorer, WeightSync
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.liveness import ProgressWatchdog
+from async_opd.waiting.race import gather_or_cancel
 
 KEY = "timeouts.request_s"
 

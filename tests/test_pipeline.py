@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import (
     DeadLetter,
     Header,
@@ -35,6 +34,7 @@ from async_opd.core.stages import (
     PROMPTS,
     Captured,
     Events,
+    Progress,
     SamplingSpec,
     StageReport,
     StepReport,

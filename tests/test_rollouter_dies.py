@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.cluster.rollouter_actor import RollouterService, StartedReplica, build_rollouter
-from async_opd.core.race import race
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SyncReport
+from async_opd.waiting.race import race
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.test_pipeline import FakeStudent, FakeTrainer, World, world

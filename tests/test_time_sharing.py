@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
-from async_opd.core.gate import Gate
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, SyncReport
+from async_opd.core.stages import Progress, SamplingSpec, SyncReport
+from async_opd.waiting.gate import Gate
 from teachers.stage import ScorerStage
 from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
 from tests.properties import examples

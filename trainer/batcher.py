@@ -19,13 +19,13 @@ from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
 from async_opd.core.uid import Uid, prompt_uid
 from async_opd.queue.lease_holder import LeaseHolder
+from async_opd.waiting.deadline import Timer
 
 
 @dataclass(frozen=True)

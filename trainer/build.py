@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from async_opd.core.rank_spec import RankSpec
 from async_opd.models.rope import Positions, max_model_len
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
 from trainer.student.check import check_student
 from trainer.student.loading import load_student
 from trainer.student.sharding import join_mesh

@@ -18,12 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from async_opd.core.errors import CheckpointError, StageError
-from async_opd.core.gate import Gate
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import Header, Sample
-from async_opd.core.stages import Captured, StageReport, StepReport
+from async_opd.core.stages import Captured, Progress, StageReport, StepReport
 from async_opd.core.uid import Uid
 from async_opd.observability.activity import Activity
+from async_opd.waiting.gate import Gate
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
 from trainer.publisher import Publisher

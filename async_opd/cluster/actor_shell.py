@@ -23,7 +23,6 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.faults import to_stage_error
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     EngineStartError,
     ProcessRestarts,
@@ -35,6 +34,7 @@ from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK, regular_file
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.waiting.deadline import Deadline
 
 START_KEY, REQUEST_KEY, LIVENESS_KEY = (
     "timeouts.engine_start_s",

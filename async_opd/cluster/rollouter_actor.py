@@ -22,10 +22,18 @@ from typing import TYPE_CHECKING, cast
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.liveness import Progress, answer_s
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Events, Queue, SamplingSpec, StageReport, SyncReport, WeightSync
+from async_opd.core.stages import (
+    Events,
+    Progress,
+    Queue,
+    SamplingSpec,
+    StageReport,
+    SyncReport,
+    WeightSync,
+)
 from async_opd.processes.members import Member
+from async_opd.waiting.liveness import answer_s
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender

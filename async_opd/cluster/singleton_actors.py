@@ -19,16 +19,16 @@ from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, StageError, StageTimeout
-from async_opd.core.race import gather_or_cancel, race
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import Member, MemberSet, Policy, Rebuild
 from async_opd.queue.sizes import payloads
+from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.rendezvous import new_secret
 from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import RebuildTeacher, TeacherWeights
+from trainer.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     from async_opd.cluster.rollouter_replicas import RollouterActor

@@ -11,13 +11,13 @@ from async_opd.accounting.admission import max_samples_in_flight
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.remote_ranks import RemoteRankGroup
 from async_opd.config.run_config import RunConfig
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Publisher, Transport
 from trainer.rank_group import SINGLE_RANK
+from trainer.rank_spec import RankSpec
 from trainer.stage import TrainerStage
 
 if TYPE_CHECKING:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Ack, Lease, TopicStats
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
 from async_opd.core.uid import Uid
 
@@ -118,6 +117,19 @@ class Interval:
     what: str
     start: float
     end: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """``tokens`` computed since some moment; only differences mean anything.
+
+    ``most`` bounds the tokens that the work under way may still compute: prompts and
+    ``max_tokens``. ``unresponsive`` are the stages or replicas without an answer, with the error.
+    """
+
+    tokens: int
+    most: int = 0
+    unresponsive: tuple[str, ...] = field(default=(), compare=False)
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from async_opd.core.errors import RolloutFault, StageError
-from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.waiting.race import gather_or_cancel
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
 Grade = Callable[[Rollout], Awaitable[float]]

@@ -6,11 +6,12 @@ from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import StageTimeout
-from async_opd.core.liveness import CombinedProgress, Progress, ProgressWatchdog, answer_s
+from async_opd.core.stages import Progress
 from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.metering import Metering
+from async_opd.waiting.deadline import Timer
+from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
 
 Result = TypeVar("Result")
 

@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Iterable
 from typing import NoReturn, TypeVar
 
 from async_opd.core.errors import ProcessDied
-from async_opd.core.race import race
+from async_opd.waiting.race import race
 
 Result = TypeVar("Result")
 

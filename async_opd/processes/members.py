@@ -35,10 +35,10 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from async_opd.config.reliability import SupervisionConfig
-from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import StageError
 from async_opd.processes.events import Event, State, one_line
 from async_opd.processes.restarts import Restarts
+from async_opd.waiting.deadline import Deadline, Timer
 
 T = TypeVar("T")
 Result = TypeVar("Result")

@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 
-from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.lease import Ack, Lease
 from async_opd.core.stages import Queue
+from async_opd.waiting.deadline import Deadline, Timer
 
 RENEWALS_SHARE = 1 / 3
 """Share of ``queue.lease_s`` between two renewals: two of them may come late."""

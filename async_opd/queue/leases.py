@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from async_opd.core.batch import Batch
-from async_opd.core.deadline import Cancellable, Timer
 from async_opd.core.lease import Lease
+from async_opd.waiting.deadline import Cancellable, Timer
 
 
 @dataclass(frozen=True)

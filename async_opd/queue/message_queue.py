@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
-from async_opd.core.deadline import Timer, loop_timer
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.samples import Header
@@ -17,6 +16,7 @@ from async_opd.core.stages import Events
 from async_opd.core.uid import Uid
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.topic import Topic
+from async_opd.waiting.deadline import Timer, loop_timer
 
 
 class MessageQueue:

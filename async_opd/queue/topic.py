@@ -19,12 +19,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import QueueClosed
 from async_opd.core.lease import Lease, TopicStats
 from async_opd.core.samples import Header
 from async_opd.core.uid import Uid
 from async_opd.queue.leases import LeaseEntry, LeaseTable
+from async_opd.waiting.deadline import Timer
 
 
 @dataclass

@@ -14,7 +14,6 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import (
     ProcessDied,
     StageError,
@@ -23,7 +22,9 @@ from async_opd.core.errors import (
     TransferAborted,
     WeightSyncError,
 )
-from async_opd.core.liveness import Progress, ProgressWatchdog
+from async_opd.core.stages import Progress
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.liveness import ProgressWatchdog
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import (
     Prompt,
     Rollout,
@@ -18,7 +17,7 @@ from async_opd.core.samples import (
     Scores,
     TopK,
 )
-from async_opd.core.stages import Queue, SamplingSpec, StageReport
+from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
 from async_opd.observability.activity import Activity
 from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta

@@ -21,10 +21,10 @@ import numpy as np
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from async_opd.core.race import gather_or_cancel
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import rollout_uid
+from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import (
     AnswerCounter,
     AnswerLimits,

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from async_opd.config.reliability import SupervisionConfig
 from async_opd.core.errors import StageError, first_cause
-from async_opd.core.liveness import Progress
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import Progress, SamplingSpec, StageReport
 from async_opd.processes.events import State
 from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt, make_rollout

@@ -12,11 +12,11 @@ from contextlib import asynccontextmanager
 import pytest
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.deadline import Timer
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import DeadLetter, Sample
 from async_opd.core.stages import DEAD, SCORED, rollouts_topic, topics
 from async_opd.queue.message_queue import MessageQueue
+from async_opd.waiting.deadline import Timer
 from teachers import offload as aside
 from teachers import replica_slots as slots
 from teachers.stage import ScorerStage

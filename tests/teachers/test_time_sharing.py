@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.liveness import Progress
-from async_opd.core.stages import SyncReport
+from async_opd.core.stages import Progress, SyncReport
 from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
 
 

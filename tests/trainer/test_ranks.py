@@ -13,7 +13,6 @@ import torch
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
 from async_opd.core.errors import CheckpointError
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
@@ -21,6 +20,7 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
 from trainer.saving.state import Tensors
 from trainer.student.sharding import join_mesh
 

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_opd.config.loss import ForwardKLConfig, K1Config
 from async_opd.config.train import TrainConfig
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.samples import Sample
 from async_opd.models.lm_head import LogitShape
 from benchmarks.local_ranks import in_processes
@@ -39,6 +38,7 @@ from trainer.losses import (
 from trainer.losses.responses import log_sampled
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
 from trainer.student.sharding import join_mesh
 
 V = 11

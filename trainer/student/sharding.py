@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.errors import StageError
-from async_opd.core.rank_spec import RankSpec
 from async_opd.core.stages import TRAINER
 from async_opd.weight_sync.gloo_group import all_know_secret
+from trainer.rank_spec import RankSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.core.race import gather_or_cancel, race
+from async_opd.waiting.race import gather_or_cancel, race
 
 
 async def value(number: int, turns: int = 0) -> int:

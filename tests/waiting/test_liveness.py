@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.liveness import (
+from async_opd.waiting.liveness import (
     MAX_RECOMPUTED,
     PROBES_PER_TIMEOUT,
     CombinedProgress,

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NoReturn, TypeVar
 
-from async_opd.core.deadline import Deadline, Timer
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
-from async_opd.core.race import race
+from async_opd.core.stages import Progress
+from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.race import race
 
 Result = TypeVar("Result")
 
@@ -21,19 +21,6 @@ PROBES_PER_TIMEOUT = 4
 """Progress reports that are asked for within the bound."""
 MAX_RECOMPUTED = 2
 """How often a token may be computed: a request that an engine preempts begins anew."""
-
-
-@dataclass(frozen=True)
-class Progress:
-    """``tokens`` computed since some moment; only differences mean anything.
-
-    ``most`` bounds the tokens that the work under way may still compute: prompts and
-    ``max_tokens``. ``unresponsive`` are the stages or replicas without an answer, with the error.
-    """
-
-    tokens: int
-    most: int = 0
-    unresponsive: tuple[str, ...] = field(default=(), compare=False)
 
 
 ANSWER_S = 20.0

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from async_opd.core.deadline import Deadline
 from async_opd.core.errors import StageTimeout
+from async_opd.waiting.deadline import Deadline
 
 
 class Timer:
