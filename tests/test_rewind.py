@@ -114,7 +114,7 @@ async def train(
         }
     )
     text: Any = SimpleNamespace(encode=None)
-    inputs: Any = SimpleNamespace(train=(), eval=())
+    inputs: Any = SimpleNamespace(train=(), checked=(), eval=())
 
     async def kill() -> None:
         for turns in deaths:

@@ -108,7 +108,6 @@ async def survive(run_dir: Path) -> Survived:
         "supervision": {"delay_s": 0.1},
     }
     run = config(run_dir, **sections)
-    write_run_format(run_dir)
     speed = (DecodeSpeed(16, 1e-3, 0.0), Lengths(16, 0.3, 64), SYNC_S)
     student = Factory("benchmarks.simulated.replicas:SimulatedStudent", speed)
     lines = Lines()
@@ -129,7 +128,9 @@ async def survive(run_dir: Path) -> Survived:
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Survived:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.getcwd())  # for the simulated engines
-        return asyncio.run(survive(tmp_path_factory.mktemp("runs") / "rollouter"))
+        run_dir = tmp_path_factory.mktemp("rollouter")
+        write_run_format(run_dir)
+        return asyncio.run(survive(run_dir))
 
 
 def test_the_run_completes_with_no_sample_lost_and_none_trained_twice(survived: Survived) -> None:
