@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, cast
 
 from async_opd.config.run_config import RunConfig
@@ -104,6 +104,7 @@ async def build_rollouter(
     trainer: WeightSender,
     teachers: ColocatedTeachers,
     newest: Snapshot | None = None,
+    rebuilds: int = 0,
 ) -> RollouterService:
     """The actor's object. If teachers share the replicas' GPUs, it begins with ``gpus`` held."""
     gpus = asyncio.Lock()
@@ -111,7 +112,8 @@ async def build_rollouter(
     if shared:
         await gpus.acquire()
     colocated = teachers if shared else None
-    return RollouterService(config, replicas, queue, trainer, newest, gpus, colocated)
+    before = (newest, rebuilds)
+    return RollouterService(config, replicas, queue, trainer, *before, gpus, colocated)
 
 
 class RollouterService:
@@ -124,10 +126,13 @@ class RollouterService:
         queue: Queue,
         trainer: WeightSender,
         newest: Snapshot | None,
+        rebuilds: int,
         gpus: asyncio.Lock,
         teachers: ColocatedTeachers | None,
     ) -> None:
         """``newest`` is the snapshot that an earlier actor may have been pushing.
+
+        ``rebuilds`` counts the replicas rebuilt before this actor; ``report`` includes them.
 
         ``teachers`` share the replicas' GPUs, if any do; then ``gpus`` is held.
         """
@@ -158,6 +163,7 @@ class RollouterService:
             self._sharing = GpuTimeSharing(
                 "rollout", self._hosts, teachers, gpus, sleep_timeout_s=bound, held=True
             )
+        self._rebuilds_before = rebuilds
         self._work: asyncio.Task[None] | None = None
         self._pushes_first = newest is not None
 
@@ -190,7 +196,9 @@ class RollouterService:
 
     async def report(self) -> StageReport:
         """See Rollouter."""
-        return await self.stage.report()
+        found = await self.stage.report()
+        rebuilds = found.gauges["rebuilds"] + self._rebuilds_before
+        return replace(found, gauges={**found.gauges, "rebuilds": rebuilds})
 
     async def shutdown(self) -> None:
         """Ends supervision; the replicas go on."""

@@ -47,6 +47,7 @@ class RollouterActor(SingletonActor):
     trainer: TrainerProxy
     scorer: ScorerProxy
     newest: Snapshot | None = None
+    rebuilds: int = 0
     incarnations: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -76,7 +77,7 @@ class RollouterActor(SingletonActor):
         await self._cancel_starts()
         config = self.actor_factory.config
         stages = (self.queue, self.trainer, self.scorer)
-        args = (config, tuple(self.replicas), *stages, self.newest)
+        args = (config, tuple(self.replicas), *stages, self.newest, self.rebuilds)
         await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
 
     async def supply(self) -> None:
@@ -102,6 +103,7 @@ class RollouterActor(SingletonActor):
                 student.kill()
                 raise
             self.replicas[index] = answer
+            self.rebuilds += 1
         except StageError as error:
             answer = error
         await self.proxy.deliver(order.number, answer)

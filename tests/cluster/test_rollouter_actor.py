@@ -16,6 +16,7 @@ from async_opd.cluster.rollouter_actor import (
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied
+from async_opd.core.stages import StageReport
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
 
@@ -60,6 +61,9 @@ class Student:
 
     async def resume(self) -> None:
         self.paused = False
+
+    async def report(self) -> StageReport:
+        return StageReport()
 
     async def wake(self) -> None:
         self.asleep = False
@@ -117,10 +121,10 @@ class World:
         self.tasks: list[asyncio.Task[Any]] = []
         self.seen = 0
 
-    async def runs(self, host: str = "", newest: Any = None) -> RollouterService:
+    async def runs(self, host: str = "", newest: Any = None, rebuilds: int = 0) -> RollouterService:
         parts: list[Any] = [self.queue, Trainer(), self.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
-        self.service = await build_rollouter(run_config(host), replicas, *parts, newest)
+        self.service = await build_rollouter(run_config(host), replicas, *parts, newest, rebuilds)
         self.tasks.append(asyncio.create_task(self.service.run()))
         await settled()
         return self.service
@@ -234,6 +238,13 @@ class TestTakingOver:
         await settled()
         assert [student.asleep for student in world.students] == [False, False]
         assert [student.version for student in world.students] == [7, 7]
+
+    async def test_rebuilds_before_this_actor_are_counted(self, world: World) -> None:
+        service = await world.runs(rebuilds=2)
+        world.students[0].over.set()
+        await world.ordered()
+        await world.delivers(0)
+        assert (await service.report()).gauges["rebuilds"] == 3
 
     async def test_supervision_ends_and_the_replicas_go_on(self, world: World) -> None:
         service = await world.runs()
