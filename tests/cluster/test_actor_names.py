@@ -92,7 +92,7 @@ async def look(run: RunConfig) -> Shown:
         names, found = set(list_named_actors()), kinds()
         boxes = ActorFactory(run, "cpu", (), FACTORIES, print)
         stages.singletons.rollouter.replicas[0].student.kill()
-        await boxes.student(0, stages.queue, life=1)
+        await boxes.student(0, stages.queue, 1)
         return Shown(names, found, set(list_named_actors()))
 
 
