@@ -19,21 +19,21 @@ class Transport(Protocol):
     """A group in which this process is rank 0 and the engines' workers are the others."""
 
     def open(self, world_size: int) -> Rendezvous:
-        """Opens the meeting point."""
+        """Opens the rendezvous."""
         ...
 
     def connect(self) -> None:
-        """Waits for the others; raises when they do not come in time, or are not they."""
+        """Waits for the members; raises if one does not connect in time, or is a stranger."""
 
     def close(self) -> None:
-        """Leaves the group; nobody can meet here any more."""
+        """Leaves the group and closes its rendezvous."""
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
         """Sends all tensors, in order."""
 
 
 class Publisher:
-    """Owns the snapshot, and one group per wave of replicas.
+    """Owns the snapshot, and one transfer group per sync group of replicas.
 
     ``source`` yields copies of the current weights under their checkpoint names, ``transport``
     makes a group.
@@ -50,7 +50,7 @@ class Publisher:
         self._snapshot: list[tuple[str, torch.Tensor]] = []
 
     def open(self, group: int, world_size: int) -> Rendezvous:
-        """A new group for a wave of replicas, in place of the one it had; see Transport.open."""
+        """A new group for a sync group, in place of the one it had; see Transport.open."""
         if group in self._transports:
             self._transports.pop(group).close()
         self._transports[group] = self._new_transport()

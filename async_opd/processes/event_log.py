@@ -1,4 +1,4 @@
-"""What happened in a stage and people should know, line by line, until it was heard."""
+"""The messages of a stage for run.log, kept until the driver has read them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from async_opd.core.stages import Events
 
 
 class EventLog:
-    """For one listener, who says how far it has heard: an answer that is lost loses no line.
+    """Lines for one reader, which says up to which number it has read: a lost answer loses no line.
 
-    Lines are numbered from the time of birth: no number comes twice, whoever restarts.
+    Numbers start at the process's start time in nanoseconds, so no restart uses one twice.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class EventLog:
         self._appended = asyncio.Event()
 
     def append(self, line: str) -> None:
-        """One line more."""
+        """Adds a line."""
         self._lines.append(line)
         self._next += 1
         self._appended.set()

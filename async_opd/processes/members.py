@@ -3,7 +3,7 @@
        ┌──── a probe succeeds: the same incarnation ────┐
        ▼                                                │
     SERVING ──── a failure of this incarnation ────► EJECTED ──────────────┐
-       ▲                                                │ no probe succeeds │ nobody can
+       ▲                                                │ no probe succeeds │ its policy
        │                                                ▼                   │ rebuild it
        └──── rebuilt: the next incarnation ──────── REBUILDING ◄─┐          │
                                                         │   │    │          │
@@ -16,7 +16,7 @@
 What a kind of member needs is its ``Policy``:
 
     student replicas    pull: their loop and a heartbeat report failures; rebuilt without a probe
-    teacher replicas    are pushed and probed: whoever calls reports failures; readmitted or rebuilt
+    teacher replicas    are pushed and probed: each failed call is reported; readmitted or rebuilt
     queue, scorer, …    are watched, and restarted; each of them is needed
     trainer             one death of a rank rebuilds all ranks, between two pipelines (``mend``);
                         queue, scorer and rollouter are ``replaced`` with it, whatever their states
@@ -78,7 +78,7 @@ class Policy(Generic[T]):
     """What a set does with its members; all but ``supervision`` may be left out.
 
     ``serve`` runs while a member serves: its end or error is the member's failure. ``alive`` raises
-    if there is no sign of life within ``supervision.timeout_s``; it is asked for one every
+    if no heartbeat is answered within ``supervision.timeout_s``; one is asked for every
     ``supervision.heartbeat_s``.
 
     ``leave`` gives back what an ejected member held, before anything else happens to it.
@@ -87,7 +87,7 @@ class Policy(Generic[T]):
     at most ``probes`` times, later each time, and not after ``patience_s``. It raises for a member
     that only a rebuild can help.
 
-    ``rebuild`` ends the member's process for good and returns who takes its place; an error is a
+    ``rebuild`` ends the member's process for good and returns what takes its place; an error is a
     failed try. ``reached`` grows with what a member has done; see ``Restarts``.
 
     ``needed`` members at least must be left: fewer end ``MemberSet.run`` with the last failure.
@@ -143,9 +143,9 @@ class MemberSet(Generic[T]):
         """Rebuilds since the start that succeeded."""
         return sum(member.incarnation for member in self.all)
 
-    def listen(self, hear: Callable[[Event], None]) -> None:
-        """``hear`` gets every event from now on, once and in order, after the state has changed."""
-        self._listeners.append(hear)
+    def listen(self, listener: Callable[[Event], None]) -> None:
+        """``listener`` gets every event from now on, once, in order, after the state changed."""
+        self._listeners.append(listener)
 
     async def until(self, so: Callable[[], bool]) -> None:
         """Returns when ``so()`` is true; it is asked again after every event."""
@@ -153,7 +153,7 @@ class MemberSet(Generic[T]):
             await self._changed.wait()
 
     def fail(self, member: Member[T], incarnation: int, error: Exception) -> bool:
-        """Ejects the member, whoever noticed; ``run`` does the rest.
+        """Ejects the member; ``run`` probes or rebuilds it.
 
         False, and nothing happens, if it does not serve, or another incarnation of it does;
         ``failures`` counts it in any case.
@@ -200,7 +200,7 @@ class MemberSet(Generic[T]):
         return {member: one for member, one in pairs if not isinstance(one, BaseException)}
 
     def replaced(self, member: Member[T], value: T) -> None:
-        """Its next incarnation serves. By others only for a member that nobody watches or mends."""
+        """Its next incarnation serves. Other callers may use this only while ``run`` does not."""
         member.value = value
         member.incarnation += 1
         self._move(member, State.SERVING)
@@ -212,7 +212,7 @@ class MemberSet(Generic[T]):
                 group.create_task(self._keep(member), name=member.name)
 
     async def watch(self, member: Member[T]) -> None:
-        """Until a member that serves has failed, whoever notices."""
+        """Returns when a member that serves has failed."""
         watching = [self._serve(member, member.incarnation), self._pulse(member)]
         tasks = [asyncio.create_task(work, name=f"{member.name} is watched") for work in watching]
         try:
@@ -223,7 +223,7 @@ class MemberSet(Generic[T]):
             await asyncio.gather(*tasks, return_exceptions=True)  # none outlives this
 
     async def mend(self, member: Member[T]) -> None:
-        """Until an ejected member serves again, itself or another incarnation, or is gone.
+        """Returns when an ejected member serves again, itself or another incarnation, or is gone.
 
         Raises its last failure if fewer are left then than are needed.
         """
@@ -258,7 +258,7 @@ class MemberSet(Generic[T]):
             self.fail(member, incarnation, failure)
 
     async def _pulse(self, member: Member[T]) -> None:
-        """Asks for signs of life, until one does not come."""
+        """Asks for heartbeats until one is not answered."""
         incarnation = member.incarnation
         try:
             while self.policy.alive is not None:

@@ -1,4 +1,4 @@
-"""When something that failed is started again, later each time, and when no more."""
+"""When a failed member is rebuilt: later each time, and only so often."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""A gloo group whose members have all shown that they know its secret.
+"""A gloo group whose members have all authenticated themselves with its secret.
 
-    book ──addresses──► gloo connects all to all ──► each shows each the secret ──► group
+    rendezvous ──addresses──► gloo connects all to all ──► all exchange HMAC tags ──► group
 
-gloo believes every connection that names the right number, which can be guessed. So after the group
-is made, every pair of members exchanges what only a member can say, over the very connections that
-weights will take. Core imports no torch: who has it gives it.
+gloo accepts every connection that names the right number, which can be guessed. So after the group
+is made, every pair of members exchanges tags that only a holder of the secret can compute, over the
+very connections that weights will take. This package imports no torch: callers pass it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupMember:
 
 
 def gloo_group(torch: Any, member: GroupMember, addresses: AddressStore) -> GlooGroup:
-    """Waits until all are there. WeightSyncError or RuntimeError if one is not, or is a stranger.
+    """Connects all members. WeightSyncError or RuntimeError if one is missing, or is a stranger.
 
     gloo listens on the member's own address only.
     """
@@ -52,8 +52,8 @@ def gloo_group(torch: Any, member: GroupMember, addresses: AddressStore) -> Gloo
     if not all_know_secret(torch, made.group, member.rank, member.size, member.secret):
         raise WeightSyncError(
             "weight sync",
-            f"a rank of the group of {member.size} does not know its secret: nobody let it in",
-            "somebody else on this network or machine took a member's place",
+            f"a rank of the group of {member.size} does not know its secret",
+            "another process on this network or machine connected in a member's place",
         )
     return made
 
@@ -61,7 +61,7 @@ def gloo_group(torch: Any, member: GroupMember, addresses: AddressStore) -> Gloo
 def all_know_secret(
     torch: Any, group: Any, rank: int, size: int, secret: bytes, device: str = "cpu"
 ) -> bool:
-    """Whether every other rank says what only a member can say. A collective."""
+    """Whether every other rank sent the tag of a member. A collective."""
     ranks = range(size)
     said = torch.frombuffer(bytearray(tags_sent(secret, rank, ranks)), dtype=torch.uint8).to(device)
     heard = torch.empty_like(said)

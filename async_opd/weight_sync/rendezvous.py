@@ -1,13 +1,13 @@
-"""Where the members of a transfer group meet: who does not know the secret learns nothing.
+"""The rendezvous of a transfer group: a connection that does not know the secret reads nothing.
 
-    sender: RendezvousServer ◄──TCP── RendezvousClient: a member      each shows the other that it
-    knows the secret,
-       book: addresses by key ──set, get──►       then the member writes and reads addresses
+    sender: RendezvousServer ◄──TCP── RendezvousClient: a member     each authenticates itself to
+       addresses by key  ──set, get──►                               the other, then the member
+                                                                     writes and reads addresses
 
-Torch's own store lets everybody in who finds its port, to read and to change what is there. This
-one listens on one address only, answers nobody who has not shown the secret (which comes over Ray),
-and is closed as soon as the group is made. The secret itself is never sent. What the connections
-carry is neither encrypted nor signed.
+Torch's own store lets every process that finds its port read and change the addresses. This server
+listens on one address only, answers no connection that has not authenticated itself with the secret
+(which the members get over Ray), and is closed as soon as the group is made. The secret itself is
+never sent. The connections are neither encrypted nor signed.
 """
 
 from __future__ import annotations
@@ -27,40 +27,40 @@ from async_opd.core.errors import WeightSyncError
 
 NONCE_BYTES = TAG_BYTES = 32
 HANDSHAKE_S = 10.0
-"""Who does not show the secret by then is sent away."""
+"""Seconds after which a connection that has not authenticated itself is closed."""
 LINE_BYTES = 1 << 16
 MAX_UNAUTHENTICATED = 64
-"""Who has not shown the secret yet, beside one for each member: strangers cannot have as many
-threads as they like. Whoever comes then takes the place of the one that has waited longest."""
+"""Connections that have not authenticated themselves yet, beside one for each member: each has a
+thread, and strangers could open any number. A further one replaces the oldest of them."""
 WELCOME = b"\x01"
-"""Said to a member when it has shown the secret."""
+"""The server's answer to a member that has authenticated itself."""
 RETRY_S = 0.05
-"""A member that is hung up on comes again after this time."""
+"""Seconds after which a member whose connection was closed connects again."""
 
 
 class AddressStore(Protocol):
     """The addresses of a group's members."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Writes one."""
+        """Writes the address of ``key``."""
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for one. WeightSyncError if it does not come in time."""
+        """Waits for the address of ``key``. WeightSyncError after ``timeout_s``."""
         ...
 
 
 def new_secret() -> bytes:
-    """One for each group; nobody guesses it."""
+    """A new secret of 32 random bytes: each group has its own."""
     return secrets.token_bytes(32)
 
 
 def hmac_tag(secret: bytes, role: str, *seen: bytes) -> bytes:
-    """What only who knows the secret can say: HMAC-SHA256 of its role and what was seen."""
+    """HMAC-SHA256 of the role and of what was seen: only a holder of the secret can compute it."""
     return hmac.digest(secret, b"\0".join((role.encode(), *seen)), "sha256")
 
 
 class RendezvousServer:
-    """The sender's book, and the socket by which members come to it. Opened by the constructor."""
+    """The sender's addresses, and the socket on which members reach them, opened at once."""
 
     def __init__(self, host: str, secret: bytes, members: int, timeout_s: float) -> None:
         """OSError if ``host`` is no address of this machine."""
@@ -72,7 +72,7 @@ class RendezvousServer:
         self._changed = threading.Condition()
         self._closed = False
         self._max_unauthenticated = members + MAX_UNAUTHENTICATED
-        self._unauthenticated: dict[socket.socket, None] = {}  # the one that came first is first
+        self._unauthenticated: dict[socket.socket, None] = {}  # oldest first
         self._members: set[socket.socket] = set()
         self._listener = socket.create_server((host, 0), family=family)
         self.port = int(self._listener.getsockname()[1])
@@ -94,12 +94,12 @@ class RendezvousServer:
         strangers = f", and {self.refused} visitors did not show the secret" if self.refused else ""
         raise WeightSyncError(
             "weight sync",
-            f"a member did not come within {timeout_s:g} s (no {key!r}){strangers}",
+            f"a member did not connect within {timeout_s:g} s (no {key!r}){strangers}",
             "raise sync.timeout_s if the engines are busy; otherwise a replica hangs",
         )
 
     def close(self) -> None:
-        """Nobody comes any more, and nobody stays. Safe to call again."""
+        """Closes the socket and all connections. Safe to call again."""
         with self._changed:
             self._closed = True
             visitors = [*self._unauthenticated, *self._members]
@@ -119,7 +119,7 @@ class RendezvousServer:
             self._accept(connection)
 
     def _accept(self, connection: socket.socket) -> None:
-        """Starts its visit, in the place of another stranger if there is no other place."""
+        """Serves a connection in a thread; it replaces the oldest stranger if they are too many."""
         with self._changed:
             if self._closed:
                 connection.close()
@@ -139,7 +139,7 @@ class RendezvousServer:
                     return
                 with self._changed:
                     if connection not in self._unauthenticated or self._closed:
-                        return  # it was dropped meanwhile, and comes again
+                        return  # it was dropped meanwhile; a member connects again
                     del self._unauthenticated[connection]
                     self._members.add(connection)
                 connection.sendall(WELCOME)
@@ -153,7 +153,7 @@ class RendezvousServer:
                 self._members.discard(connection)
 
     def _authenticates(self, connection: socket.socket) -> bool:
-        """Shows that this is the sender, and whether the visitor is a member."""
+        """Authenticates the sender to the connection, and returns whether that is a member's."""
         deadline = time.monotonic() + HANDSHAKE_S
         try:
             theirs = _receive_exactly(connection, NONCE_BYTES, deadline)
@@ -172,7 +172,7 @@ class RendezvousServer:
 
 
 class RendezvousClient:
-    """A member's connection to the book. ``address`` is this machine's on the way there."""
+    """A member's connection to the server. ``address`` is this machine's end of it."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
         """WeightSyncError if there is no sender that knows the secret.
@@ -196,16 +196,16 @@ class RendezvousClient:
         self._ask({"key": key, "value": value.hex()})
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """See AddressStore.get; bounded by the timeout of the visit."""
+        """See AddressStore.get; bounded by the timeout of the connection."""
         return bytes.fromhex(self._ask({"key": key}))
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._stream.close()
         self._connection.close()
 
     def _connect(self, host: str, port: int, timeout_s: float) -> socket.socket:
-        """OSError: nobody listens, a stranger does, or whoever does hangs up again and again."""
+        """OSError if no server listens, another one does, or it closes every connection."""
         deadline, tries = time.monotonic() + timeout_s, 0
         while (left := deadline - time.monotonic()) > 0:
             connection = socket.create_connection((host, port), left)
@@ -220,11 +220,11 @@ class RendezvousClient:
                 connection.close()
                 raise
         raise TimeoutError(
-            f"it hung up {tries} times within {timeout_s:g} s: strangers may crowd it"
+            f"it closed {tries} connections within {timeout_s:g} s: strangers may crowd it"
         )
 
     def _handshake(self, connection: socket.socket, deadline: float) -> None:
-        """ConnectionError if the other side is not the sender, or hangs up."""
+        """ConnectionError if the other side is not the sender, or closes the connection."""
         ours = secrets.token_bytes(NONCE_BYTES)
         connection.sendall(ours)
         theirs = _receive_exactly(connection, NONCE_BYTES, deadline)
@@ -248,17 +248,17 @@ class RendezvousClient:
 
 
 def tags_sent(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
-    """What a member says to each of the ranks over the group's own connections."""
+    """The tags that a member sends to each of the ranks over the group's own connections."""
     return b"".join(hmac_tag(secret, f"rank {rank} to {other}") for other in ranks)
 
 
 def tags_expected(secret: bytes, rank: int, ranks: Iterable[int]) -> bytes:
-    """What it has to hear from each of them."""
+    """The tags that the member expects from each of them."""
     return b"".join(hmac_tag(secret, f"rank {other} to {rank}") for other in ranks)
 
 
 def _shut_down(connection: socket.socket) -> None:
-    """Wakes who waits for it; whose connection it is closes it."""
+    """Wakes the thread that reads from the connection; that thread closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
@@ -269,7 +269,7 @@ def _reply(stream: BufferedRWPair[Any, Any], answer: str) -> None:
 
 
 def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
-    """So many bytes. OSError if they do not come."""
+    """Exactly ``count`` bytes. OSError if the connection ends before."""
     found = b""
     while len(found) < count:
         left = deadline - time.monotonic()

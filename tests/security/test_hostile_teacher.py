@@ -252,7 +252,7 @@ def test_whatever_json_a_server_answers_is_scores_or_a_failure(
             replica.read(reading)
         except StageError as error:
             causes.append(error.cause)
-    assert all("answered with what cannot be scores" in cause for cause in causes)
+    assert all("answered with JSON that does not fit the request" in cause for cause in causes)
 
 
 # ── the checks before a run ────────────────────────────────────────────────────────────────────

@@ -27,9 +27,11 @@ PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
 EXAMPLE = ROOT / "examples" / "quickstart.yaml"
 STUDENT = ROOT / "examples" / "quickstart" / "models" / "student"
 
-UNPICKLERS = {"async_opd/core/batch.py", "async_opd/grading/grader_process.py"}
-"""Who unpickles: the queue's messages are from our own processes, and what a grader's process is
-asked comes over a socket that only its starter holds."""
+UNPICKLERS = {
+    "async_opd/core/batch.py",  # the queue's messages are from our own processes
+    "async_opd/grading/grader_process.py",  # asked over a socket that only its starter holds
+    "async_opd/data/stored_rows.py",  # a file without a name, which this process has written
+}
 
 
 @functools.cache

@@ -319,7 +319,7 @@ def stranger(spec: Any) -> Any:
 
 def test_a_stranger_among_the_trainers_ranks_is_found() -> None:
     found = in_processes(2, meets, stranger, 60.0)
-    assert "one of its 2 ranks does not know their secret" in found
+    assert "one of its 2 ranks failed to prove that it knows the run's secret" in found
 
 
 def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
