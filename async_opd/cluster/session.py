@@ -11,6 +11,7 @@ from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
+from typing import Any
 
 import ray
 from ray.job_config import JobConfig
@@ -20,8 +21,12 @@ from async_opd.cluster.ray_folder import RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.files.private_folder import private_compile_cache
+from async_opd.files.safe_open import regular_file
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.processes.reaper import ProcessReaper, process_reaper
+
+MESSAGES = "ray_messages.log"
+"""In the run directory: what Ray says to its driver."""
 
 
 @asynccontextmanager
@@ -91,6 +96,7 @@ def job_config() -> JobConfig:
 
 async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)  # its hints are not about the run
+    ray._private.worker.print_to_stdstream = partial(_append_message, config.run_dir)
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):
             await _in_a_daemon(
@@ -112,6 +118,16 @@ async def _start(config: RunConfig, address: str, folder: RayFolder | None) -> N
             "check cluster.address, or leave it out for a local cluster; a cluster with token "
             "authentication is joined with RAY_AUTH_MODE=token and its token (RAY_AUTH_TOKEN)",
         ) from error
+
+
+def _append_message(run_dir: str | None, said: dict[str, Any], ignore_prefix: bool) -> None:
+    """Writes what Ray would print about a crashed process to a file of the run directory.
+
+    ``run.log`` names the member that died. A run without a directory keeps no message.
+    """
+    if run_dir is not None:
+        with suppress(OSError), open(Path(run_dir) / MESSAGES, "a", opener=regular_file) as file:
+            file.writelines(f"{line}\n" for line in said["lines"])
 
 
 async def _in_a_daemon(work: Callable[[], object]) -> None:

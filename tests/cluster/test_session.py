@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import ray
 
 from async_opd.cluster.actor_shell import Remote
-from async_opd.cluster.session import ray_session
+from async_opd.cluster.session import MESSAGES, ray_session
 from async_opd.config.load import load_config
 
 pytestmark = pytest.mark.engine
@@ -70,14 +71,16 @@ class Seen:
     directory: str
     environment: dict[str, str]
     said: str = ""
+    messages: str = ""
 
 
 @contextmanager
 def terminal(path: Path) -> Iterator[None]:
-    """What this process would write to its terminal as errors goes to a file."""
+    """What this process would write to its terminal goes to a file."""
     saved = os.dup(2)
     with path.open("w", buffering=1) as file, pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "stderr", file)
+        patched.setattr(sys, "stdout", file)
         os.dup2(file.fileno(), 2)
         try:
             yield
@@ -89,7 +92,8 @@ def terminal(path: Path) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     """What an actor finds, started in a folder whose modules say that they ran."""
-    config = load_config(EXAMPLE)
+    run_dir = tmp_path_factory.mktemp("run")
+    config = load_config(EXAMPLE).model_copy(update={"run_dir": str(run_dir)})
     folder = tmp_path_factory.mktemp("downloaded")
     for name in ("pydantic", "numpy", "aiohttp", "psutil", "async_opd"):
         (folder / f"{name}.py").write_text(f"open({str(folder / 'ran')!r}, 'w').close()\n")
@@ -99,7 +103,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
             remote = Remote.create("process", timeout_s=60)
             await remote.build(f"{__name__}:Process", (), 60)
             found: tuple[list[str], str, dict[str, str]] = await remote.call("tell")
-            return Seen(await asyncio.to_thread(Ray.now), folder, *found)
+            seen = Seen(await asyncio.to_thread(Ray.now), folder, *found)
+            os.kill(await remote.pid(60), signal.SIGKILL)
+            async with asyncio.timeout(60):
+                while not (messages := run_dir / MESSAGES).exists():  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            return replace(seen, messages=messages.read_text())
 
     with pytest.MonkeyPatch.context() as patched:
         patched.chdir(folder)
@@ -111,8 +120,12 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
         return replace(found, said=said.read_text())
 
 
-def test_ray_says_nothing_on_the_terminal_when_nothing_fails(seen: Seen) -> None:
+def test_ray_says_nothing_on_the_terminal_even_when_a_process_crashes(seen: Seen) -> None:
     assert seen.said == ""
+
+
+def test_what_ray_says_about_a_crash_is_in_the_run_directory(seen: Seen) -> None:
+    assert "A worker died or was killed" in seen.messages
 
 
 def test_an_actor_imports_nothing_from_the_working_directory(seen: Seen) -> None:
