@@ -106,9 +106,9 @@ class Receiver:
 
 
 def pool(*receivers: Receiver) -> MemberSet[Any]:
-    """The receivers as members that nobody rebuilds."""
+    """The receivers as members, each rebuilt at most once."""
     named = {f"student/{index}": receiver for index, receiver in enumerate(receivers)}
-    return MemberSet("rollout", named, Policy(supervision=SupervisionConfig()))
+    return MemberSet("rollout", named, Policy(supervision=SupervisionConfig(max_restarts=1)))
 
 
 def sync(
