@@ -98,6 +98,7 @@ class ScorerStage:
         }
         self._awake = set(self._hosts)  # an earlier stage may have left them awake
         self._slept = asyncio.Event()
+        self._phases = {host: asyncio.Lock() for host in self._backlogs}  # held in a scoring phase
         self._group = asyncio.TaskGroup()
         self._queue = queue
         self._leases = LeaseHolder(queue, consumer, timer)
@@ -154,6 +155,14 @@ class ScorerStage:
 
     async def wait_asleep(self, host: str) -> None:
         """See teachers.time_sharing.ColocatedTeachers."""
+        await self._cancelled_with_stage(self._wait_asleep(host))
+
+    async def _wait_asleep(self, host: str) -> None:
+        await self._slept_since_start(host)
+        async with self._phases[host]:  # a phase outlives the caller that asked for it
+            pass
+
+    async def _slept_since_start(self, host: str) -> None:
         while any(self._hosts[name] == host for name in self._awake):
             self._slept.clear()
             await self._slept.wait()
@@ -175,8 +184,11 @@ class ScorerStage:
         await self._cancelled_with_stage(self._score_backlog(host))
 
     async def _score_backlog(self, host: str) -> None:
-        await self.wait_asleep(host)
-        backlog = self._backlogs[host]
+        await self._slept_since_start(host)
+        async with self._phases[host]:
+            await self._score_held(self._backlogs[host])
+
+    async def _score_held(self, backlog: ScoreBacklog) -> None:
         backlog.begin()
         while (teacher := backlog.next_teacher) is not None:
             pool = self._pools[teacher]

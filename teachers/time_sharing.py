@@ -49,7 +49,10 @@ class ColocatedTeachers(Protocol):
     """The colocated teachers of all pools of hosts: the scoring stage."""
 
     async def wait_asleep(self, host: str) -> None:
-        """Returns when all teachers of the host sleep. For a start, and a restart."""
+        """Returns when all teachers of the host sleep, and no scoring phase of it is under way.
+
+        For a start, and a restart.
+        """
 
     async def wait_for_work(self, host: str) -> None:
         """Returns when a teacher of the host has a rollout to score, or a request."""

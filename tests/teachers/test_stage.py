@@ -372,3 +372,55 @@ async def test_a_scoring_phase_of_a_teacher_without_replicas_ends_with_its_name(
         await asyncio.wait_for(scorer.score_backlog("rollout"), 5)
     await scorer.shutdown()
     await asyncio.wait({running})
+
+
+@asynccontextmanager
+async def in_a_scoring_phase(
+    gate: asyncio.Event,
+) -> AsyncIterator[tuple[ScorerStage, GatedSleepy, asyncio.Task[None]]]:
+    """A stage whose scoring phase waits for the gate; its caller may have died."""
+    teacher, queue = GatedSleepy(gate), MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    scorer = colocated(queue, t=teacher)
+    running = asyncio.create_task(scorer.run())
+    await queue.put(TOPIC, rollouts("p/0"))
+    await settle()
+    phase = asyncio.create_task(scorer.score_backlog("rollout"))
+    await settle()
+    yield scorer, teacher, phase
+    await scorer.shutdown()
+    await asyncio.wait({running, phase})
+
+
+async def test_the_teachers_count_as_asleep_when_the_scoring_phase_of_a_dead_caller_has_ended() -> (
+    None
+):
+    gate = asyncio.Event()
+    async with in_a_scoring_phase(gate) as (scorer, teacher, _):
+        waiting = asyncio.create_task(scorer.wait_asleep("rollout"))
+        await settle()
+        assert (waiting.done(), teacher.awake) == (False, True)
+        gate.set()
+        await asyncio.wait_for(waiting, 5)
+        assert not teacher.awake
+
+
+async def test_a_second_scoring_phase_begins_when_the_first_has_ended() -> None:
+    gate = asyncio.Event()
+    async with in_a_scoring_phase(gate) as (scorer, teacher, phase):
+        second = asyncio.create_task(scorer.score_backlog("rollout"))
+        await settle()
+        assert (phase.done(), second.done(), teacher.awake) == (False, False, True)
+        gate.set()
+        await asyncio.wait_for(asyncio.gather(phase, second), 5)
+        assert not teacher.awake
+
+
+async def test_a_stage_that_ends_in_a_scoring_phase_does_not_say_that_its_teachers_sleep() -> None:
+    async with in_a_scoring_phase(asyncio.Event()) as (scorer, _, phase):
+        waiting = asyncio.create_task(scorer.wait_asleep("rollout"))
+        await settle()
+        await scorer.shutdown()
+        with pytest.raises(StageError, match="a call was cancelled"):
+            await waiting
+        with pytest.raises(StageError, match="a call was cancelled"):
+            await phase
