@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
-from typing import Any, TypeVar
 
 from async_opd.config.reliability import SupervisionConfig
 from async_opd.config.teachers import HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import LeaseExpired, StageError
+from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
@@ -40,13 +39,12 @@ from async_opd.processes.event_log import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.stage_calls import StageCalls
 from teachers.backlog import ScoreBacklog
 from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
 from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots
-
-Result = TypeVar("Result")
 
 
 class ScorerStage:
@@ -106,7 +104,7 @@ class ScorerStage:
         self._call_tokens = dict(call_tokens or {})
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
-        self._calls: set[asyncio.Task[Any]] = set()  # of other stages; they end with this one
+        self._calls = StageCalls("scorer")
 
     async def run(self) -> None:
         """Scores until cancelled. An error that no pool recovers from ends all loops."""
@@ -155,7 +153,7 @@ class ScorerStage:
 
     async def wait_asleep(self, host: str) -> None:
         """See teachers.time_sharing.ColocatedTeachers."""
-        await self._cancelled_with_stage(self._wait_asleep(host))
+        await self._calls.run(self._wait_asleep(host))
 
     async def _wait_asleep(self, host: str) -> None:
         await self._slept_since_start(host)
@@ -181,7 +179,7 @@ class ScorerStage:
         After the death of an earlier stage in this phase the call waits until the host's teachers
         sleep, and scores the rollouts that they hold by then.
         """
-        await self._cancelled_with_stage(self._score_backlog(host))
+        await self._calls.run(self._score_backlog(host))
 
     async def _score_backlog(self, host: str) -> None:
         await self._slept_since_start(host)
@@ -244,7 +242,7 @@ class ScorerStage:
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
     ) -> list[Rollout]:
         """The teacher's own answers, from one of its replicas."""
-        return await self._cancelled_with_stage(self._generate(teacher, prompts, sampling))
+        return await self._calls.run(self._generate(teacher, prompts, sampling))
 
     async def _generate(
         self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
@@ -269,7 +267,7 @@ class ScorerStage:
 
     async def load(self, teacher: str, weights: TeacherWeights) -> None:
         """Loads new weights into all replicas of a teacher."""
-        await self._cancelled_with_stage(self._pools[teacher].slots.load(weights))
+        await self._calls.run(self._pools[teacher].slots.load(weights))
 
     async def events(self, seen: int, wait: bool = True) -> Events:
         """Events of all replicas; see TeacherScorer.events."""
@@ -289,7 +287,7 @@ class ScorerStage:
 
         A scoring phase ends, and its teachers sleep, because their hosts will wake up.
         """
-        await self._stop()
+        await self._calls.stop(self._work)
         await asyncio.gather(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
         found = {name: pool.slots.replicas for name, pool in self._pools.items()}
         for replica in chain.from_iterable(found.values()):
@@ -299,28 +297,6 @@ class ScorerStage:
 
     async def shutdown(self) -> None:
         """Stops scoring, and ends the replicas that were rebuilt."""
-        await self._stop()
+        await self._calls.stop(self._work)
         if self._rebuild is not None:
             await self._rebuild.close()
-
-    async def _stop(self) -> None:
-        work = {*self._calls} if self._work is None else {*self._calls, self._work}
-        for task in work:
-            task.cancel()
-        if work:
-            await asyncio.wait(work)
-
-    async def _cancelled_with_stage(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """The result of the work. StageError if the stage ends before, which cancels the work."""
-        task = asyncio.create_task(work)
-        self._calls.add(task)
-        task.add_done_callback(self._calls.discard)
-        try:
-            await asyncio.wait({task})
-        finally:
-            task.cancel()
-        if task.cancelled():
-            raise StageError(
-                "scorer", "a call was cancelled: the stage was stopped, or is replaced"
-            )
-        return task.result()

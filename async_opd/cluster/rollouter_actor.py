@@ -34,6 +34,7 @@ from async_opd.core.stages import (
 )
 from async_opd.processes.members import Member
 from async_opd.waiting.liveness import answer_s
+from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender
@@ -165,6 +166,7 @@ class RollouterService:
             )
         self._rebuilds_before = rebuilds
         self._work: asyncio.Task[None] | None = None
+        self._calls = StageCalls("rollouter")
         self._pushes_first = newest is not None
 
     async def run(self) -> None:
@@ -184,7 +186,7 @@ class RollouterService:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See Rollouter."""
-        return await self.stage.generate(prompts, sampling)
+        return await self._calls.run(self.stage.generate(prompts, sampling))
 
     async def progress(self) -> Progress:
         """See Rollouter."""
@@ -201,26 +203,24 @@ class RollouterService:
         return replace(found, gauges={**found.gauges, "rebuilds": rebuilds})
 
     async def shutdown(self) -> None:
-        """Ends supervision; the replicas go on."""
-        if self._work is not None:
-            self._work.cancel()
-            await asyncio.wait({self._work})
+        """Ends supervision and the driver's calls, a push too; the replicas go on."""
+        await self._calls.stop(self._work)
 
     # ── weights ────────────────────────────────────────────────────────────────────────────────
 
     async def connect(self) -> None:
         """See BroadcastSync.connect."""
-        await self._broadcast.connect()
+        await self._calls.run(self._broadcast.connect())
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
         """See WeightSync.snapshot. Returns the metadata of its weights."""
-        await self._broadcast.snapshot(version, again)
+        await self._calls.run(self._broadcast.snapshot(version, again))
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
-        return await self._sync.push()
+        return await self._calls.run(self._sync.push())
 
     # ── replicas ───────────────────────────────────────────────────────────────────────────────
 

@@ -15,7 +15,7 @@ from async_opd.cluster.rollouter_actor import (
     build_rollouter,
 )
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import EngineStartError, ProcessDied
+from async_opd.core.errors import EngineStartError, ProcessDied, StageError
 from async_opd.core.stages import StageReport
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
@@ -251,6 +251,56 @@ class TestTakingOver:
         await service.shutdown()
         assert not any(student.killed or student.paused for student in world.students)
         assert world.tasks[0].done()
+
+
+class Stuck(Student):
+    """A replica whose pause or join, as a test says, lasts until ``goes_on`` is set."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.goes_on = asyncio.Event()
+
+    async def pause(self, on_sync: str) -> None:
+        await self.goes_on.wait()
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
+        await self.goes_on.wait()
+
+
+class TestShutdown:
+    @pytest.mark.parametrize("method", ["push", "connect"])
+    async def test_a_call_of_the_driver_ends_with_the_supervision_and_changes_no_replica(
+        self, method: str
+    ) -> None:
+        student = Stuck("student/0")
+        world = World(student)
+        service = await world.runs()
+        await service.snapshot(8)
+        call = asyncio.create_task(getattr(service, method)())
+        await settled()
+        await service.shutdown()
+        assert call.done()
+        with pytest.raises(StageError, match="rollouter: a call was cancelled"):
+            await call
+        student.goes_on.set()
+        await settled()
+        assert student.version == 0
+
+    async def test_a_snapshot_that_was_not_answered_ends_too(self, world: World) -> None:
+        service = await world.runs()
+        never = asyncio.Event()
+        sender: Any = service._broadcast._groups._sender
+
+        async def snapshot(version: int) -> None:
+            await never.wait()
+
+        sender.snapshot = snapshot
+        call = asyncio.create_task(service.snapshot(8))
+        await settled()
+        await service.shutdown()
+        assert call.done()
+        with pytest.raises(StageError, match="a call was cancelled"):
+            await call
 
 
 class TestGpus:
