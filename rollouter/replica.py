@@ -261,12 +261,16 @@ class StudentReplica:
         await self._gate.empty()
 
     async def sleep(self) -> None:
-        """Finishes the requests in flight, and frees the GPU; new requests wait."""
-        await self._gate.close()
-        await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
+        """Finishes the requests in flight, and frees the GPU; new requests wait.
+
+        A ``wake`` before they are finished keeps the engine awake: the caller of ``sleep`` died.
+        """
+        if await self._gate.close():
+            await self._engine.sleep(level=sleep_level(self._spec.kwargs), mode="wait")
 
     async def wake(self) -> None:
         """Takes the GPU back, with the weights from before ``sleep``."""
+        self._gate.abandon_close()
         await self._engine.wake_up()
         self._gate.open()
 

@@ -180,10 +180,11 @@ class TrainerStage:
     async def sleep(self) -> None:
         """Finishes the step under way, frees cached GPU memory; the next step waits for ``wake``.
 
-        Weights and optimizer state stay on the GPU.
+        Weights and optimizer state stay on the GPU. A ``wake`` before the step has ended keeps the
+        cached memory: the caller of ``sleep`` has gone.
         """
-        await self._gate.close()
-        await self._compute(self._learner.free_cache)
+        if await self._gate.close():
+            await self._compute(self._learner.free_cache)
 
     async def wake(self) -> None:
         """Lets the next step begin."""

@@ -14,6 +14,7 @@ class Gate:
         self._open.set()
         self._empty = asyncio.Event()
         self._empty.set()
+        self._abandoned = 0
 
     async def __aenter__(self) -> None:
         while not self._open.is_set():
@@ -35,11 +36,22 @@ class Gate:
         """Returns when no work is inside."""
         await self._empty.wait()
 
-    async def close(self) -> None:
-        """Lets no work enter any more; returns when none is inside."""
+    async def close(self) -> bool:
+        """Lets no work enter any more; returns when none is inside.
+
+        False if ``open`` or ``abandon_close`` was called meanwhile: the gate may be open, or
+        another call may be closing it.
+        """
+        abandoned = self._abandoned
         self._open.clear()
         await self._empty.wait()
+        return self._abandoned == abandoned
+
+    def abandon_close(self) -> None:
+        """Makes every ``close`` under way return False; the gate stays closed until ``open``."""
+        self._abandoned += 1
 
     def open(self) -> None:
         """Lets work enter, first of all the work that waits."""
+        self.abandon_close()
         self._open.set()

@@ -46,3 +46,15 @@ async def test_a_gate_that_closes_again_before_a_waiter_ran_keeps_it_out() -> No
     assert not waiting.done()
     gate.open()
     await waiting
+
+
+async def test_closing_says_whether_the_gate_was_opened_before_it_was_empty() -> None:
+    gate = Gate()
+    await gate.__aenter__()
+    closing = asyncio.create_task(gate.close())
+    await settle()
+    gate.open()
+    again = asyncio.create_task(gate.close())
+    await settle()
+    await gate.__aexit__()
+    assert (await closing, await again) == (False, True)

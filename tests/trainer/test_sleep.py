@@ -1,0 +1,33 @@
+"""The sleep of the trainer whose caller went away while it waited for a step, on a fake learner."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.rollouter.test_stage import settle
+from trainer.stage import TrainerStage
+
+
+class Learner:
+    """Counts how often its cache was freed."""
+
+    freed = 0
+
+    def free_cache(self) -> None:
+        self.freed += 1
+
+
+async def test_a_trainer_that_was_woken_during_a_step_frees_no_memory_under_the_next_one() -> None:
+    learner: Any = Learner()
+    nobody: Any = None
+    stage = TrainerStage(learner, nobody, nobody, max_version_lag=None, model_dir="")
+    await stage._gate.__aenter__()
+    sleeping = asyncio.create_task(stage.sleep())
+    await settle()
+    await stage.wake()
+    await stage._gate.__aexit__()
+    await sleeping
+    assert learner.freed == 0
+    await stage.sleep()
+    assert learner.freed == 1
