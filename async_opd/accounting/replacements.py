@@ -24,7 +24,7 @@ from typing import Protocol
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
-from async_opd.core.errors import StageError
+from async_opd.core.errors import SourceError, StageError
 from async_opd.core.samples import DeadLetter, Group, Prompt
 from async_opd.core.stages import StepReport
 from async_opd.core.uid import Uid
@@ -73,12 +73,18 @@ class PromptSupply:
     def groups(self, count: int, members: int | None = None) -> list[Group]:
         """Puts ``count`` further groups in flight, whole or only their first ``members`` rollouts.
 
-        StageError if there are too many bad prompts, or dead letters.
+        StageError if there are too many bad prompts, or dead letters, or a source cannot be read.
         """
         prompts: list[Prompt] = []
         refused = 0
         while len(prompts) < count and self._fatal is None:
-            for one in self.prompts.next(count - len(prompts)):
+            try:
+                found = self.prompts.next(count - len(prompts))
+            except SourceError as error:
+                remedy = "make the source readable again, then go on with --resume"
+                self._fatal = StageError("prompts", str(error), remedy)
+                break
+            for one in found:
                 if isinstance(one, Prompt):
                     prompts.append(one)
                     continue

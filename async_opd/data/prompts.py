@@ -160,8 +160,23 @@ class PromptStream:
         return self._cursor
 
     def next(self, count: int) -> list[Prompt | DeadLetter]:
-        """The next ``count`` prompts; a bad prompt is a dead letter."""
-        return [self._prompt(*self._advance()) for _ in range(count)]
+        """The next ``count`` prompts; a bad prompt is a dead letter.
+
+        SourceError if the next prompt cannot be read. Prompts before it are returned first, in a
+        shorter list: the cursor never passes a prompt that no caller got.
+        """
+        found: list[Prompt | DeadLetter] = []
+        for _ in range(count):
+            source, taken = self._advance()
+            try:
+                found.append(self._prompt(source, taken))
+            except SourceError:
+                self._taken[source] -= 1
+                self._cursor -= 1
+                if found:
+                    break
+                raise
+        return found
 
     def find(self, uid: Uid) -> Prompt:
         """An earlier prompt of this stream, by its uid. KeyError if the data has no such row."""

@@ -8,7 +8,8 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, overload
+from contextlib import suppress
+from typing import IO, TYPE_CHECKING, overload
 
 from async_opd.config.registry import PromptSource
 from async_opd.core.errors import SourceError
@@ -26,7 +27,7 @@ class StoredRows(Sequence[Row]):
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(dir=temporary_folder())  # noqa: SIM115
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, _close, self._file)
         self._ends = array("Q")
 
     def append(self, row: Row) -> None:
@@ -52,6 +53,11 @@ class StoredRows(Sequence[Row]):
 
     def __iter__(self) -> Iterator[Row]:
         return (self[at] for at in range(len(self)))
+
+
+def _close(file: IO[bytes]) -> None:
+    with suppress(OSError):  # a full disk was reported by the write that met it
+        file.close()
 
 
 def read_source(

@@ -49,7 +49,7 @@ class StreamedRows:
             if seed is not None:
                 offset = self._shuffled(entries, f"{seed}/{epoch}/{number}")[offset]
             return entries[offset], epoch
-        self._length = sum(1 for _ in self._read(0))
+        self._length = self._counted(number, len(entries))
         if not self._length:
             raise SourceError("a streamed source", "has no rows")
         return self.taken(count, seed)
@@ -68,6 +68,16 @@ class StreamedRows:
                 break
         raise KeyError(number)
 
+    def _counted(self, number: int, rows: int) -> int:
+        """The number of rows of the source, of which window ``number`` is the last, with ``rows``.
+
+        An empty window says nothing of the rows before it, unless the one before it is known: after
+        a resume far into the stream all rows are read once.
+        """
+        if rows or len(self._windows.get(number - 1, ())) == self._size:
+            return number * self._size + rows
+        return sum(1 for _ in self._read(0))
+
     def _shuffled(self, entries: list[Entry], seed: str) -> list[int]:
         if self._order[0] != seed:
             order = list(range(len(entries)))
@@ -79,6 +89,7 @@ class StreamedRows:
         if number not in self._windows:
             if number != self._at:
                 self._rest = self._read(number * self._size)
+            self._at = -1  # an error leaves the rest inside of a window: it is read again then
             self._windows[number] = list(islice(self._rest, self._size))
             self._at = number + 1
             while len(self._windows) > KEPT:

@@ -15,7 +15,7 @@ from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
 from async_opd.accounting.replacements import MAX_CONSECUTIVE_REFUSED, MAX_RESAMPLED, PromptSupply
-from async_opd.core.errors import StageError
+from async_opd.core.errors import SourceError, StageError
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.stages import StepReport
 from tests.conftest import make_prompt
@@ -116,6 +116,22 @@ def test_a_stream_of_bad_prompts_only_ends_the_run_whatever_share_is_allowed() -
         match=f"{MAX_CONSECUTIVE_REFUSED} prompts cannot be sampled; the last: no tokens",
     ):
         made.supply.groups(1)
+
+
+class Unreadable(Stream):
+    """The second prompt cannot be read."""
+
+    def next(self, count: int) -> list[Prompt | DeadLetter]:
+        if next(self.numbers):
+            raise SourceError("p.jsonl", "cannot be read: [Errno 5] Input/output error")
+        return [make_prompt("p0")]
+
+
+def test_a_source_that_cannot_be_read_ends_the_run_with_ledger_and_budget_in_agreement() -> None:
+    made = desk(Unreadable(), n=2)
+    with pytest.raises(StageError, match="Input/output error"):
+        admitted(made, 4)
+    assert made.admission.admitted == len(made.ledger.state().in_flight) == 2
 
 
 def test_a_lost_rollout_is_replaced_by_one_of_another_prompt() -> None:

@@ -97,6 +97,39 @@ def test_a_stream_without_rows_is_an_error() -> None:
         stream(StreamedRows(Source(0).read, 8)).next(1)
 
 
+class Unreadable(Source):
+    """Rows from number ``failing`` on cannot be read."""
+
+    failing = 6
+
+    def read(self, start: int) -> Iterator[Row | SourceError]:
+        for row in super().read(start):
+            if isinstance(row, Row) and int(row.uid[2:]) >= self.failing:
+                raise SourceError("rows.jsonl", "cannot be read: [Errno 5] Input/output error")
+            yield row
+
+
+def test_prompts_before_a_row_that_cannot_be_read_are_given_before_its_error() -> None:
+    source = Unreadable(20)
+    made = stream(StreamedRows(source.read, 4))
+    assert len(made.next(10)) == 4
+    with pytest.raises(SourceError, match="Input/output error"):
+        made.next(1)
+    assert made.cursor == 4
+    source.failing = 20
+    assert len({*uids(made.next(16))}) == 16
+
+
+@pytest.mark.parametrize("count", [10, 12])
+def test_the_end_of_an_epoch_is_seen_without_reading_the_rows_again(count: int) -> None:
+    source = Source(count)
+    stream(StreamedRows(source.read, 4)).next(count)
+    before = source.asked
+    stream_of = stream(StreamedRows(source.read, 4))
+    stream_of.next(count + 1)
+    assert source.asked - before <= count + 4
+
+
 def file(tmp_path: Path, *lines: str) -> StreamedRows:
     (tmp_path / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
     source = FileSource(path=str(tmp_path / "a.jsonl"))
