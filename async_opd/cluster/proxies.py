@@ -118,7 +118,7 @@ class RollouterProxy(Proxy):
     progress = remote(RollouterService.progress, NO_TIMEOUT, again=True)
     events = remote(RollouterService.events, NO_TIMEOUT, again=True)
     report = remote(RollouterService.report, again=True)
-    connect = remote(RollouterService.connect, NO_TIMEOUT, again=True)
+    connect = remote(RollouterService.connect, NO_TIMEOUT)
     snapshot = remote(RollouterService.snapshot, NO_TIMEOUT, again=True)
     push = remote(RollouterService.push, NO_TIMEOUT, again=True)
     replica_orders = remote(RollouterService.replica_orders, NO_TIMEOUT, again=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from async_opd.cluster import actor_names
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.actor_shell import START_KEY, Remote
 from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
@@ -24,6 +24,7 @@ from async_opd.cluster.rollouter_actor import Order, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.stages import SyncReport
+from async_opd.waiting.deadline import Deadline
 from async_opd.weight_sync.coordinator import Snapshot
 
 if TYPE_CHECKING:
@@ -62,14 +63,19 @@ class RollouterActor(SingletonActor):
         students: Sequence[StudentProxy],
         *stages: *tuple[QueueProxy, TrainerProxy, ScorerProxy],
     ) -> RollouterActor:
-        """Starts the actor over existing replicas, and connects their first sync group."""
+        """Starts the actor over existing replicas, and connects their first sync group.
+
+        Nothing rebuilds an actor that dies meanwhile: its death is the launch's error.
+        """
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
         workers = await asyncio.gather(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
         rollouter = cls(remote, actor_factory, replicas, *stages)
         await rollouter.build()
         actor_factory.stages.append(remote)
-        await rollouter.proxy.connect()
+        bound, remedy = actor_factory.config.timeouts.engine_start_s, f"raise {START_KEY}"
+        connecting = rollouter.proxy.connect()
+        await Deadline(remote.name).within(bound, "connecting the sync group", connecting, remedy)
         return rollouter
 
     async def build(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from async_opd.cluster.rollouter_actor import Order, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
-from async_opd.core.errors import EngineStartError, ProcessDied
+from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
 from async_opd.core.stages import SyncReport
 from async_opd.weight_sync.layout import WeightMeta
 from tests.cluster.simulated import config
@@ -161,3 +162,49 @@ async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(worl
     await world.rollouter.halt_replicas(0.01)
     assert [student.events for student in world.students] == [["stop"]] * 2 + [["kill"]] * 2
     assert world.rollouter.newest is None
+
+
+class Starting(Actor):
+    """The rollouter's process at the launch; it restarts in ``connect``, and nobody rebuilds it."""
+
+    def __init__(self, answer: BaseException | None) -> None:
+        super().__init__()
+        self.answer = answer
+        self.stages: list[Any] = []
+        timeouts = self.config.timeouts.model_copy(update={"engine_start_s": 0.05})
+        self.config = self.config.model_copy(update={"timeouts": timeouts})
+
+    async def create(self, actor: Any, restarts: bool) -> Any:
+        return self
+
+    async def call(self, method: str, timeout_s: float) -> None:
+        assert (method, timeout_s) == ("connect", math.inf)
+        if self.answer is not None:
+            raise self.answer
+        await asyncio.Event().wait()
+
+    async def call_with_retry(self, method: str, timeout_s: float) -> None:
+        while True:  # as Remote does
+            try:
+                return await self.call(method, timeout_s)
+            except ProcessRestarts:
+                self.answer = None
+
+
+class TestStart:
+    async def starts(self, answer: BaseException | None) -> None:
+        process: Any = Starting(answer)
+        student: Any = Student("student/0")
+        unused: Any = "stage"
+        async with asyncio.timeout(5):
+            await RollouterActor.start(process, [student], unused, unused, unused)
+
+    async def test_a_process_that_dies_while_it_connects_ends_the_launch(self) -> None:
+        with pytest.raises(ProcessRestarts, match="its process died"):
+            await self.starts(ProcessRestarts("rollouter", "its process died"))
+
+    async def test_a_process_that_never_connects_ends_the_launch_at_the_bound_of_a_start(
+        self,
+    ) -> None:
+        with pytest.raises(StageTimeout, match=r"raise timeouts\.engine_start_s"):
+            await self.starts(None)
