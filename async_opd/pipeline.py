@@ -298,9 +298,9 @@ class Pipeline:
 
     async def _forward_last_events(self) -> None:
         """Forwards the events before the error that ends the run, which may explain it."""
-        with suppress(AsyncOPDError, TimeoutError):
-            async with asyncio.timeout(LAST_EVENTS_S):
-                for who in (self.stages.rollouter, self.stages.scorer, self.stages.queue):
+        for who in (self.stages.rollouter, self.stages.scorer, self.stages.queue):
+            with suppress(AsyncOPDError, TimeoutError):
+                async with asyncio.timeout(LAST_EVENTS_S):
                     while await self._forward_once(who, wait=False):
                         pass
 

@@ -433,6 +433,32 @@ async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
     assert told == ["teacher a/0 is ejected", "teacher a/0 is gone for good"]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
+    hangs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("async_opd.pipeline.LAST_EVENTS_S", 0.01)
+    run = world()
+    run.teachers["a"].fail = True
+    events = run.scorer.events
+
+    async def gone(seen: int, wait: bool = True) -> Events:
+        if wait or hangs:
+            await asyncio.get_running_loop().create_future()
+        raise StageError("rollouter", "its process died")
+
+    async def only_when_asked(seen: int, wait: bool = True) -> Events:
+        if wait:
+            await asyncio.get_running_loop().create_future()
+        return await events(seen, wait)
+
+    monkeypatch.setattr(run.rollouter, "events", gone)
+    monkeypatch.setattr(run.scorer, "events", only_when_asked)
+    with pytest.raises(NoReplica):
+        await asyncio.wait_for(run.pipeline.run(), 5)
+    assert any(line.startswith("teacher a/0 is gone for good") for line in run.log.told)
+
+
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
