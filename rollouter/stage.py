@@ -10,7 +10,6 @@ or the rebuilt one. When all replicas are gone, the last one's error ends the ru
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.queue.sizes import calls
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.liveness import ANSWER_S, CombinedProgress
-from async_opd.waiting.race import race
+from async_opd.waiting.race import gather_or_cancel, race
 
 REPORT_S = 10.0
 """Seconds for a report: a replica without one is left out of the stage's report."""
@@ -112,7 +111,7 @@ class RollouterStage:
             await self.members.until(lambda: bool(self.members.serving))
             serving = self.members.serving
             parts = [part for at in range(len(serving)) if (part := left[at :: len(serving)])]
-            answers = await asyncio.gather(
+            answers = await gather_or_cancel(
                 *(
                     self._answers(member, call, sampling)
                     for member, part in zip(serving, parts, strict=False)

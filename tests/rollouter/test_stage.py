@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.reliability import SupervisionConfig
-from async_opd.core.errors import StageError, first_cause
+from async_opd.core.errors import RolloutFault, StageError, first_cause
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Progress, SamplingSpec, StageReport
 from async_opd.processes.events import State
@@ -243,6 +243,27 @@ async def test_an_evaluation_waits_for_the_only_replica_to_be_rebuilt() -> None:
     await settle()
     (answer,) = await world.stage.generate([make_prompt("p")], GREEDY)
     assert answer.version_spans[0].version == 1
+
+
+async def test_after_a_refused_prompt_an_evaluation_ejects_no_replica_that_fails_later() -> None:
+    world = World(2)
+    await settle()
+    refusing, slow = world.replicas.values()
+    late = asyncio.Event()
+
+    async def refuse(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        raise RolloutFault("student", "the engine refuses p0/0")
+
+    async def fail_late(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        await late.wait()
+        raise StageError("student/1", "a call failed")
+
+    refusing.generate, slow.generate = refuse, fail_late  # type: ignore[method-assign]
+    with pytest.raises(RolloutFault, match="refuses p0/0"):
+        await world.stage.generate([make_prompt("p0"), make_prompt("p1")], GREEDY)
+    late.set()
+    await settle()
+    assert (world.told, world.attempts) == ([], [])
 
 
 async def test_the_report_counts_rebuilds_and_who_serves() -> None:
