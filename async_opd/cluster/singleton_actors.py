@@ -200,7 +200,7 @@ class SingletonActors:
             supervision=self.config.supervision,
             serve=lambda member: gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
             alive=lambda member: gather_or_cancel(*(_lives(r, bound) for r in member.value.ranks)),
-            leave=_ended,
+            leave=lambda member: _ended(member, bound),
             rebuild=rebuild,
             reached=lambda member: self._step(),
             needed=len(singles),
@@ -304,10 +304,15 @@ class SingletonActors:
             actor.remote.restart()
 
 
-async def _ended(member: Member[SingletonActor]) -> None:
-    """Restarts a process that hangs; Ray restarts one that died."""
+async def _ended(member: Member[SingletonActor], bound: float) -> None:
+    """Restarts a process that hangs, or that lives although a call failed; Ray restarts a dead one.
+
+    Otherwise its object would go on beside the next one.
+    """
     if isinstance(member.failure, StageTimeout):
         member.value.restart()
+    else:
+        await asyncio.gather(*(_end(rank, bound) for rank in member.value.ranks))
 
 
 async def _lives(remote: Remote, bound: float) -> None:
@@ -323,11 +328,11 @@ async def _dies(remote: Remote, bound: float) -> None:
 
 
 async def _end(remote: Remote, bound: float) -> None:
-    """Restarts a process that has an object, or hangs."""
+    """Restarts a process that has an object, hangs, or cannot be asked."""
     try:
         if await remote.is_built(bound):
             remote.restart()
     except ProcessDied:
         return
-    except StageTimeout:
+    except StageError:
         remote.restart()

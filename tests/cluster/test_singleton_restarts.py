@@ -176,3 +176,40 @@ async def test_a_build_that_fails_for_another_reason_than_its_death_gets_another
     await world.until_reissued()
     assert world.process.number == 3
     world.running.cancel()
+
+
+@pytest.mark.parametrize(
+    "failure",
+    [
+        ProcessRestarts("queue", "its process died during a state request: unavailable"),
+        StageError("queue", "the network between its machine and this one failed"),
+    ],
+)
+async def test_a_process_that_lives_after_a_failed_call_does_not_go_on_beside_its_successor(
+    failure: StageError,
+) -> None:
+    world = World()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    queue = world.singles.members["queue"]
+    world.singles.members.fail(queue, queue.incarnation, failure)
+    await world.until_reissued()
+    assert (world.process.number, world.process.builds) == (2, 1)
+    world.running.cancel()
+
+
+async def test_a_process_that_cannot_be_reached_is_ended_and_built_again() -> None:
+    world = World()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asked = world.process.is_built
+
+    async def unreachable(timeout_s: float) -> bool:
+        if world.process.number == 1:
+            raise StageError("queue", "the network between its machine and this one failed")
+        return bool(await asked(timeout_s))
+
+    world.process.is_built = unreachable
+    await world.until_reissued()
+    assert (world.process.number, world.process.builds) == (2, 1)
+    world.running.cancel()
