@@ -10,6 +10,8 @@ import pytest
 from async_opd.waiting.gate import Gate
 from tests.rollouter.test_stage import settle
 
+pytestmark = pytest.mark.slow  # imports vLLM
+
 
 class Engine:
     """Records its calls; waking up takes until ``woken``."""
