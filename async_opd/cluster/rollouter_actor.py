@@ -167,7 +167,9 @@ class RollouterService:
         self._rebuilds_before = rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
-        self._pushes_first = newest is not None
+        self._pushed = asyncio.Event()
+        if newest is None:
+            self._pushed.set()
 
     async def run(self) -> None:
         """See Rollouter. A second call joins the first."""
@@ -175,18 +177,28 @@ class RollouterService:
         await self._work
 
     async def _run(self) -> None:
-        """Pushes the newest weights first, if an earlier actor may have died during a sync."""
+        """Pushes the newest weights first, if an earlier actor may have died during a sync.
+
+        No replica serves before, unless it shares its GPUs: a push waits for its teachers, and
+        replicas that hang meanwhile have to be found.
+        """
         async with asyncio.TaskGroup() as group:
-            group.create_task(self.stage.run())
             if self._sharing is not None:
+                group.create_task(self.stage.run())
                 group.create_task(self._sharing.endless())
-            if self._pushes_first:
+            if not self._pushed.is_set():
                 await self._sync.push()
-                self._pushes_first = False
+                self._pushed.set()
+            if self._sharing is None:
+                group.create_task(self.stage.run())
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """See Rollouter."""
-        return await self._calls.run(self.stage.generate(prompts, sampling))
+        """See Rollouter. Waits for the first push: a replica may not have the weights before."""
+        return await self._calls.run(self._generate(prompts, sampling))
+
+    async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        await self._pushed.wait()
+        return await self.stage.generate(prompts, sampling)
 
     async def progress(self) -> Progress:
         """See Rollouter."""

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from async_opd.cluster.rollouter_actor import (
@@ -16,7 +17,9 @@ from async_opd.cluster.rollouter_actor import (
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError
-from async_opd.core.stages import StageReport
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.uid import Uid
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
 
@@ -239,6 +242,22 @@ class TestTakingOver:
         assert [student.asleep for student in world.students] == [False, False]
         assert [student.version for student in world.students] == [7, 7]
 
+    async def test_a_replica_without_the_newest_weights_neither_serves_nor_answers_before_them(
+        self,
+    ) -> None:
+        student = Stuck("student/0")
+        world = World(student)
+        service = await world.runs(newest=NEWEST)
+        prompts = [Prompt(Uid("0:0"), "data", "t", np.zeros(1, np.int32))]
+        answer = asyncio.create_task(service.generate(prompts, SamplingSpec(1, 0.0, 1.0, 1)))
+        await settled()
+        assert student.calls == []
+        student.goes_on.set()
+        await settled()
+        assert sorted(student.calls) == [("generate", 7), ("run", 7)]
+        answer.cancel()
+        world.tasks[0].cancel()
+
     async def test_rebuilds_before_this_actor_are_counted(self, world: World) -> None:
         service = await world.runs(rebuilds=2)
         world.students[0].over.set()
@@ -259,6 +278,15 @@ class Stuck(Student):
     def __init__(self, name: str) -> None:
         super().__init__(name)
         self.goes_on = asyncio.Event()
+        self.calls: list[tuple[str, int]] = []  # with the version of the weights
+
+    async def run(self) -> None:
+        self.calls.append(("run", self.version))
+        await super().run()
+
+    async def generate(self, prompts: Any, sampling: Any) -> Any:
+        self.calls.append(("generate", self.version))
+        await asyncio.Event().wait()
 
     async def pause(self, on_sync: str) -> None:
         await self.goes_on.wait()
