@@ -25,7 +25,7 @@ Follow = Callable[[RankSpec], Follower]
 
 
 class Pipes:
-    """A crew whose followers sit at the other ends of pipes."""
+    """A rank group whose followers are at the other ends of pipes."""
 
     def __init__(self, ends: Sequence[Connection]) -> None:
         self.ranks = len(ends) + 1

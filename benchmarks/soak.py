@@ -148,7 +148,7 @@ Samples = defaultdict[int, list[Sizes]]  # by process id
 
 @dataclass
 class Memory:
-    """Asks every process of this one's family for its memory, in a thread."""
+    """Asks this process and all its descendants for their memory, in a thread."""
 
     progress: Progress
     third: Samples = field(default_factory=lambda: defaultdict(list))

@@ -27,3 +27,9 @@ def test_every_file_named_in_the_architecture_exists() -> None:
         name for name in named for root in (ROOT, ROOT / "async_opd") if (root / name).exists()
     }
     assert named - found == set()
+
+
+def test_every_test_file_that_the_docs_name_exists() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in re.findall(r"\btest_\w+\.py\b", page.read_text())}
+    assert named - {file.name for file in (ROOT / "tests").rglob("test_*.py")} == set()

@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import grimp
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("async_opd", "rollouter", "teachers", "trainer")
@@ -74,6 +75,31 @@ def test_every_room_says_what_lives_there_and_what_it_may_import() -> None:
         str(f): ast.get_docstring(ast.parse((f / "__init__.py").read_text())) for f in folders()
     }
     assert [name for name, doc in docs.items() if not doc] == []
+
+
+BELOW_THE_STAGES = (
+    "checks",
+    "checkpoint",
+    "observability",
+    "grading",
+    "accounting",
+    "weight_sync",
+    "queue",
+    "data",
+    "models",
+    "processes",
+    "config",
+    "files",
+    "waiting",
+    "core",
+)
+
+
+@pytest.mark.parametrize("name", BELOW_THE_STAGES)
+def test_a_room_below_the_stages_names_the_rooms_that_it_imports(name: str) -> None:
+    text = (ROOT / "async_opd" / name / "__init__.py").read_text()
+    said = set(re.findall(r"``(\w+)``", text.partition("Imports ")[2]))
+    assert said == {imported for importer, imported in imports() if importer == name}
 
 
 def test_no_room_has_more_modules_than_one_can_look_over() -> None:

@@ -77,5 +77,5 @@ class Publisher:
         )
 
     def send(self, group: int) -> None:
-        """Broadcasts the snapshot to a wave."""
+        """Broadcasts the snapshot to a sync group."""
         self._transports[group].broadcast(self._snapshot, self.meta)

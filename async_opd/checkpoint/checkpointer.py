@@ -41,7 +41,7 @@ class Checkpointer:
     sync: Callable[[], None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     metrics: dict[str, float] = field(
-        default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/left_out": 0.0}
+        default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/skipped": 0.0}
     )
     _writing: asyncio.Task[None] | None = field(default=None, init=False)
 
@@ -52,7 +52,7 @@ class Checkpointer:
         """
         # A slow disk delays no training: this checkpoint is skipped, and counted.
         if self._writing is not None and not self._writing.done():
-            self.metrics["checkpoint/left_out"] += 1
+            self.metrics["checkpoint/skipped"] += 1
             return
         started = self.clock()
         captured = await self.trainer.capture()

@@ -1,4 +1,5 @@
 """Checks of a run's input, which report all problems at once before any engine starts.
 
-``preflight`` calls the rest. Imports the rooms that it checks, no stage.
+``preflight`` calls the rest. Imports ``grading``, ``queue``, ``data``, ``models``, ``config`` and
+``core``.
 """

@@ -148,8 +148,8 @@ class ScorerActor(SingletonActor):
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
         bounds = (sizes, health, self.rebuild, config.supervision, consumer)
-        turns = (hosts, config.train.batch_size, tokens)
-        args = (self.teachers, self.queue, *bounds, *turns)
+        sharing = (hosts, config.train.batch_size, tokens)
+        args = (self.teachers, self.queue, *bounds, *sharing)
         path = "teachers.stage:ScorerStage"
         await self.remote.build(path, args, config.timeouts.engine_start_s)
         for incarnation in range(self.released, self.incarnation):

@@ -1,4 +1,4 @@
 """What keeps processes alive and ends them: members and their restarts.
 
-May import ``async_opd.config``, ``async_opd.files`` and ``async_opd.core``.
+Imports ``config``, ``files``, ``waiting`` and ``core``.
 """

@@ -1,4 +1,5 @@
 """The message queue between the stages: topics, leases, and how large their messages are.
 
-Imports ``models``, ``processes``, ``config`` and ``core``.
+Imports ``models``, ``processes``, ``config``, ``waiting`` and
+``core``.
 """
