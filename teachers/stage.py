@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain
 
@@ -70,22 +70,9 @@ class ScorerStage:
         hosts of a colocated teacher; ``backlog_size`` rollouts make its backlog full.
         ``call_tokens[teacher]`` bounds the tokens of a call: its answer is one message.
         """
-        health = health or {}
         self._hosts = dict(hosts or {})
         self._event_log = EventLog()
-        self._pools = {
-            name: TeacherPool(
-                ReplicaSlots(
-                    name,
-                    replicas,
-                    health.get(name, HealthConfig()),
-                    rebuild,
-                    supervision,
-                    asleep=name in self._hosts,
-                )
-            )
-            for name, replicas in teachers.items()
-        }
+        self._pools = _pools(teachers, health or {}, rebuild, supervision, asleep=self._hosts)
         for pool in self._pools.values():
             pool.slots.members.listen(lambda event: self._event_log.append(str(event)))
         self._backlogs = {
@@ -279,7 +266,7 @@ class ScorerStage:
 
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher."""
-        reports = await asyncio.gather(*(pool.report() for pool in self._pools.values()))
+        reports = await gather_or_cancel(*(pool.report() for pool in self._pools.values()))
         return dict(zip(self._pools, reports, strict=True))
 
     async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
@@ -288,7 +275,7 @@ class ScorerStage:
         A scoring phase ends, and its teachers sleep, because their hosts will wake up.
         """
         await self._calls.stop(self._work)
-        await asyncio.gather(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
+        await gather_or_cancel(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
         found = {name: pool.slots.replicas for name, pool in self._pools.items()}
         for replica in chain.from_iterable(found.values()):
             if isinstance(replica, EndpointClient):
@@ -300,3 +287,19 @@ class ScorerStage:
         await self._calls.stop(self._work)
         if self._rebuild is not None:
             await self._rebuild.close()
+
+
+def _pools(
+    teachers: Mapping[str, Sequence[ScoringReplica]],
+    health: Mapping[str, Health],
+    rebuild: RebuildTeacher | None,
+    supervision: SupervisionConfig | None,
+    asleep: Collection[str],
+) -> dict[str, TeacherPool]:
+    """A pool per teacher; the replicas of the teachers in ``asleep`` sleep now."""
+    pools: dict[str, TeacherPool] = {}
+    for name, replicas in teachers.items():
+        of = health.get(name, HealthConfig())
+        slots = ReplicaSlots(name, replicas, of, rebuild, supervision, asleep=name in asleep)
+        pools[name] = TeacherPool(slots)
+    return pools
