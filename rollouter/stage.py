@@ -10,6 +10,7 @@ or the rebuilt one. When all replicas are gone, the last one's error ends the ru
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -76,15 +77,19 @@ class RollouterStage:
         *,
         timer: Timer | None = None,
         answer_s: float = ANSWER_S / 2,
+        current: asyncio.Event | None = None,
     ) -> None:
         """Without ``rebuild`` a replica that fails is GONE.
+
+        No replica takes or answers prompts before ``current`` is set: one of them may have older
+        weights than it should. None: all of them may from the start.
 
         ``answer_s`` bounds the answer of each replica to ``progress``; see liveness.answer_s.
         """
         self._served: Counter[str] = Counter()  # reports, one a step, with finished rollouts
         policy = Policy[RolloutReplica](
             supervision=supervision or SupervisionConfig(),
-            serve=lambda member: member.value.run(),
+            serve=self._serve,
             alive=self._alive,
             leave=lambda member: queue.release(PROMPTS, member.value.consumer),
             rebuild=rebuild,
@@ -95,6 +100,9 @@ class RollouterStage:
         self._event_log = EventLog()
         self.members.listen(lambda event: self._event_log.append(str(event)))
         self._progress = CombinedProgress({}, answer_s, timer)
+        self._current = current or asyncio.Event()
+        if current is None:
+            self._current.set()
 
     async def run(self) -> None:
         """Serves until cancelled, or until the last replica is gone: then raises its error."""
@@ -105,6 +113,7 @@ class RollouterStage:
 
         Prompts of a replica that died are answered by the others, or by the next incarnation.
         """
+        await self._current.wait()
         left = list(prompts)
         by_uid: dict[Uid, Rollout] = {}
         while left:
@@ -150,6 +159,10 @@ class RollouterStage:
         )
 
     # ── one replica ────────────────────────────────────────────────────────────────────────────
+
+    async def _serve(self, member: Member[RolloutReplica]) -> None:
+        await self._current.wait()
+        await member.value.run()
 
     async def _alive(self, member: Member[RolloutReplica]) -> None:
         bound = self.members.policy.supervision.timeout_s

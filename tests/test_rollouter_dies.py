@@ -104,6 +104,7 @@ class MortalRollouter:
         self.run_ = run
         self.replicas = [Replica(student) for student in run.students]
         self.newest: Snapshot | None = None
+        self.snapshots = False
         self.deaths = 0
         self._death, self._built = asyncio.Event(), asyncio.Event()
         self._service: RollouterService | None = None
@@ -112,7 +113,7 @@ class MortalRollouter:
         parts: list[Any] = [self.run_.queue, Sender(self.run_.trainer), None]
         replicas: list[Any] = [StartedReplica(replica, 1) for replica in self.replicas]  # type: ignore[arg-type]
         self._service = await build_rollouter(
-            self.run_.pipeline.config, replicas, *parts, self.newest
+            self.run_.pipeline.config, replicas, *parts, self.newest, behind=self.snapshots
         )
         self._built.set()
 
@@ -128,7 +129,7 @@ class MortalRollouter:
         self.deaths += 1
 
     async def snapshot(self, version: int, again: bool = False) -> None:
-        self.newest = None
+        self.newest, self.snapshots = None, True
         self.newest = version, await self._again("snapshot", version, again)
 
     async def push(self) -> SyncReport:

@@ -106,6 +106,7 @@ async def build_rollouter(
     teachers: ColocatedTeachers,
     newest: Snapshot | None = None,
     rebuilds: int = 0,
+    behind: bool = False,
 ) -> RollouterService:
     """The actor's object. If teachers share the replicas' GPUs, it begins with ``gpus`` held."""
     gpus = asyncio.Lock()
@@ -113,7 +114,7 @@ async def build_rollouter(
     if shared:
         await gpus.acquire()
     colocated = teachers if shared else None
-    before = (newest, rebuilds)
+    before = (newest, rebuilds, behind)
     return RollouterService(config, replicas, queue, trainer, *before, gpus, colocated)
 
 
@@ -128,6 +129,7 @@ class RollouterService:
         trainer: WeightSender,
         newest: Snapshot | None,
         rebuilds: int,
+        behind: bool,
         gpus: asyncio.Lock,
         teachers: ColocatedTeachers | None,
     ) -> None:
@@ -135,15 +137,23 @@ class RollouterService:
 
         ``rebuilds`` counts the replicas rebuilt before this actor; ``report`` includes them.
 
+        ``behind``: some replica may have older weights than the newest ones, and so it may with a
+        ``newest`` snapshot. No replica takes or answers prompts then before the first push: that of
+        ``run`` if ``newest`` is known, else the driver's.
+
         ``teachers`` share the replicas' GPUs, if any do; then ``gpus`` is held.
         """
         self.orders = Orders()
+        self._current = asyncio.Event()
+        if newest is None and not behind:
+            self._current.set()
         self.stage = RollouterStage(
             {replica.student.name: replica.student for replica in replicas},
             queue,
             self._rebuilt,
             config.supervision,
             answer_s=answer_s(config.timeouts.stall_s, depth=2),
+            current=self._current,
         )
         self._broadcast = BroadcastSync(
             trainer,
@@ -167,9 +177,6 @@ class RollouterService:
         self._rebuilds_before = rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
-        self._pushed = asyncio.Event()
-        if newest is None:
-            self._pushed.set()
 
     async def run(self) -> None:
         """See Rollouter. A second call joins the first."""
@@ -177,28 +184,20 @@ class RollouterService:
         await self._work
 
     async def _run(self) -> None:
-        """Pushes the newest weights first, if an earlier actor may have died during a sync.
+        """Pushes the newest weights, if an earlier actor may have died during a sync.
 
-        No replica serves before, unless it shares its GPUs: a push waits for its teachers, and
-        replicas that hang meanwhile have to be found.
+        Replicas are supervised meanwhile: the push may wait long for teachers on their GPUs.
         """
         async with asyncio.TaskGroup() as group:
+            group.create_task(self.stage.run())
             if self._sharing is not None:
-                group.create_task(self.stage.run())
                 group.create_task(self._sharing.endless())
-            if not self._pushed.is_set():
-                await self._sync.push()
-                self._pushed.set()
-            if self._sharing is None:
-                group.create_task(self.stage.run())
+            if self._broadcast.newest is not None and not self._current.is_set():
+                await self._push()
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """See Rollouter. Waits for the first push: a replica may not have the weights before."""
-        return await self._calls.run(self._generate(prompts, sampling))
-
-    async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        await self._pushed.wait()
-        return await self.stage.generate(prompts, sampling)
+        """See Rollouter."""
+        return await self._calls.run(self.stage.generate(prompts, sampling))
 
     async def progress(self) -> Progress:
         """See Rollouter."""
@@ -232,7 +231,12 @@ class RollouterService:
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
-        return await self._calls.run(self._sync.push())
+        return await self._calls.run(self._push())
+
+    async def _push(self) -> SyncReport:
+        report = await self._sync.push()
+        self._current.set()
+        return report
 
     # ── replicas ───────────────────────────────────────────────────────────────────────────────
 

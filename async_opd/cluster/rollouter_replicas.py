@@ -25,6 +25,7 @@ from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.stages import SyncReport
 from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class RollouterActor(SingletonActor):
     """The rollout stage; also ``async_opd.core.stages.WeightSync`` to its replicas.
 
     ``replicas`` are the current ones by index, dead ones too; ``newest`` is the snapshot that they
-    have, or receive.
+    have, or receive. ``snapshots``: the first snapshot was begun, so that a replica may be behind.
     """
 
     remote: Remote
@@ -49,6 +50,7 @@ class RollouterActor(SingletonActor):
     scorer: ScorerProxy
     newest: Snapshot | None = None
     rebuilds: int = 0
+    snapshots: bool = False
     incarnations: Counter[int] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
@@ -68,7 +70,7 @@ class RollouterActor(SingletonActor):
         Nothing rebuilds an actor that dies meanwhile: its death is the launch's error.
         """
         remote = await actor_factory.create(actor_names.ROLLOUTER, restarts=True)
-        workers = await asyncio.gather(*(student.ready() for student in students))
+        workers = await gather_or_cancel(*(student.ready() for student in students))
         replicas = [StartedReplica(*pair) for pair in zip(students, workers, strict=True)]
         rollouter = cls(remote, actor_factory, replicas, *stages)
         await rollouter.build()
@@ -83,7 +85,8 @@ class RollouterActor(SingletonActor):
         await self._cancel_starts()
         config = self.actor_factory.config
         stages = (self.queue, self.trainer, self.scorer)
-        args = (config, tuple(self.replicas), *stages, self.newest, self.rebuilds)
+        before = (self.newest, self.rebuilds, self.snapshots)
+        args = (config, tuple(self.replicas), *stages, *before)
         await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
 
     async def supply(self) -> None:
@@ -132,7 +135,7 @@ class RollouterActor(SingletonActor):
         """
         await self._cancel_starts()
         self.newest = None
-        await asyncio.gather(*(self._stopped(replica, timeout_s) for replica in self.replicas))
+        await gather_or_cancel(*(self._stopped(replica, timeout_s) for replica in self.replicas))
 
     async def _stopped(self, replica: StartedReplica, timeout_s: float) -> None:
         try:
@@ -145,7 +148,7 @@ class RollouterActor(SingletonActor):
 
     async def snapshot(self, version: int, again: bool = False) -> None:
         """See WeightSync. ``newest`` is None meanwhile: the trainer may have either snapshot."""
-        self.newest = None
+        self.newest, self.snapshots = None, True
         self.newest = version, await self.proxy.snapshot(version, again)
 
     async def push(self) -> SyncReport:

@@ -25,6 +25,8 @@ from tests.cluster.simulated import config
 
 META = WeightMeta((), (), (), ())
 NEWEST = (7, META)
+PROMPTS = [Prompt(Uid("0:0"), "data", "t", np.zeros(1, np.int32))]
+GREEDY = SamplingSpec(1, 0.0, 1.0, 1)
 
 
 class Student:
@@ -124,10 +126,13 @@ class World:
         self.tasks: list[asyncio.Task[Any]] = []
         self.seen = 0
 
-    async def runs(self, host: str = "", newest: Any = None, rebuilds: int = 0) -> RollouterService:
+    async def runs(
+        self, host: str = "", newest: Any = None, rebuilds: int = 0, behind: bool = False
+    ) -> RollouterService:
         parts: list[Any] = [self.queue, Trainer(), self.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
-        self.service = await build_rollouter(run_config(host), replicas, *parts, newest, rebuilds)
+        before = (newest, rebuilds, behind)
+        self.service = await build_rollouter(run_config(host), replicas, *parts, *before)
         self.tasks.append(asyncio.create_task(self.service.run()))
         await settled()
         return self.service
@@ -242,19 +247,39 @@ class TestTakingOver:
         assert [student.asleep for student in world.students] == [False, False]
         assert [student.version for student in world.students] == [7, 7]
 
+    @pytest.mark.parametrize("host", ["", "rollout"])
     async def test_a_replica_without_the_newest_weights_neither_serves_nor_answers_before_them(
-        self,
+        self, host: str
     ) -> None:
         student = Stuck("student/0")
         world = World(student)
-        service = await world.runs(newest=NEWEST)
-        prompts = [Prompt(Uid("0:0"), "data", "t", np.zeros(1, np.int32))]
-        answer = asyncio.create_task(service.generate(prompts, SamplingSpec(1, 0.0, 1.0, 1)))
+        service = await world.runs(host, newest=NEWEST)
+        answer = asyncio.create_task(service.generate(PROMPTS, GREEDY))
         await settled()
         assert student.calls == []
         student.goes_on.set()
+        world.teachers.asleep.set()
         await settled()
         assert sorted(student.calls) == [("generate", 7), ("run", 7)]
+        answer.cancel()
+        world.tasks[0].cancel()
+
+    @pytest.mark.parametrize("host", ["", "rollout"])
+    async def test_after_a_snapshot_that_broke_off_no_replica_serves_before_the_drivers_push(
+        self, host: str
+    ) -> None:
+        student = Stuck("student/0")
+        student.goes_on.set()
+        world = World(student)
+        world.teachers.asleep.set()
+        service = await world.runs(host, behind=True)
+        answer = asyncio.create_task(service.generate(PROMPTS, GREEDY))
+        await settled()
+        assert student.calls == []
+        await service.snapshot(8)
+        await service.push()
+        await settled()
+        assert sorted(student.calls) == [("generate", 8), ("run", 8)]
         answer.cancel()
         world.tasks[0].cancel()
 
