@@ -12,13 +12,14 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.actor_shell import RETRY_S, Remote
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ProcessDied, StageError, StageTimeout
+from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
 from async_opd.core.stages import DEAD, PROMPTS, STALE, TRAINER, rollouts_topic, topics
 from async_opd.models.engine_args import Device
 from async_opd.processes.events import Event, State
@@ -120,7 +121,7 @@ class TrainerActor(SingletonActor):
 
     async def end(self, bound: float) -> None:
         """Restarts every process with an object: it may hang in a collective."""
-        await asyncio.gather(*(_end(rank, bound) for rank in self.ranks))
+        await gather_or_cancel(*(_end(rank, bound) for rank in self.ranks))
 
 
 @dataclass
@@ -297,6 +298,8 @@ class SingletonActors:
                 await ending(self._bound)
             else:
                 actor.remote.restart()
+        except ProcessRestarts:
+            await _end(actor.remote, self._bound)
         except ProcessDied:
             return
         except StageError as error:
@@ -312,7 +315,7 @@ async def _ended(member: Member[SingletonActor], bound: float) -> None:
     if isinstance(member.failure, StageTimeout):
         member.value.restart()
     else:
-        await asyncio.gather(*(_end(rank, bound) for rank in member.value.ranks))
+        await gather_or_cancel(*(_end(rank, bound) for rank in member.value.ranks))
 
 
 async def _lives(remote: Remote, bound: float) -> None:
@@ -328,11 +331,18 @@ async def _dies(remote: Remote, bound: float) -> None:
 
 
 async def _end(remote: Remote, bound: float) -> None:
-    """Restarts a process that has an object, hangs, or cannot be asked."""
-    try:
-        if await remote.is_built(bound):
-            remote.restart()
-    except ProcessDied:
-        return
-    except StageError:
-        remote.restart()
+    """Restarts a process that has an object, hangs, or gives no answer within the bound.
+
+    Ray's error is the same for a process that it restarts and for one that cannot be reached for a
+    while: the next answer tells which.
+    """
+    with suppress(StageError, TimeoutError):
+        async with asyncio.timeout(bound):
+            while True:
+                try:
+                    if not await remote.is_built(bound):
+                        return
+                    break
+                except ProcessRestarts:
+                    await asyncio.sleep(RETRY_S)
+    remote.restart()

@@ -213,3 +213,25 @@ async def test_a_process_that_cannot_be_reached_is_ended_and_built_again() -> No
     await world.until_reissued()
     assert (world.process.number, world.process.builds) == (2, 1)
     world.running.cancel()
+
+
+@pytest.mark.parametrize("answers", [True, False])
+async def test_a_process_that_cannot_be_reached_for_a_while_does_not_go_on_beside_its_successor(
+    answers: bool,
+) -> None:
+    world = World()
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    asked, refused = world.process.is_built, 0
+
+    async def unavailable(timeout_s: float) -> bool:
+        nonlocal refused
+        if world.process.number == 1 and (refused < 3 or not answers):
+            refused += 1
+            raise ProcessRestarts("queue", "its process died during a state request: unavailable")
+        return bool(await asked(timeout_s))
+
+    world.process.is_built = unavailable
+    await world.until_reissued()
+    assert (world.process.number, world.process.builds) == (2, 1)
+    world.running.cancel()
