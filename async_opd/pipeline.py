@@ -305,15 +305,15 @@ class Pipeline:
                         pass
 
     async def _meter(self, report: StepReport) -> None:
-        rollout, teachers, trainer, topics = await asyncio.gather(
-            self.stages.rollouter.report(),
-            self.stages.scorer.report(),
-            self.stages.trainer.report(),
-            self.stages.queue.stats(),
-        )
-        pools = {"rollout": rollout, **{f"teacher/{n}": r for n, r in teachers.items()}}
-        pools["train"] = trainer
-        metrics = self.metering.step(report, pools, topics)
+        async with asyncio.TaskGroup() as asked:
+            rollout = asked.create_task(self.stages.rollouter.report())
+            teachers = asked.create_task(self.stages.scorer.report())
+            trainer = asked.create_task(self.stages.trainer.report())
+            topics = asked.create_task(self.stages.queue.stats())
+        pools = {"rollout": rollout.result()}
+        pools |= {f"teacher/{name}": one for name, one in teachers.result().items()}
+        pools["train"] = trainer.result()
+        metrics = self.metering.step(report, pools, topics.result())
         self.log.busy({pool: found.busy for pool, found in pools.items()})
         warnings = self.run_state.guardrail.observe(metrics)
         metrics |= self.run_state.metrics

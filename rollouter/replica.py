@@ -35,7 +35,7 @@ from async_opd.models.engine_args import sleep_level
 from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
-from async_opd.waiting.race import race
+from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher
 from rollouter.outputs import rollout_of
@@ -142,7 +142,7 @@ class StudentReplica:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
-        return await asyncio.gather(
+        return await gather_or_cancel(
             *(
                 self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
                 for prompt in prompts

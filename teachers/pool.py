@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -23,6 +22,7 @@ from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line
 from async_opd.queue.sizes import calls
+from async_opd.waiting.race import gather_or_cancel
 from teachers.protocols import ScoringReplica
 from teachers.replica_slots import ReplicaSlots, score_checked, tokens_of
 
@@ -62,7 +62,7 @@ class TeacherPool:
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The teacher's own answers, each call from one replica."""
         parts = calls(prompts, sampling)
-        answers = await asyncio.gather(*(self._generate(part, sampling) for part in parts))
+        answers = await gather_or_cancel(*(self._generate(part, sampling) for part in parts))
         return [rollout for answer in answers for rollout in answer]
 
     async def _generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
@@ -93,7 +93,7 @@ class TeacherPool:
         self._totals["retries"] += 1
         left = tries - whole
         singles = (parts[0] for parts in Batch.messages([batch], most=1))  # one rollout each
-        found = await asyncio.gather(*(self._score(one, left) for one in singles))
+        found = await gather_or_cancel(*(self._score(one, left) for one in singles))
         return ScoreResult(
             tuple(samples for part in found for samples in part.samples),
             tuple(lost for part in found for lost in part.lost),

@@ -18,6 +18,7 @@ from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import sleep_level
+from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
 from teachers.spec import TeacherEngineSpec
@@ -62,7 +63,7 @@ class TeacherReplica:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """The teacher's own answers, ``sampling.n`` to each prompt, in order."""
-        return await asyncio.gather(
+        return await gather_or_cancel(
             *(
                 self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
                 for prompt in prompts

@@ -6,7 +6,7 @@ One actor is one process. A colocated teacher runs on the GPUs of another actor,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,11 +23,14 @@ from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
+from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import chosen
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 from teachers.spec import TeacherEngineSpec
+
+Build = Callable[[], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -128,20 +131,20 @@ class ActorFactory:
         return TeacherProxy(await self._engine(teacher, teacher_name, actor, place))
 
     async def _build_ranks_after_teachers(
-        self, host: str, remotes: Sequence[Remote], build: Callable[[], Awaitable[None]]
+        self, host: str, remotes: Sequence[Remote], build: Build
     ) -> None:
         """Builds a host of several processes, after the teachers that share GPUs with each."""
         teachers = [
             self._build_after_teachers(host, i, remote, _noop) for i, remote in enumerate(remotes)
         ]
         if self.device == "cpu":
-            await asyncio.gather(build(), *teachers)
+            await gather_or_cancel(build(), *teachers)
         else:
-            await asyncio.gather(*teachers)
+            await gather_or_cancel(*teachers)
             await build()
 
     async def _build_after_teachers(
-        self, host: str, index: int, remote: Remote, build: Callable[[], Awaitable[None]]
+        self, host: str, index: int, remote: Remote, build: Build
     ) -> None:
         """Builds a host after the teachers that share its GPUs, each asleep before the next.
 
@@ -155,7 +158,9 @@ class ActorFactory:
             if index not in self.colocated.get(name, {})  # a teacher outlives its host
         ]
         if self.device == "cpu":
-            await asyncio.gather(build(), *(self._start_asleep(name, index) for name in colocated))
+            await gather_or_cancel(
+                build(), *(self._start_asleep(name, index) for name in colocated)
+            )
             return
         if colocated:
             self.placements[host, index] = await remote.place(config.timeouts.engine_start_s)

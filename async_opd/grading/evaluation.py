@@ -61,7 +61,7 @@ class Evaluation:
 
             return await self._measure(prompts, answer, "eval_teacher")
 
-        parts = await asyncio.gather(*(one(name, own) for name, own in by_teacher.items()))
+        parts = await gather_or_cancel(*(one(name, own) for name, own in by_teacher.items()))
         return EvaluationResult(
             {key: value for part in parts for key, value in part.metrics.items()},
             tuple(letter for part in parts for letter in part.dead_letters),

@@ -6,14 +6,13 @@ progress reports, polled ──no new token──► StageTimeout
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
 from async_opd.core.stages import Progress
 from async_opd.waiting.deadline import Deadline, Timer
-from async_opd.waiting.race import race
+from async_opd.waiting.race import gather_or_cancel, race
 
 Result = TypeVar("Result")
 
@@ -125,7 +124,7 @@ class CombinedProgress:
         """The progress of all members."""
         self._questions += 1
         number = self._questions
-        found = await asyncio.gather(
+        found = await gather_or_cancel(
             *(self._one(name, ask, number) for name, ask in self.asks.items())
         )
         unresponsive = tuple(words for one in found for words in one.unresponsive)

@@ -12,15 +12,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from async_opd.core.stages import SyncReport, WeightSync
 from async_opd.files.safe_open import remove_tree
+from async_opd.waiting.race import gather_or_cancel
 
 Save = Callable[[str], Awaitable[None]]
-Load = Callable[[str, int, str], Awaitable[None]]
+Load = Callable[[str, int, str], Coroutine[Any, Any, None]]
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class RefreshingSync:
         if not self._due:
             return await self._inner.push()
         started = self._clock()
-        await asyncio.gather(
+        await gather_or_cancel(
             *(
                 self._load(name, version, str(self._copies.of(version)))
                 for name, version in self._due.items()

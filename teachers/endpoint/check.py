@@ -18,6 +18,7 @@ from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.tokenizer import Text
+from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import TokenId
 from teachers.endpoint.replica import MAX_SHOWN, EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
@@ -39,7 +40,7 @@ async def _check_all(config: RunConfig, where: str) -> list[Problem]:
         if isinstance(teacher, EndpointTeacher)
         for url in teacher.urls
     ]
-    found = await asyncio.gather(*checks)
+    found = await gather_or_cancel(*checks)
     return [Problem(where, f"teachers.{e.stage}", e.cause, e.remedy) for e in found if e]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
@@ -46,3 +47,26 @@ async def test_nothing_is_said_of_ungraded_answers_where_there_are_none() -> Non
 async def test_a_data_source_of_which_nothing_can_be_graded_is_an_error() -> None:
     with pytest.raises(StageError, match="no answer of data source t can be graded: it raised"):
         await measured({"p", "q", "r"})
+
+
+async def test_an_error_of_one_teacher_ends_the_evaluation_of_the_others() -> None:
+    ended: list[str] = []
+
+    async def answers(
+        teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        if teacher == "u":
+            raise StageError("teacher u", "no replica is left")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            ended.append(teacher)
+
+    async def grade(rollout: Rollout) -> float:
+        raise AssertionError("nothing is answered")
+
+    prompts = (make_prompt("p", "t"), make_prompt("q", "u"))
+    evaluation = Evaluation(prompts, SamplingSpec(4, 0.0, 1.0, 1), grade)
+    with pytest.raises(StageError, match="no replica is left"):
+        await evaluation.run_teachers(answers)
+    assert ended == ["t"]

@@ -416,6 +416,29 @@ async def test_the_teachers_own_answers_come_from_a_replica_that_works() -> None
         assert answer.uid == "p/0"
 
 
+class Endless(Fake):
+    """Answers nothing but an error for prompt ``q``; ``cancelled`` counts the calls that ended."""
+
+    cancelled = 0
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        if prompts[0].uid == "q":
+            raise StageError(self.name, "cannot generate")
+        try:
+            return await asyncio.get_running_loop().create_future()
+        finally:
+            self.cancelled += 1
+
+
+async def test_an_answer_that_cannot_be_had_ends_the_other_calls_for_answers() -> None:
+    fakes = [Endless() for _ in range(4)]
+    async with pool(*fakes, tries=2) as (teacher, _):
+        long = SamplingSpec(max_tokens=1 << 23, temperature=0.0, top_p=1.0, n=1)
+        with pytest.raises(StageError, match="cannot generate"):
+            await teacher.generate([make_prompt("p"), make_prompt("q")], long)
+        assert sum(fake.cancelled for fake in fakes) == 1
+
+
 async def test_a_report_has_health_latency_and_agreement() -> None:
     async with pool(Fake(), Fake(dead=True)) as (teacher, _):
         for index in range(3):

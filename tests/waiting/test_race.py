@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import gc
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +104,16 @@ async def test_the_first_error_of_gathered_works_is_raised_and_ends_the_others()
     with pytest.raises(ValueError, match="bad"):
         await gather_or_cancel(other(), fail(1))
     assert other.ended
+
+
+def test_no_gather_of_the_library_leaves_works_behind_that_go_on_after_an_error() -> None:
+    root = Path(__file__).parents[2]
+    found = [
+        f"{file.relative_to(root)}:{node.lineno}"
+        for room in ("async_opd", "rollouter", "teachers", "trainer")
+        for file in (root / room).rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "asyncio.gather"
+        if not any(keyword.arg == "return_exceptions" for keyword in node.keywords)
+    ]
+    assert found == [], "use async_opd.waiting.race.gather_or_cancel"
