@@ -86,7 +86,6 @@ class GpuTimeSharing:
         bounds the seconds without a new token. It also bounds the seconds that waking up takes.
         """
         self.lock = lock
-        self.backlogs = 0
         self._asleep = held  # from SLEEP until all hosts work again
         self._name = name
         self._hosts = hosts
@@ -107,7 +106,6 @@ class GpuTimeSharing:
                 await self._all("sleep", self._put_to_sleep)
                 await self._teachers.score_backlog(self._name)
                 await self._resume_hosts()
-                self.backlogs += 1
         finally:
             for waiting in (self._idle, self._backlog):
                 if waiting is not None:

@@ -81,7 +81,7 @@ class ColocatedTeacher:
         if self.fail_to_wake:
             self.fail_to_wake -= 1
             raise StageError(self.name, "out of memory")
-        assert not any(host.gate.is_open and not host.dead for host in self.hosts)
+        assert not any(host.gate._open.is_set() and not host.dead for host in self.hosts)
         self.gpu.take(self.name)
         self.asleep = False
 
@@ -195,7 +195,7 @@ def guard_sync(run: World, hosts: Sequence[Shared]) -> None:
     push = run.sync.push
 
     async def guarded() -> SyncReport:
-        assert all(host.gate.is_open or host.dead for host in hosts), (
+        assert all(host.gate._open.is_set() or host.dead for host in hosts), (
             "weights for a student that sleeps"
         )
         return await push()

@@ -56,11 +56,6 @@ class Admission:
         allowed = math.floor((self._version + 1 + self._threshold) * self._per_version)
         return min(allowed, self._total)
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether every sample of the run is admitted; ``give_back`` may make it false again."""
-        return self._admitted >= self._total
-
     async def admit(self, samples: int, at_most_groups: int = 1) -> int:
         """Waits until ``samples`` more fit the budget, then admits groups of that size.
 

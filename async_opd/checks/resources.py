@@ -62,7 +62,6 @@ class Pool:
     replicas: int
     gpus_per_replica: int
     model: str
-    what: str
     shares: str | None = None
 
     @property
@@ -83,12 +82,12 @@ def pools(config: RunConfig) -> list[Pool]:
 
     def teacher_pool(name: str) -> Pool:
         t, model = config.teachers[name], config.teacher_model(name)
-        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, "scores answers", t.host)
+        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, t.host)
 
     return [
-        Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, "student answers"),
+        Pool("rollout", rollout.replicas, rollout.tensor_parallel, student),
         *map(teacher_pool, config.teachers),
-        Pool("train", config.train.ranks, 1, student, "trains the student"),
+        Pool("train", config.train.ranks, 1, student),
     ]
 
 

@@ -115,7 +115,7 @@ class ActorFactory:
             actor,
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
-            engine_gpus=rollout.tensor_parallel,
+            gpus=rollout.tensor_parallel,
             host=("rollout", index),
         )
         return StudentProxy(remote, spec.consumer)
@@ -214,7 +214,7 @@ class ActorFactory:
             actor,
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
-            engine_gpus=teacher.tensor_parallel,
+            gpus=teacher.tensor_parallel,
             place=place,
         )
 
@@ -270,28 +270,24 @@ class ActorFactory:
         factory: str,
         args: tuple[Any, ...],
         *,
-        env: dict[str, str] | None = None,
-        engine_gpus: int = 0,
-        gpus: int = 0,
+        gpus: int,
         place: ActorPlacement | None = None,
         host: tuple[str, int] | None = None,
     ) -> Remote:
-        """Starts and builds an actor. ``place``: the GPUs of another actor, which it shares.
+        """Starts and builds an engine. ``place``: the GPUs of another actor, which it shares.
 
         ``host``: its pool and index, if colocated teachers may share its GPUs.
         """
-        if engine_gpus:
-            env = engine_env(self.device)
-            gpus = engine_gpus if self.device == "cuda" and place is None else 0
-        remote = await self.create(actor, env=env, gpus=gpus, place=place)
+        reserved = gpus if self.device == "cuda" and place is None else 0
+        env = engine_env(self.device)
+        remote = await self.create(actor, env=env, gpus=reserved, place=place)
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
             await (build() if host is None else self._build_after_teachers(*host, remote, build))
         except BaseException:
             remote.kill()
             raise
-        if engine_gpus:
-            self.engines.append(remote)  # an actor without an object can only be killed
+        self.engines.append(remote)  # an actor without an object can only be killed
         return remote
 
     async def create(

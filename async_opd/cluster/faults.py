@@ -114,16 +114,6 @@ FAULTS = (
 )
 """The first that fits an error translates it."""
 
-NEVER_RAISED = (
-    found.RayError,  # the root: nothing raises it itself
-    found.RayTaskError,  # an error inside the object: ``_inside`` reads its cause
-    found.ActorAlreadyExistsError,  # of a creation, which waits until the name is free
-    found.ActorHandleNotFoundError,  # of a kill
-    found.ObjectRefStreamEndOfStreamError,  # of generators
-    found.OufOfBandObjectRefSerializationException,  # no reference is ever sent
-)
-"""Errors that no call can end with, or that only wrap another."""
-
 
 def to_stage_error(name: str, what: str, error: BaseException, restarts: bool) -> StageError:
     """The error of a call ``what`` to the process ``name``.

@@ -74,7 +74,6 @@ class QueueProxy(Proxy):
     get = remote(MessageQueue.get, NO_TIMEOUT, again=True)
     ack = remote(MessageQueue.ack, again=True)
     renew = remote(MessageQueue.renew, again=True)
-    nack = remote(MessageQueue.nack, again=True)
     headers = remote(MessageQueue.headers)
     contents = remote(MessageQueue.contents)
     release = remote(MessageQueue.release, again=True)

@@ -8,10 +8,10 @@ MAX_DEPTH = 64
 """Values inside of values, in whatever was written by others."""
 
 
-def too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
-    """Whether more than ``most`` lists and dictionaries lie inside of each other."""
+def too_deep(value: Any) -> bool:
+    """Whether more than ``MAX_DEPTH`` lists and dictionaries lie inside of each other."""
     level = [value]
-    for _ in range(most):
+    for _ in range(MAX_DEPTH):
         inner: list[Any] = []
         for one in level:
             if isinstance(one, dict):

@@ -73,10 +73,6 @@ class Queue(Protocol):
         """Renews leases. Returns the seconds after which a lease expires that is not renewed."""
         ...
 
-    async def nack(self, topic: str, lease_id: int) -> bool:
-        """Puts the lease's samples back to the front. False if the lease was settled before."""
-        ...
-
     async def headers(self, topic: str) -> tuple[Header, ...]:
         """The headers of the topic's samples, leased or ready."""
         ...
@@ -189,7 +185,6 @@ class SyncReport:
     """One weight sync: the new version, bytes sent to each replica, seconds of each part."""
 
     version: int
-    nbytes: int
     metrics: Mapping[str, float]
 
 

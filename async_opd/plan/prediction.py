@@ -60,8 +60,3 @@ class Prediction:
     def mean_staleness(self) -> float:
         """The mean over the samples, in weight versions."""
         return sum(value * share for value, share in self.staleness.items())
-
-    @property
-    def max_staleness(self) -> int:
-        """The largest staleness of a sample, in weight versions."""
-        return max(self.staleness, default=0)

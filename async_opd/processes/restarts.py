@@ -20,7 +20,6 @@ class Restarts:
     def __init__(
         self, config: SupervisionConfig, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self.total = 0
         self._config = config
         self._clock = clock
         self._remembered: list[tuple[float, float]] = []  # when, and what had been reached
@@ -42,5 +41,4 @@ class Restarts:
         if before >= self._config.max_restarts:
             return None
         self._remembered.append((now, self._newest))
-        self.total += 1
         return self._config.delay_s * (2.0**before - 1)

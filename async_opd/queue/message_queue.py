@@ -83,10 +83,6 @@ class MessageQueue:
         """Leases that expired after the line ``seen``; waits until there is one."""
         return await self._event_log.after(seen, wait)
 
-    async def nack(self, topic: str, lease_id: int) -> bool:
-        """See Topic.nack."""
-        return self._topics[topic].nack(lease_id)
-
     async def headers(self, topic: str) -> tuple[Header, ...]:
         """See Topic.headers."""
         return self._topics[topic].headers

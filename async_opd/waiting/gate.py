@@ -27,11 +27,6 @@ class Gate:
         if not self._inside:
             self._empty.set()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether work may enter."""
-        return self._open.is_set()
-
     async def empty(self) -> None:
         """Returns when no work is inside."""
         await self._empty.wait()

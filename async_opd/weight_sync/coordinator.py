@@ -174,7 +174,7 @@ class BroadcastSync:
             "sync/stall_max_s": max(stalls),
         }
         metrics |= {f"sync/student/{index}/stall_s": self._groups.stalls[index] for index in alive}
-        return SyncReport(version=version, nbytes=meta.nbytes, metrics=metrics)
+        return SyncReport(version, metrics)
 
     # ── one group ───────────────────────────────────────────────────────────────────────────────
 

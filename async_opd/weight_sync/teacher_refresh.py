@@ -62,7 +62,6 @@ class RefreshingSync:
         load: Load,
         copies: WeightCopies,
         notify: Callable[[str], None],
-        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._inner = inner
         self._every = dict(every)
@@ -70,7 +69,6 @@ class RefreshingSync:
         self._load = load
         self._copies = copies
         self._notify = notify
-        self._clock = clock
         self._due: dict[str, int] = {}
         self._has = dict.fromkeys(every, 0)
 
@@ -98,7 +96,7 @@ class RefreshingSync:
         """See WeightSync.push."""
         if not self._due:
             return await self._inner.push()
-        started = self._clock()
+        started = time.perf_counter()
         await gather_or_cancel(
             *(
                 self._load(name, version, str(self._copies.of(version)))
@@ -107,7 +105,7 @@ class RefreshingSync:
         )
         self._has |= self._due
         await asyncio.to_thread(self._copies.tidy, self._used())
-        seconds = self._clock() - started
+        seconds = time.perf_counter() - started
         report = await self._inner.push()
         return replace(report, metrics={**report.metrics, "sync/teachers_s": seconds})
 

@@ -54,7 +54,7 @@ async def test_groups_are_whole() -> None:
 async def test_no_more_is_admitted_than_the_run_trains() -> None:
     budget = admission(s=9, steps=2)
     assert await budget.admit(1, at_most_groups=99) == 8
-    assert budget.exhausted
+    assert await blocked(budget, 1)
 
 
 async def test_a_lost_sample_gives_its_place_to_another() -> None:

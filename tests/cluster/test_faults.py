@@ -10,7 +10,7 @@ import pytest
 from ray import exceptions as found
 
 from async_opd.cluster.actor_shell import Remote
-from async_opd.cluster.faults import FAULTS, NEVER_RAISED, to_stage_error
+from async_opd.cluster.faults import FAULTS, to_stage_error
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
 
@@ -19,6 +19,15 @@ RAYS = [
     for _, kind in inspect.getmembers(found, inspect.isclass)
     if issubclass(kind, found.RayError)
 ]
+NEVER_RAISED = (
+    found.RayError,  # the root: nothing raises it itself
+    found.RayTaskError,  # an error inside the object: ``_inside`` reads its cause
+    found.ActorAlreadyExistsError,  # of a creation, which waits until the name is free
+    found.ActorHandleNotFoundError,  # of a kill
+    found.ObjectRefStreamEndOfStreamError,  # of generators
+    found.OufOfBandObjectRefSerializationException,  # no reference is ever sent
+)
+"""Errors that no call can end with, or that only wrap another."""
 CALLS = [kind for kind in RAYS if kind not in NEVER_RAISED]
 
 

@@ -78,7 +78,7 @@ class Actor:
         return META
 
     async def push(self) -> SyncReport:
-        return SyncReport(1, 0, {})
+        return SyncReport(1, {})
 
 
 class World:

@@ -56,7 +56,7 @@ async def test_an_engine_that_was_woken_while_it_drained_does_not_sleep_behind_a
     await sleeping
     engine.woken.set()
     await waking
-    assert (engine.calls, student._gate.is_open) == (["wake up"], True)
+    assert (engine.calls, student._gate._open.is_set()) == (["wake up"], True)
 
 
 async def test_an_engine_sleeps_when_its_requests_are_finished() -> None:
@@ -68,4 +68,4 @@ async def test_an_engine_sleeps_when_its_requests_are_finished() -> None:
     assert engine.calls == []
     await student._gate.__aexit__()
     await sleeping
-    assert (engine.calls, student._gate.is_open) == (["sleep"], False)
+    assert (engine.calls, student._gate._open.is_set()) == (["sleep"], False)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.models import tiny_model
-from trainer.student.named_weights import named_weights, unwrapped
+from trainer.student.named_weights import named_weights
 
 
 def mixture() -> Any:
@@ -57,16 +57,3 @@ def test_a_head_of_its_own_is_published() -> None:
 
 def test_weights_travel_in_the_wire_dtype() -> None:
     assert {w.dtype for _, w in named_weights(tiny_model(), torch.bfloat16)} == {torch.bfloat16}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_orig_mod.model.norm.weight",
-        "_fsdp_wrapped_module.model.norm.weight",
-        "model._checkpoint_wrapped_module.norm.weight",
-        "_orig_mod._fsdp_wrapped_module.model.norm.weight",
-    ],
-)
-def test_wrappers_leave_no_trace_in_a_name(name: str) -> None:
-    assert unwrapped(name) == "model.norm.weight"

@@ -278,7 +278,7 @@ async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
 async def test_the_report_counts_the_bytes_of_one_copy() -> None:
     weights = sync([], [Receiver([]), Receiver([])])
     await weights.snapshot(1)
-    assert (await weights.push()).nbytes == 24
+    assert (await weights.push()).metrics["sync/mib"] == 24 / 2**20
 
 
 PARTS = ["pause keep", "receive", "finish 1", "resume"]

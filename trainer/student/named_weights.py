@@ -1,6 +1,6 @@
 """The model's weights under the names of its checkpoint, by which the engines load them.
 
-parameters ──strip wrappers, gather──► transformers' names ──revert conversion──► checkpoint names
+parameters ──gather──► transformers' names ──revert conversion──► checkpoint names
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import Any
 import torch
 
 from trainer.student.sharding import full_tensor, is_sharded
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
@@ -26,7 +24,7 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     from transformers.core_model_loading import revert_weight_conversion
 
     weights = {
-        unwrapped(name): _full_weight(parameter.detach(), dtype)
+        name: _full_weight(parameter.detach(), dtype)
         for name, parameter in model.named_parameters()  # a tied parameter appears once
     }
     sharded = any(is_sharded(parameter) for parameter in model.parameters())
@@ -38,10 +36,3 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 def _full_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A sharded weight gathered in ``dtype``, which moves fewer bytes; another one as it is."""
     return full_tensor(weight.to(dtype)) if is_sharded(weight) else weight
-
-
-def unwrapped(name: str) -> str:
-    """The name without the prefixes of FSDP, torch.compile and activation checkpointing."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
