@@ -27,7 +27,7 @@ from collections.abc import Awaitable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from async_opd.accounting.ledger import JournalWriter
+from async_opd.accounting.journal import Journal
 from async_opd.accounting.replacements import ReplayablePrompts
 from async_opd.accounting.run_state import RunState
 from async_opd.checkpoint.checkpointer import Checkpointer
@@ -68,7 +68,7 @@ class Pipeline:
     prompts: ReplayablePrompts
     evaluation: Evaluation | None
     log: Log
-    journal: JournalWriter | None = None
+    journal: Journal | None = None
     checkpointer: Checkpointer | None = None
     start: Checkpoint | None = None
     """The checkpoint at which the run continues; ``prompts`` stands at its cursor."""

@@ -16,14 +16,13 @@ and without a scoring phase the hosts become idle, since the staleness budget li
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.stages import Progress, SyncReport, TeacherScorer, WeightSync
+from async_opd.core.stages import Progress, SyncReport, WeightSync
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.liveness import ProgressWatchdog
-from async_opd.waiting.race import gather_or_cancel
 
 KEY = "timeouts.request_s"
 
@@ -207,17 +206,3 @@ class LockedSync:
         """See WeightSync.push."""
         async with self._lock:
             return await self._inner.push()
-
-
-class TimeSharingScorer:
-    """The scoring stage together with the GPU time sharing of its colocated teachers."""
-
-    def __init__(self, inner: TeacherScorer, sharing: Sequence[GpuTimeSharing]) -> None:
-        self._inner = inner
-        self._sharing = sharing
-        self.generate, self.progress = inner.generate, inner.progress
-        self.events, self.report = inner.events, inner.report
-
-    async def run(self) -> None:
-        """See TeacherScorer.run."""
-        await gather_or_cancel(self._inner.run(), *(each.endless() for each in self._sharing))

@@ -17,8 +17,9 @@ from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Progress, SamplingSpec, SyncReport
 from async_opd.waiting.gate import Gate
+from async_opd.waiting.race import gather_or_cancel
 from teachers.stage import ScorerStage
-from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
+from teachers.time_sharing import GpuTimeSharing, LockedSync
 from tests.properties import examples
 from tests.test_pipeline import TEACHERS, FakeStudent, FakeTeacher, World, world
 
@@ -157,7 +158,10 @@ def colocated(
         for name in sorted(set(placement.values()))
     }
     parts: Any = run.pipeline.stages
-    parts.scorer = TimeSharingScorer(scorer, list(sharing.values()))
+    parts.scorer, supervise = scorer, parts.supervise
+    parts.supervise = lambda *arguments: gather_or_cancel(
+        supervise(*arguments), *(each.endless() for each in sharing.values())
+    )
     if "rollout" in sharing:
         guard_sync(run, hosts["rollout"])
         parts.sync = LockedSync(run.sync, sharing["rollout"].lock)
@@ -245,7 +249,7 @@ async def test_one_teacher_can_be_dedicated_while_another_shares_gpus() -> None:
 
 async def test_the_teacher_that_holds_most_wakes_first() -> None:
     made = colocated(BOTH)
-    backlog = made.run.pipeline.stages.scorer._inner._backlogs["rollout"]  # type: ignore[attr-defined]
+    backlog = made.run.pipeline.stages.scorer._backlogs["rollout"]  # type: ignore[attr-defined]
     from async_opd.core.lease import Lease
     from tests.conftest import make_rollout
 
@@ -258,7 +262,8 @@ async def test_the_teacher_that_holds_most_wakes_first() -> None:
 async def test_a_request_to_a_sleeping_teacher_wakes_it() -> None:
     made = colocated(BOTH)
     scorer = made.run.pipeline.stages.scorer
-    work = asyncio.create_task(scorer.run())
+    works = (scorer.run(), *(each.endless() for each in made.sharing.values()))
+    work = asyncio.create_task(gather_or_cancel(*works))
     sampling = SamplingSpec(max_tokens=4, temperature=0.0, top_p=1.0, n=1)
     assert await asyncio.wait_for(scorer.generate("a", [], sampling), 5) == []
     assert made.gpus["rollout"].users == ["teacher a/0"]

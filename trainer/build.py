@@ -47,10 +47,12 @@ def build_follower(config: RunConfig, device_name: str, spec: RankSpec) -> Follo
 def build_rank(config: RunConfig, device_name: str, spec: RankSpec | None) -> Rank:
     """Seeds torch, loads the student in float32 and, in rank 0, checks its packed logits.
 
-    With a ``spec`` it waits until all ranks have connected, and shards the student. StageError for
-    a student that the trainer would compute wrongly.
+    Sets the number of torch's threads before. With a ``spec`` it waits until all ranks have
+    connected, and shards the student. StageError for a student that the trainer would compute
+    wrongly.
     """
     torch.manual_seed(config.seed)
+    torch.set_num_threads(config.train.threads)
     device = torch.device(device_name)
     model = load_student(config, device)
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)

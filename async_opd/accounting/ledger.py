@@ -5,27 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
+from async_opd.accounting.journal import Journal
 from async_opd.core.errors import StageError
 from async_opd.core.samples import NO_VERSION, Group, Header, Prompt
 from async_opd.core.uid import Uid, member_of, prompt_uid, rollout_uid
-
-
-class JournalWriter(Protocol):
-    """The journal that the ledger writes, ``async_opd.accounting.journal`` in a run."""
-
-    def admitted(self, uids: Iterable[Uid]) -> None: ...
-    def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
-    def dead(self, uid: Uid) -> None: ...
-
-
-class NullJournal:
-    """A journal that records nothing."""
-
-    def admitted(self, uids: Iterable[Uid]) -> None: ...
-    def trained(self, step: int, uids: Iterable[Uid]) -> None: ...
-    def dead(self, uid: Uid) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -41,9 +25,9 @@ class LedgerState:
 class Ledger:
     """Accounts for samples by uid. A StageError for an unknown or repeated sample stops the run."""
 
-    def __init__(self, group_size: int, journal: JournalWriter | None = None) -> None:
+    def __init__(self, group_size: int, journal: Journal | None = None) -> None:
         self.group_size = group_size
-        self._journal = journal or NullJournal()
+        self._journal = journal
         self._in_flight: dict[Uid, Prompt] = {}
         self._trained = 0
         self._requeued = 0
@@ -55,7 +39,7 @@ class Ledger:
         groups = [Group(prompt, tuple(range(size))) for prompt in prompts]
         new = {rollout_uid(g.prompt.uid, member): g.prompt for g in groups for member in g.members}
         self._in_flight |= new
-        if new:
+        if new and self._journal is not None:
             self._journal.admitted(new)
         return groups
 
@@ -63,7 +47,8 @@ class Ledger:
         """Records the rollouts of a bad prompt as admitted and at once as dead letters."""
         size = self.group_size if members is None else members
         headers = [replace(prompt, uid=rollout_uid(prompt.uid, member)) for member in range(size)]
-        self._journal.admitted([header.uid for header in headers])
+        if self._journal is not None:
+            self._journal.admitted([header.uid for header in headers])
         for header in headers:
             self._record_dead(header)
         return headers
@@ -98,7 +83,8 @@ class Ledger:
 
     def _record_dead(self, header: Header) -> None:
         self._dead.add(header.uid)
-        self._journal.dead(header.uid)
+        if self._journal is not None:
+            self._journal.dead(header.uid)
 
     def trained(self, headers: Collection[Header], step: int) -> None:
         """Moves the samples of a step from in flight to trained.
@@ -114,7 +100,8 @@ class Ledger:
         for header in headers:
             del self._in_flight[header.uid]
         self._trained += len(headers)
-        self._journal.trained(step, [header.uid for header in headers])
+        if self._journal is not None:
+            self._journal.trained(step, [header.uid for header in headers])
 
     def state(self) -> LedgerState:
         """The state now, for a checkpoint."""

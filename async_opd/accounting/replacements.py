@@ -17,7 +17,7 @@ run state is consistent, so that a checkpoint of that moment can be resumed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
@@ -26,7 +26,7 @@ from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
 from async_opd.core.errors import SourceError, StageError
 from async_opd.core.samples import DeadLetter, Group, Prompt
-from async_opd.core.stages import StepReport
+from async_opd.core.stages import Log, StepReport
 from async_opd.core.uid import Uid
 
 MAX_RESAMPLED = 2
@@ -44,14 +44,6 @@ class ReplayablePrompts(Protocol):
     def find(self, uid: Uid) -> Prompt: ...
 
 
-class DeadLetterLog(Protocol):
-    """The part of the run's log that gets dead letters, messages about them and their count."""
-
-    def message(self, text: str) -> None: ...
-    def dead_letter(self, dead: DeadLetter) -> None: ...
-    def summarize(self, metrics: Mapping[str, float]) -> None: ...
-
-
 @dataclass(eq=False)
 class PromptSupply:
     """Takes prompts from a stream. ``whole_groups``: the size of groups, if trained whole."""
@@ -60,7 +52,7 @@ class PromptSupply:
     ledger: Ledger
     admission: Admission
     dead_letters: DeadLetters
-    log: DeadLetterLog
+    log: Log
     _: KW_ONLY
     whole_groups: int | None
     _resampled: Counter[Uid] = field(default_factory=Counter, init=False)

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters, DeadLettersState
 from async_opd.accounting.guardrail import Guardrail, GuardrailState
-from async_opd.accounting.ledger import JournalWriter, Ledger, LedgerState
-from async_opd.accounting.replacements import DeadLetterLog, PromptSupply, ReplayablePrompts
+from async_opd.accounting.journal import Journal
+from async_opd.accounting.ledger import Ledger, LedgerState
+from async_opd.accounting.replacements import PromptSupply, ReplayablePrompts
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.stages import Captured, StepReport
+from async_opd.core.stages import Captured, Log, StepReport
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class RunState:
         self,
         config: RunConfig,
         prompts: ReplayablePrompts,
-        log: DeadLetterLog,
-        journal: JournalWriter | None = None,
+        log: Log,
+        journal: Journal | None = None,
         start: Cut | None = None,
     ) -> None:
         """``prompts`` stand at the cursor of ``start``."""

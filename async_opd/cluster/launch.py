@@ -31,11 +31,12 @@ from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import SelfTeacher
 from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
-from async_opd.core.stages import TeacherScorer, WeightSync
+from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
+from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from teachers.protocols import TeacherWeights
-from teachers.time_sharing import GpuTimeSharing, TimeSharingScorer
+from teachers.time_sharing import GpuTimeSharing
 
 
 @dataclass(frozen=True)
@@ -44,16 +45,18 @@ class LaunchedStages:
 
     queue: QueueProxy
     rollouter: RollouterProxy
-    scorer: TeacherScorer
+    scorer: ScorerProxy
     trainer: TrainerProxy
     sync: WeightSync
     singletons: SingletonActors
+    sharing: tuple[GpuTimeSharing, ...]
 
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
-        """See async_opd.pipeline.Stages."""
-        await self.singletons.supervise(reissue, step)
+        """See Stages. Also alternates the trainer and the teachers that share its GPUs."""
+        sharing = (each.endless() for each in self.sharing)
+        await gather_or_cancel(self.singletons.supervise(reissue, step), *sharing)
 
     async def rewind(self, error: ProcessDied) -> None:
         """After the trainer's death: rebuilds all stages, and keeps the engines.
@@ -126,23 +129,26 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
     return LaunchedStages(
         queue,
         rollouts.proxy,
-        _sharing_gpus(config, scorer, trainer),
+        scorer,
         trainer,
         _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
         SingletonActors(config, actor_factory.notify, *stages),
+        _sharing_gpus(config, scorer, trainer),
     )
 
 
-def _sharing_gpus(config: RunConfig, scorer: ScorerProxy, trainer: TrainerProxy) -> TeacherScorer:
-    """The scoring stage, with GPU time sharing if teachers are on the trainer's GPUs.
+def _sharing_gpus(
+    config: RunConfig, scorer: ScorerProxy, trainer: TrainerProxy
+) -> tuple[GpuTimeSharing, ...]:
+    """The GPU time sharing of the trainer, if teachers are on its GPUs.
 
     The rollouter's actor alternates those on the rollout replicas' GPUs.
     """
     if all(teacher.host != "train" for teacher in config.teachers.values()):
-        return scorer
+        return ()
     bound, hosts = config.timeouts.request_s, {"trainer": trainer}
-    sharing = GpuTimeSharing("train", lambda: hosts, scorer, asyncio.Lock(), sleep_timeout_s=bound)
-    return TimeSharingScorer(scorer, [sharing])
+    lock = asyncio.Lock()
+    return (GpuTimeSharing("train", lambda: hosts, scorer, lock, sleep_timeout_s=bound),)
 
 
 def _refreshing(

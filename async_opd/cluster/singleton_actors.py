@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Teachers = Mapping[str, Sequence[TeacherProxy | EndpointReplica]]
 
-FOLLOWER = "async_opd.cluster.trainer_actor:build_follower"
+FOLLOWER = "trainer.build:build_follower"
 
 
 class SingletonActor(ABC):

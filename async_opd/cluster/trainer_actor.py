@@ -1,9 +1,8 @@
-"""Builds the training stage in its actor, and the other ranks in their actors."""
+"""Builds the training stage in its actor; ``trainer.build`` builds the other ranks in theirs."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import ray
 
@@ -20,9 +19,6 @@ from trainer.rank_group import SINGLE_RANK
 from trainer.rank_spec import RankSpec
 from trainer.stage import TrainerStage
 
-if TYPE_CHECKING:
-    from trainer.rank import Follower
-
 
 def build_trainer(
     config: RunConfig,
@@ -32,11 +28,8 @@ def build_trainer(
     followers: Sequence[Remote] = (),
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
-    import torch
-
     from trainer.build import build_learner
 
-    torch.set_num_threads(config.train.threads)
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
     return TrainerStage(
@@ -47,16 +40,6 @@ def build_trainer(
         model_dir=config.student.model,
         rank_group=rank_group,
     )
-
-
-def build_follower(config: RunConfig, device: Device, spec: RankSpec) -> Follower:
-    """A rank other than the first."""
-    import torch
-
-    from trainer.build import build_follower
-
-    torch.set_num_threads(config.train.threads)
-    return build_follower(config, device, spec)
 
 
 def build_batcher(config: RunConfig, queue: Queue) -> Batcher:

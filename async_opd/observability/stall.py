@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageTimeout
-from async_opd.core.stages import Progress
+from async_opd.core.stages import Stages
 from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.metering import Metering
 from async_opd.waiting.deadline import Timer
@@ -22,30 +22,13 @@ LONGEST_PROMPT = 32_768
 """Tokens of a prompt for which the config has no bound."""
 
 
-class ReportsProgress(Protocol):
-    """A stage that computes tokens."""
-
-    async def progress(self) -> Progress: ...
-
-
-class ComputingStages(Protocol):
-    """The stages that compute tokens."""
-
-    @property
-    def rollouter(self) -> ReportsProgress: ...
-    @property
-    def scorer(self) -> ReportsProgress: ...
-    @property
-    def trainer(self) -> ReportsProgress: ...
-
-
 class StallDetector:
     """Bounds waits by the stages' progress. ``evaluated`` is the prompts of one evaluation."""
 
     def __init__(
         self,
         config: RunConfig,
-        stages: ComputingStages,
+        stages: Stages,
         metering: Metering,
         evaluated: int = 0,
         timer: Timer | None = None,

@@ -16,7 +16,14 @@ from datetime import timedelta
 from typing import Any
 
 from async_opd.core.errors import WeightSyncError
-from async_opd.weight_sync.rendezvous import AddressStore, tags_expected, tags_sent
+from async_opd.weight_sync.rendezvous import (
+    RendezvousClient,
+    RendezvousServer,
+    tags_expected,
+    tags_sent,
+)
+
+Addresses = RendezvousServer | RendezvousClient
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class GroupMember:
     timeout_s: float
 
 
-def gloo_group(torch: Any, member: GroupMember, addresses: AddressStore) -> GlooGroup:
+def gloo_group(torch: Any, member: GroupMember, addresses: Addresses) -> GlooGroup:
     """Connects all members. WeightSyncError or RuntimeError if one is missing, or is a stranger.
 
     gloo listens on the member's own address only.
@@ -69,7 +76,7 @@ def all_know_secret(
     return hmac.compare_digest(heard.cpu().numpy().tobytes(), tags_expected(secret, rank, ranks))
 
 
-def _store(dist: Any, addresses: AddressStore, timeout_s: float) -> Any:
+def _store(dist: Any, addresses: Addresses, timeout_s: float) -> Any:
     """What torch reads and writes addresses through."""
 
     class Store(dist.Store):  # type: ignore[misc]

@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from io import BufferedRWPair
-from typing import Any, Protocol
+from typing import Any
 
 from async_opd.core.errors import WeightSyncError
 
@@ -36,17 +36,6 @@ WELCOME = b"\x01"
 """The server's answer to a member that has authenticated itself."""
 RETRY_S = 0.05
 """Seconds after which a member whose connection was closed connects again."""
-
-
-class AddressStore(Protocol):
-    """The addresses of a group's members."""
-
-    def set(self, key: str, value: bytes) -> None:
-        """Writes the address of ``key``."""
-
-    def get(self, key: str, timeout_s: float) -> bytes:
-        """Waits for the address of ``key``. WeightSyncError after ``timeout_s``."""
-        ...
 
 
 def new_secret() -> bytes:
@@ -79,13 +68,13 @@ class RendezvousServer:
         threading.Thread(target=self._receive, name="meeting", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
-        """See AddressStore.set."""
+        """Writes the address of ``key``."""
         with self._changed:
             self._addresses[key] = value
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """See AddressStore.get."""
+        """Waits for the address of ``key``. WeightSyncError after ``timeout_s``."""
         with self._changed:
             if self._changed.wait_for(lambda: key in self._addresses or self._closed, timeout_s):
                 if key in self._addresses:
@@ -192,11 +181,11 @@ class RendezvousClient:
         self.address = str(self._connection.getsockname()[0])
 
     def set(self, key: str, value: bytes) -> None:
-        """See AddressStore.set."""
+        """See RendezvousServer.set."""
         self._ask({"key": key, "value": value.hex()})
 
     def get(self, key: str, timeout_s: float) -> bytes:
-        """See AddressStore.get; bounded by the timeout of the connection."""
+        """See RendezvousServer.get; bounded by the timeout of the connection."""
         return bytes.fromhex(self._ask({"key": key}))
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import Progress, SyncReport
-from teachers.time_sharing import GpuTimeSharing, LockedSync, TimeSharingScorer
+from teachers.time_sharing import GpuTimeSharing, LockedSync
 
 
 class Engine:
@@ -167,20 +167,13 @@ async def test_no_weights_are_pushed_after_a_phase_that_broke_off_before_the_hos
 async def test_time_sharing_that_ends_while_the_run_goes_on_is_an_error(
     world: World, broken: BaseException | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Scorer:
-        generate = progress = events = report = None
-
-        async def run(self) -> None:
-            await asyncio.Event().wait()
-
     async def ends() -> None:
         if broken is not None:
             raise broken
 
     monkeypatch.setattr(world.sharing, "run", ends)
-    scorer: Any = Scorer()
     with pytest.raises(StageError, match="rollout: time sharing with its teachers ended"):
-        await asyncio.wait_for(TimeSharingScorer(scorer, [world.sharing]).run(), 5)
+        await asyncio.wait_for(world.sharing.endless(), 5)
 
 
 async def test_a_host_has_all_the_time_that_its_responses_take_to_go_to_sleep() -> None:
