@@ -282,6 +282,15 @@ class ModelChecks:
                 key = f"teachers.{name}"
                 yield key, teacher.engine, self.files.get(f"{key}.model")
 
+    def heads(self) -> None:
+        """Checks that no quantized head is to compute float32: vLLM refuses its first logits."""
+        for section, engine, files in self._engines():
+            quantization = files and files.config.get("quantization_config")
+            quantized = isinstance(quantization, dict) and quantization.get("lm_head") is True
+            if quantized and engine.head_dtype == "float32":
+                message = "the head of this model is quantized: its engine computes no float32"
+                self.found.add(f"{section}.engine.head_dtype", message, "set it to model")
+
     def positions(self) -> None:
         """Checks that engines stay within their models' positions, and do not alter the student."""
         for section, engine, files in self._engines():

@@ -49,6 +49,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()
+    models.heads()
     models.positions()
     _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)

@@ -14,6 +14,10 @@ class EngineConfig(Section):
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Precision of weights and activations; ``auto`` is bfloat16 on a GPU, float32 on a CPU."""
+    head_dtype: Literal["float32", "model"] = "float32"
+    """Precision of the logits on a GPU: bfloat16 has steps of 0.125 at logits of 16 to 32, which
+    are errors of log-probabilities up to 0.06 nats. A quantized head needs ``model``: the dtype of
+    the model."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; by default the model's own limit."""
     max_num_seqs: PositiveInt = 64

@@ -29,8 +29,9 @@ def engine_kwargs(
     """Arguments of ``vllm.AsyncEngineArgs`` for one replica.
 
     ``engine.extra`` overrides all other arguments, except ``load_format`` and
-    ``trust_remote_code``. No engine loads a tokenizer: requests and outputs are token ids.
-    ``sleeps``: the engine shares its GPU, and can be put to sleep.
+    ``trust_remote_code``; its ``hf_overrides`` are added to ours. No engine loads a tokenizer:
+    requests and outputs are token ids. ``sleeps``: the engine shares its GPU, and can be put to
+    sleep.
     """
     kwargs: dict[str, Any] = {
         "model": model,
@@ -60,8 +61,13 @@ def engine_kwargs(
         kwargs["enable_sleep_mode"] = sleeps
         if engine.dtype == "auto":
             kwargs["dtype"] = "bfloat16"
+        if engine.head_dtype == "float32":
+            kwargs["hf_overrides"] = {"head_dtype": "float32"}
+    given = dict(engine.extra)
+    if isinstance(given.get("hf_overrides"), dict):
+        given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
-    return kwargs | engine.extra | fixed
+    return kwargs | given | fixed
 
 
 def sleep_level(kwargs: dict[str, Any]) -> int:

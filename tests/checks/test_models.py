@@ -288,3 +288,10 @@ def test_a_hub_id_that_is_not_in_the_cache_is_a_note(
     taken = "teachers.sort.model: org/teacher is no directory and is taken for a hub id; it is not"
     assert note.startswith(f"{taken} in the local cache")
     assert inputs.problems == []
+
+
+def test_a_quantized_head_in_float32_is_refused(tmp_path: Path) -> None:
+    path = model(tmp_path, "teacher-sort", quantization_config={"bits": 4, "lm_head": True})
+    problem = one(f"teachers.sort.model={path}")
+    assert (problem.key, problem.remedy) == ("teachers.sort.engine.head_dtype", "set it to model")
+    assert found(f"teachers.sort.model={path}", "teachers.sort.engine.head_dtype=model") == []

@@ -11,7 +11,8 @@ objective that weighs whole responses needs another pass over the chunks before,
 (``responses.py``).
 
 The log-sum-exp and everything after it is float32 (or float64), whatever type the matrix products
-have.
+have. On a GPU logits are float32 sums of bfloat16 products, never rounded to bfloat16: so are those
+of the engines (``engine.head_dtype``), in vLLM by the same call. On a CPU a bfloat16 product is.
 """
 
 from __future__ import annotations

@@ -1,0 +1,44 @@
+"""The arguments of vLLM's engines: the precision of their logits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_opd.config.engine import EngineConfig
+from async_opd.models.engine_args import Device, engine_kwargs
+
+
+def overrides(device: Device, **settings: Any) -> Any:
+    """What the engine's hf_overrides are; None without."""
+    found = engine_kwargs(
+        EngineConfig(**settings),
+        model="m",
+        device=device,
+        tensor_parallel=1,
+        seed=0,
+        trust_remote_code=False,
+    )
+    return found.get("hf_overrides")
+
+
+def test_logits_of_a_gpus_engine_are_float32() -> None:
+    assert overrides("cuda") == {"head_dtype": "float32"}
+
+
+def test_an_engine_on_a_cpu_keeps_its_models_head() -> None:
+    assert overrides("cpu") is None
+
+
+def test_a_head_in_the_models_dtype_is_left_alone() -> None:
+    assert overrides("cuda", head_dtype="model") is None
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_overrides_of_the_user_are_added_and_win(device: Device) -> None:
+    given = {"hf_overrides": {"head_dtype": "bfloat16", "architectures": ["A"]}}
+    assert overrides(device, extra=given) == given["hf_overrides"]
+    ours = {"head_dtype": "float32"} if device == "cuda" else {}
+    given = {"hf_overrides": {"architectures": ["A"]}}
+    assert overrides(device, extra=given) == ours | given["hf_overrides"]
