@@ -36,6 +36,7 @@ from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.saving.export import save_model
 from trainer.saving.state import Tensors, state_shapes
 from trainer.schedule import learning_rate
+from trainer.utilization import memory_metrics, utilization
 
 CPU_ROW_TOKENS = 512
 """Longest packed row on a CPU. Attention there is dense, quadratic in the row and computes what the
@@ -108,13 +109,15 @@ class Learner:
         else:
             self._consecutive_skips = 0
         self._step += 1
+        seconds = time.perf_counter() - started
         metrics = {
             **means,
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/skipped_steps": float(self._skipped),
             "train/micro_batches": float(sum(map(len, micro_batches))),
-            "train/compute_s": time.perf_counter() - started,
+            "train/compute_s": seconds,
+            **self._utilization(micro_batches, seconds),
         }
         return LearnerReport(metrics | self._batch_metrics(samples), fault)
 
@@ -138,7 +141,7 @@ class Learner:
             computed = self._backward(micro_batches)
             means = step_metrics(self._values(computed), runs) | rewards
             fault = _not_finite(means, computed[0].norm)
-            self._on_all_ranks("apply", None if fault else rate)
+            means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
         except BaseException:
             self._rank_group.mark_broken()
             self._rank.apply(None)
@@ -174,6 +177,21 @@ class Learner:
             f"step {self._step}{before}: {fault}; batch of {len(samples)}: {uids}",
             "lower train.lr, or look at these samples; train.on_nonfinite: skip skips single steps",
         )
+
+    def _utilization(
+        self, micro_batches: Sequence[Sequence[MicroBatch]], seconds: float
+    ) -> dict[str, float]:
+        """``train/tflops`` and ``train/mfu``; no loss depends on a sample without a response."""
+        rollouts = [
+            sample.rollout
+            for micro_batch in chain(*micro_batches)
+            if micro_batch.counts
+            for sample in micro_batch.samples
+            if len(sample.rollout.response_ids)
+        ]
+        lengths = [rollout.tokens for rollout in rollouts]
+        flops = self._rank.size.training_flops(lengths, [len(r.response_ids) for r in rollouts])
+        return utilization(flops, seconds, self._rank_group.ranks, self._rank.peak_tflops)
 
     def _batch_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
         """Tokens of the batch; shares of truncated, empty and too long samples; repetition."""
@@ -234,10 +252,10 @@ class Learner:
         with self._dispatch("backward", [() for _ in others]) as results:
             return [self._rank.backward(micro_batches[0]), *results()]
 
-    def _on_all_ranks(self, method: str, *arguments: Any) -> None:
-        """Calls a method of Rank in every rank, with the same arguments."""
-        with self._dispatched(method, *arguments):
-            getattr(self._rank, method)(*arguments)
+    def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Each rank's result of a method of Rank, called with the same arguments."""
+        with self._dispatch(method, [arguments] * (self._rank_group.ranks - 1)) as results:
+            return [getattr(self._rank, method)(*arguments), *results()]
 
     @contextmanager
     def _dispatched(self, method: str, *arguments: Any) -> Iterator[None]:

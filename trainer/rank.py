@@ -21,12 +21,14 @@ import torch
 from async_opd.core.samples import Sample
 from trainer.batches.packing import Vocabularies, pack
 from trainer.batches.token_weights import TokenWeight
+from trainer.flops import ModelSize
 from trainer.losses import Head, Objective
 from trainer.losses.report import Metrics
 from trainer.saving.state import Tensors, copy_state, load_state, model_state, training_state
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
 from trainer.student.sharding import full_tensor, shard
+from trainer.utilization import MemoryUse, memory_use, peak_tflops
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,6 +92,8 @@ class Rank:
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
         self._ranks = 1 if mesh is None else mesh.size()
         self.tokens = 0  # computed since the start
+        self.size = ModelSize.of(model)
+        self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
         # Dropout and router noise stay off: the engines sampled without them.
         model.eval()
         self.model = model.to(device) if mesh is None else model
@@ -112,13 +116,17 @@ class Rank:
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(reports, float(full_tensor(norm)))
 
-    def apply(self, rate: float | None) -> None:
-        """Makes one optimizer step at this learning rate, none for None; frees the gradients."""
+    def apply(self, rate: float | None) -> MemoryUse | None:
+        """Makes one optimizer step at this learning rate, none for None; frees the gradients.
+
+        Returns the GPU memory used since the last call; None on a CPU.
+        """
         if rate is not None:
             for parameters in self.optimizer.param_groups:
                 parameters["lr"] = rate
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        return memory_use(self.device)
 
     def free_cache(self) -> None:
         """Returns the GPU memory that torch caches, for other processes on the same GPU."""

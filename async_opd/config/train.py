@@ -53,6 +53,10 @@ class TrainConfig(Section):
     sharded over them (FSDP2)."""
     threads: PositiveInt = 1
     """CPU threads of each rank that trains on a CPU."""
+    peak_tflops: float | None = Field(default=None, gt=0)
+    """TFLOP/s of a rank's device, of which ``train/mfu`` is the share; by default the data sheet's
+    dense bfloat16 rate by the GPU's name. For a device that is not known there is no
+    ``train/mfu``."""
 
 
 class AsyncConfig(Section):

@@ -125,7 +125,7 @@ def half() -> tuple[dict[str, float], dict[str, float]]:
 
 HALF = {"dtype": "bfloat16"}
 Alone = tuple[list[dict[str, float]], Tensors, Learner]
-OF_THE_DIVISION = ("train/micro_batches", "train/compute_s")
+OF_THE_DIVISION = ("train/micro_batches", "train/compute_s", "train/tflops")
 
 
 def test_every_step_has_the_metrics_of_one_rank(found: dict[str, Any], alone: Alone) -> None:

@@ -1,0 +1,131 @@
+"""What a step reports of its devices: FLOP/s, their share of the peak, and GPU memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from tests.trainer.models import random_sample, tiny_model
+from trainer.flops import ModelSize
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import BackwardResult, Rank
+from trainer.rank_group import SINGLE_RANK, RankGroup, SingleRank
+from trainer.utilization import MemoryUse, memory_metrics, memory_use, peak_tflops, utilization
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SIZES = [5, 1, 0, 9]
+
+
+def metrics(rank_group: RankGroup = SINGLE_RANK, **train: Any) -> dict[str, float]:
+    """Of one step over samples of 3 prompt tokens."""
+    config = TrainConfig.model_validate({"warmup_steps": 0, **train})
+    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), config, CPU)
+    samples = [random_sample(index, size, k=6) for index, size in enumerate(SIZES)]
+    return Learner(rank, rank_group=rank_group).train_batch(samples).metrics
+
+
+def test_a_step_reports_the_model_flops_of_the_samples_with_a_response() -> None:
+    found = metrics()
+    some = [size for size in SIZES if size]
+    expected = ModelSize.of(tiny_model()).training_flops([3 + size for size in some], some)
+    assert found["train/tflops"] * found["train/compute_s"] * 1e12 == pytest.approx(expected)
+
+
+def test_mfu_is_the_share_of_the_peak_that_the_config_gives() -> None:
+    found = metrics(peak_tflops=0.5)
+    assert found["train/mfu"] == pytest.approx(found["train/tflops"] / 0.5)
+
+
+def test_there_is_no_mfu_without_a_peak_and_no_gpu_memory_on_a_cpu() -> None:
+    found = metrics()
+    assert not [key for key in found if "mfu" in key or "memory" in key]
+
+
+def test_the_flops_of_a_step_are_divided_by_its_ranks() -> None:
+    assert utilization(6e12, 2.0, 3, 4.0) == {"train/tflops": 1.0, "train/mfu": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.0),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.0),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA A10G", None),
+        ("NVIDIA GH200 480GB", 989.0),
+        ("NVIDIA L40S", 362.0),
+        ("Tesla V100-SXM2-16GB", None),
+    ],
+)
+def test_the_peak_is_that_of_the_gpu_s_name(
+    name: str, peak: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: name)
+    assert peak_tflops(CUDA, True, None) == peak
+
+
+def test_a_given_peak_counts_before_the_name() -> None:
+    assert peak_tflops(CUDA, False, 12.0) == 12.0
+
+
+def test_a_bfloat16_peak_is_not_taken_for_another_precision() -> None:
+    assert peak_tflops(CUDA, False, None) is None
+
+
+class Statistics:
+    """torch.cuda's statistics of a GPU that has 2 GiB and had 3."""
+
+    def __init__(self) -> None:
+        self.resets: list[torch.device] = []
+
+    def patch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 2 << 30)
+        monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 3 << 30)
+        monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", self.resets.append)
+
+
+def test_the_peak_of_memory_begins_anew_with_each_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    statistics = Statistics()
+    statistics.patch(monkeypatch)
+    assert memory_use(CUDA) == MemoryUse(2 << 30, 3 << 30)
+    assert statistics.resets == [CUDA]
+
+
+class SecondRank(SingleRank):
+    """Two ranks, of which the second computes nothing and has a GPU."""
+
+    ranks = 2
+
+    def dispatch(
+        self, method: str, arguments: Sequence[tuple[Any, ...]]
+    ) -> Callable[[], list[Any]]:
+        results = {"backward": BackwardResult((), 0.0), "apply": MemoryUse(1 << 30, 4 << 30)}
+        return lambda: [results.get(method)]
+
+
+def test_a_step_reports_the_memory_of_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.rank.memory_use", lambda _: MemoryUse(2 << 30, 3 << 30))
+    found = metrics(SecondRank())
+    assert {key: value for key, value in found.items() if "memory" in key} == {
+        "train/gpu_memory_gib": 2.0,
+        "train/gpu_memory_peak_gib": 4.0,
+        "train/rank/0/gpu_memory_gib": 2.0,
+        "train/rank/0/gpu_memory_peak_gib": 3.0,
+        "train/rank/1/gpu_memory_gib": 1.0,
+        "train/rank/1/gpu_memory_peak_gib": 4.0,
+    }
+
+
+def test_one_rank_has_no_metrics_of_its_own() -> None:
+    assert set(memory_metrics([MemoryUse(0, 0)])) == {
+        "train/gpu_memory_gib",
+        "train/gpu_memory_peak_gib",
+    }

@@ -1,0 +1,96 @@
+"""Model FLOPs of a training step: what the student's formula needs, however it is computed.
+
+    6 · entries of the decoder's matrices · tokens             2 forward, 4 backward
+  + 6 · entries of the head             · response tokens      no other row reaches the head
+  + 6 · heads · (query + value width)   · pairs, per layer     pairs: (token, token it attends to)
+
+6N and the attention term are those of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B),
+with two differences: pairs that a causal mask or a window excludes do not count (PaLM's term has
+all T² of a sequence), and looking up an embedding is no product. Recomputed activations, the
+objective, a teacher's head and the optimizer do not count. MFU is these FLOPs over what the device
+could have computed in the time of the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+MULTIPLY_ADD, WITH_BACKWARD = 2, 3
+"""FLOPs of a product's entry; and of forward plus backward, as a multiple of the forward pass."""
+
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys under which configs of transformers have the number of a layer's experts."""
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What a student's FLOPs depend on.
+
+    ``decoder``: entries of its matrices that one token is multiplied by; of a mixture of experts,
+    of the experts that a token is sent to. ``head``: entries of the head. ``attention``: query plus
+    value width over all heads of a layer. ``windows``: for each layer how many tokens a token
+    attends to at most, itself included, or None for all before it.
+    """
+
+    decoder: int
+    head: int
+    attention: int
+    windows: tuple[int | None, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> ModelSize:
+        """The size of a causal language model of transformers, before or after sharding."""
+        settings = model.config.get_text_config()
+        return cls(
+            _decoder(model, settings),
+            model.get_output_embeddings().weight.numel(),
+            _attention(settings),
+            _windows(settings),
+        )
+
+    def training_flops(self, lengths: Sequence[int], responses: Sequence[int]) -> float:
+        """FLOPs of forward and backward pass of sequences with these tokens and response tokens."""
+        entries = self.decoder * sum(lengths) + self.head * sum(responses)
+        pairs = sum(attended(n, window) for window in self.windows for n in lengths)
+        return float(MULTIPLY_ADD * WITH_BACKWARD * (entries + self.attention * pairs))
+
+
+def attended(tokens: int, window: int | None) -> int:
+    """Pairs of a token and one that it attends to: itself and the ones before, in the window."""
+    if window is None or window >= tokens:
+        return tokens * (tokens + 1) // 2
+    return window * (window + 1) // 2 + (tokens - window) * window
+
+
+def _decoder(model: Any, settings: Any) -> int:
+    """Entries of all matrices but embeddings and head; of experts, the share that is active."""
+    tables = [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding)]
+    apart = {id(weight) for weight in (*tables, model.get_output_embeddings().weight)}
+    experts = next((getattr(settings, name) for name in EXPERTS if hasattr(settings, name)), None)
+    entries = 0
+    for parameter in model.parameters():
+        if parameter.ndim < 2 or id(parameter) in apart:
+            continue
+        stacked = parameter.ndim == 3 and parameter.shape[0] == experts
+        active = settings.num_experts_per_tok if stacked else 1
+        entries += parameter.numel() * active // (experts if stacked else 1)
+    return entries
+
+
+def _attention(settings: Any) -> int:
+    heads = settings.num_attention_heads
+    width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    query = getattr(settings, "qk_head_dim", None) or width  # they differ in latent attention
+    value = getattr(settings, "v_head_dim", None) or width
+    return int(heads * (query + value))
+
+
+def _windows(settings: Any) -> tuple[int | None, ...]:
+    window = getattr(settings, "sliding_window", None)
+    layers = settings.num_hidden_layers
+    kinds = getattr(settings, "layer_types", None) or ["sliding_attention"] * layers
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
