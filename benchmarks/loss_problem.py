@@ -6,15 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.losses import (
-    ForwardKL,
-    Objective,
-    OnTopK,
-    OnVocabulary,
-    TeacherStates,
-    Tokens,
-    chunked_loss,
-)
+from trainer.losses import ForwardKL, Objective, OnTopK, OnVocabulary
+from trainer.losses.base import TeacherStates, Tokens
+from trainer.losses.chunked import chunked_loss
 
 TOP_K = 64
 TOPK = Objective(OnTopK(ForwardKL(), "bucket", None))

@@ -25,16 +25,10 @@ class ScoringReplica(Protocol):
     async def ready(self) -> int: ...
 
 
-@runtime_checkable
-class Reloadable(ScoringReplica, Protocol):
-    """A replica whose weights can change."""
+class EngineReplica(ScoringReplica, Protocol):
+    """A replica whose weights can change, and that can free its GPUs and take them back."""
 
     async def load(self, directory: str) -> None: ...
-
-
-@runtime_checkable
-class Sleepable(ScoringReplica, Protocol):
-    """A replica that can free its GPUs, and take them back."""
 
     async def sleep(self) -> None: ...
 

@@ -25,7 +25,7 @@ from async_opd.waiting.deadline import Deadline, Timer
 from teachers.answers import check
 from teachers.balancer import Balancer, Reservation
 from teachers.offload import offload
-from teachers.protocols import RebuildTeacher, Reloadable, ScoringReplica, Sleepable, TeacherWeights
+from teachers.protocols import EngineReplica, RebuildTeacher, ScoringReplica, TeacherWeights
 
 Result = TypeVar("Result")
 
@@ -158,7 +158,7 @@ class ReplicaSlots:
         await self.members.ask(bound, "loading weights", lambda r: self._load(r, weights))
 
     async def _load(self, replica: ScoringReplica, weights: TeacherWeights) -> None:
-        await cast(Reloadable, replica).load(weights.directory)
+        await cast(EngineReplica, replica).load(weights.directory)
         self._loaded[replica] = weights
 
     def _loading_s(self, weights: TeacherWeights) -> float:
@@ -187,12 +187,12 @@ class ReplicaSlots:
         self.asleep = True
 
     async def _each(
-        self, what: str, work: Callable[[Sleepable], Coroutine[Any, Any, None]]
+        self, what: str, work: Callable[[EngineReplica], Coroutine[Any, Any, None]]
     ) -> bool:
         """Does the work with every replica that serves. Returns whether one failed."""
         serving = len(self.members.serving)
         done = await self.members.ask(
-            self.health.timeout_s, what, lambda r: work(cast(Sleepable, r))
+            self.health.timeout_s, what, lambda r: work(cast(EngineReplica, r))
         )
         return len(done) < serving
 

@@ -22,7 +22,8 @@ from async_opd.core.samples import Sample
 from trainer.batches.packing import Vocabularies, pack
 from trainer.batches.token_weights import TokenWeight
 from trainer.flops import ModelSize
-from trainer.losses import Head, Objective
+from trainer.losses.chunked import Head
+from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
 from trainer.saving.state import Tensors, copy_state, load_state, model_state, training_state
 from trainer.student.loss_module import StudentLoss

@@ -6,7 +6,7 @@ One actor is one process. A colocated teacher runs on the GPUs of another actor,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,7 +18,7 @@ from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.loss import score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher, EngineTeacher, VllmTeacher
+from async_opd.config.teachers import EndpointTeacher, VllmTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
@@ -48,10 +48,6 @@ class Factories:
     student: Factory = Factory("rollouter.replica:StudentReplica")
     teacher: Factory = Factory("teachers.replica:TeacherReplica")
     trainer: Factory = Factory("async_opd.cluster.trainer_actor:build_trainer")
-
-
-async def _noop() -> None:
-    """Builds nothing."""
 
 
 def discard(text: str) -> None:
@@ -122,76 +118,10 @@ class ActorFactory:
 
     async def teacher(self, teacher_name: str, index: int) -> TeacherProxy | EndpointReplica:
         """One replica of a teacher: an actor, or the client of an external server."""
-        teacher = self.config.teachers[teacher_name]
+        config, teacher = self.config, self.config.teachers[teacher_name]
         actor = actor_names.teacher(teacher_name, index)
         if isinstance(teacher, EndpointTeacher):
-            spec = endpoint_spec(self.config, teacher, actor.name, teacher.urls[index])
-            return EndpointReplica(spec)
-        place = self.placements.get((teacher.host or "", index))
-        return TeacherProxy(await self._engine(teacher, teacher_name, actor, place))
-
-    async def _build_ranks_after_teachers(
-        self, host: str, remotes: Sequence[Remote], build: Build
-    ) -> None:
-        """Builds a host of several processes, after the teachers that share GPUs with each."""
-        teachers = [
-            self._build_after_teachers(host, i, remote, _noop) for i, remote in enumerate(remotes)
-        ]
-        if self.device == "cpu":
-            await gather_or_cancel(build(), *teachers)
-        else:
-            await gather_or_cancel(*teachers)
-            await build()
-
-    async def _build_after_teachers(
-        self, host: str, index: int, remote: Remote, build: Build
-    ) -> None:
-        """Builds a host after the teachers that share its GPUs, each asleep before the next.
-
-        Each then finds the GPUs' memory free. On a CPU all are built at the same time.
-        """
-        config = self.config
-        colocated = [
-            name
-            for name, teacher in config.teachers.items()
-            if teacher.host == host and index < teacher.replicas
-            if index not in self.colocated.get(name, {})  # a teacher outlives its host
-        ]
-        if self.device == "cpu":
-            await gather_or_cancel(
-                build(), *(self._start_asleep(name, index) for name in colocated)
-            )
-            return
-        if colocated:
-            self.placements[host, index] = await remote.place(config.timeouts.engine_start_s)
-        for name in colocated:
-            await self._start_asleep(name, index)
-        await build()
-
-    async def _start_asleep(self, name: str, index: int) -> None:
-        teacher = await self.teacher(name, index)
-        assert isinstance(teacher, TeacherProxy)
-        bound_s = self.config.timeouts.engine_start_s
-        try:
-            async with asyncio.timeout(bound_s):
-                await teacher.sleep()
-        except BaseException as error:
-            teacher.kill()  # no other part has a handle of it yet
-            if not isinstance(error, TimeoutError):
-                raise
-            cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
-            remedy = f"raise {START_KEY} if it is only slow; otherwise see its log"
-            raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
-        self.colocated.setdefault(name, {})[index] = teacher
-
-    async def _engine(
-        self,
-        teacher: EngineTeacher,
-        teacher_name: str,
-        actor: ActorName,
-        place: ActorPlacement | None,
-    ) -> Remote:
-        config = self.config
+            return EndpointReplica(endpoint_spec(config, teacher, actor.name, teacher.urls[index]))
         spec = TeacherEngineSpec(
             name=actor.name,
             kwargs=engine_kwargs(
@@ -210,13 +140,62 @@ class ActorFactory:
             eos_ids=self.eos_ids,
             temperature=teacher.temperature,
         )
-        return await self._start(
+        remote = await self._start(
             actor,
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             gpus=teacher.tensor_parallel,
-            place=place,
+            place=self.placements.get((teacher.host or "", index)),
         )
+        return TeacherProxy(remote)
+
+    async def _build_after_teachers(
+        self, host: str, remotes: Mapping[int, Remote], build: Build
+    ) -> None:
+        """Builds a host of one or several processes after the teachers that share their GPUs.
+
+        ``remotes`` are its processes by their index in the pool. Each then finds the memory of its
+        GPUs free. On a CPU all are built at the same time.
+        """
+        teachers = [self._start_all_asleep(host, i, remote) for i, remote in remotes.items()]
+        if self.device == "cpu":
+            await gather_or_cancel(build(), *teachers)
+        else:
+            await gather_or_cancel(*teachers)
+            await build()
+
+    async def _start_all_asleep(self, host: str, index: int, remote: Remote) -> None:
+        """Starts the teachers on the GPUs of one process; on GPUs each sleeps before the next."""
+        colocated = [
+            name
+            for name, teacher in self.config.teachers.items()
+            if teacher.host == host and index < teacher.replicas
+            if index not in self.colocated.get(name, {})  # a teacher outlives its host
+        ]
+        if self.device == "cpu":
+            await gather_or_cancel(*(self._start_asleep(name, index) for name in colocated))
+            return
+        if colocated:
+            bound_s = self.config.timeouts.engine_start_s
+            self.placements[host, index] = await remote.place(bound_s)
+        for name in colocated:
+            await self._start_asleep(name, index)
+
+    async def _start_asleep(self, name: str, index: int) -> None:
+        teacher = await self.teacher(name, index)
+        assert isinstance(teacher, TeacherProxy)
+        bound_s = self.config.timeouts.engine_start_s
+        try:
+            async with asyncio.timeout(bound_s):
+                await teacher.sleep()
+        except BaseException as error:
+            teacher.kill()  # no other part has a handle of it yet
+            if not isinstance(error, TimeoutError):
+                raise
+            cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
+            remedy = f"raise {START_KEY} if it is only slow; otherwise see its log"
+            raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
+        self.colocated.setdefault(name, {})[index] = teacher
 
     async def trainer(self, queue: QueueProxy) -> TrainerActor:
         """The trainer: all of its ranks, each after the teachers on its GPU."""
@@ -232,7 +211,7 @@ class ActorFactory:
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
         trainer = TrainerActor(first, self.config, self.device, factory.path, args, tuple(others))
-        await self._build_ranks_after_teachers("train", ranks, trainer.build)
+        await self._build_after_teachers("train", dict(enumerate(ranks)), trainer.build)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
@@ -283,7 +262,10 @@ class ActorFactory:
         remote = await self.create(actor, env=env, gpus=reserved, place=place)
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
-            await (build() if host is None else self._build_after_teachers(*host, remote, build))
+            if host is None:
+                await build()
+            else:
+                await self._build_after_teachers(host[0], {host[1]: remote}, build)
         except BaseException:
             remote.kill()
             raise

@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from trainer.losses import Objective, OnTopK, OnVocabulary, Term, Tokens, chunked_loss
-from trainer.losses.base import DivergenceFunction, TeacherStates
+from trainer.losses import Objective, OnTopK, OnVocabulary, Term
+from trainer.losses.base import DivergenceFunction, TeacherStates, Tokens
+from trainer.losses.chunked import chunked_loss
 
 Tail = Literal["bucket", "ignore", "renormalize"]
 DOUBLE = torch.float64

@@ -21,11 +21,11 @@ from trainer.losses import (
     OnVocabulary,
     ReverseKL,
     Sampled,
-    TeacherStates,
     chunked,
-    chunked_loss,
     jsd,
 )
+from trainer.losses.base import TeacherStates
+from trainer.losses.chunked import chunked_loss
 
 V, H = 11, 5
 OBJECTIVES = {

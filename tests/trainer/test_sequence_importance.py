@@ -30,11 +30,11 @@ from trainer.losses import (
     Objective,
     ReverseKL,
     Sampled,
-    TeacherStates,
     build_objective,
     chunked,
-    chunked_loss,
 )
+from trainer.losses.base import TeacherStates
+from trainer.losses.chunked import chunked_loss
 from trainer.losses.responses import log_sampled
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup

@@ -16,7 +16,8 @@ from tests.trainer.models import random_sample
 from tests.trainer.oracle import DOUBLE, Case, divergences, gradients, loss_of, term
 from trainer.batches.packing import pack
 from trainer.batches.unsent_mass import MIN_REST_MASS, estimate_log_rest
-from trainer.losses import DivergenceFunction, ForwardKL, ReverseKL, Tokens, jsd
+from trainer.losses import DivergenceFunction, ForwardKL, ReverseKL, jsd
+from trainer.losses.base import Tokens
 
 SUPPORT = 4
 DIVERGENCES: dict[str, DivergenceFunction] = {

@@ -11,7 +11,8 @@ import torch
 from async_opd.config.load import load_config
 from async_opd.models.lm_head import LogitShape
 from tests.trainer.oracle import DOUBLE, Case, case, divergences, gradients, term
-from trainer.losses import ForwardKL, Objective, ReverseKL, chunked_loss, jsd
+from trainer.losses import ForwardKL, Objective, ReverseKL, jsd
+from trainer.losses.chunked import chunked_loss
 from trainer.teacher_heads import TeacherHead, load_heads
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

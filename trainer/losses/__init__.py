@@ -14,11 +14,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainer.losses.base import DivergenceFunction, TeacherStates, Tokens
-from trainer.losses.chunked import Head, chunked_loss
+from trainer.losses.base import DivergenceFunction
 from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
-from trainer.losses.jsd import JSD, jsd
+from trainer.losses.jsd import jsd
 from trainer.losses.k1 import K1
 from trainer.losses.objective import Objective
 from trainer.losses.reverse_kl import ReverseKL
@@ -27,28 +26,6 @@ from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Ter
 
 if TYPE_CHECKING:
     from async_opd.config.loss import DivergenceConfig, Loss, RewardConfig
-
-__all__ = [
-    "JSD",
-    "K1",
-    "ClippedSurrogate",
-    "DivergenceFunction",
-    "ForwardKL",
-    "Head",
-    "MetricsOnly",
-    "Objective",
-    "OnTopK",
-    "OnVocabulary",
-    "ReverseKL",
-    "Sampled",
-    "SampledEstimator",
-    "TeacherStates",
-    "Term",
-    "Tokens",
-    "build_objective",
-    "chunked_loss",
-    "jsd",
-]
 
 
 def build_objective(

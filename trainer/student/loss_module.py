@@ -20,7 +20,9 @@ from async_opd.core.errors import StageError
 from async_opd.models.lm_head import LogitShape
 from async_opd.models.model_files import ModelError
 from trainer.batches.packing import Packed
-from trainer.losses import Head, Objective, Tokens, chunked_loss
+from trainer.losses.base import Tokens
+from trainer.losses.chunked import Head, chunked_loss
+from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics
 
 UNSUPPORTED = "this architecture is not supported: choose another student.model"
