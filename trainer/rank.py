@@ -10,7 +10,6 @@ learner calls.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
 from trainer.student.sharding import full_tensor, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
+from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -192,10 +192,10 @@ class Rank:
 def _in_thread(
     method: Callable[Concatenate[Rank, P], T],
 ) -> Callable[Concatenate[Follower, P], Awaitable[T]]:
-    """The same method of a follower's rank, in a thread, so that the event loop stays free."""
+    """The same method of a follower's rank, on its thread, so that the event loop stays free."""
 
     async def call(follower: Follower, /, *args: P.args, **named: P.kwargs) -> T:
-        return await asyncio.to_thread(method, follower.rank, *args, **named)
+        return await follower.computing.run(method, follower.rank, *args, **named)
 
     return call
 
@@ -205,6 +205,7 @@ class Follower:
 
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
+        self.computing = WorkThread("train")
         self._micro_batches: list[MicroBatch] = []
 
     async def take(self, micro_batches: Sequence[MicroBatch]) -> None:
@@ -214,7 +215,7 @@ class Follower:
     async def backward(self) -> BackwardResult:
         """Runs Rank.backward on all that was taken; the values are copied to host memory."""
         micro_batches, self._micro_batches = self._micro_batches, []
-        computed = await asyncio.to_thread(self.rank.backward, micro_batches)
+        computed = await self.computing.run(self.rank.backward, micro_batches)
         reports = ({k: v.cpu() for k, v in report.items()} for report in computed.reports)
         return BackwardResult(tuple(reports), computed.norm)
 

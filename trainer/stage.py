@@ -5,8 +5,9 @@
                                        snapshot(v) ──► send
                                        capture ──► checkpoint
 
-Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Computation runs
-in a thread, so that the event loop answers calls during a step.
+Consumes batches (``trainer.batcher``), produces weights, waits for scored samples. Whatever uses
+the model runs on one thread (``trainer.work_thread``), whatever connects and sends on another one:
+the event loop answers calls during a step, and no transport changes the CUDA stream of a step.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
+from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from trainer.learner import Learner
@@ -59,6 +61,7 @@ class TrainerStage:
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group
+        self._computing, self._sending = WorkThread("train"), WorkThread("send weights")
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._gate = Gate()
@@ -108,8 +111,8 @@ class TrainerStage:
             await self._compute(self._learner.save, self._model_dir, directory)
 
     async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-        """Runs the work in a thread; raises another rank's failure if there is one before."""
-        return await run_with_ranks(self._rank_group, asyncio.to_thread(work, *args, **named))
+        """Runs the work on the thread that trains; raises another rank's failure before it."""
+        return await run_with_ranks(self._rank_group, self._computing.run(work, *args, **named))
 
     async def report(self) -> StageReport:
         """Tokens and busy time since the last report, the version, and what the stage waits for."""
@@ -198,11 +201,11 @@ class TrainerStage:
 
     async def open(self, group: int, world_size: int) -> Rendezvous:
         """Opens the rendezvous for the engines' workers of one sync group."""
-        return await asyncio.to_thread(self._publisher.open, group, world_size)
+        return await self._sending.run(self._publisher.open, group, world_size)
 
     async def connect(self, group: int) -> None:
         """Joins the transfer group of that sync group as rank 0."""
-        await asyncio.to_thread(self._publisher.connect, group)
+        await self._sending.run(self._publisher.connect, group)
 
     async def snapshot(self, version: int) -> WeightMeta:
         """Copies the weights; the trainer's weight version is ``version`` from now on."""
@@ -213,4 +216,4 @@ class TrainerStage:
 
     async def send(self, group: int) -> None:
         """Broadcasts the snapshot to one sync group, while training goes on."""
-        await asyncio.to_thread(self._publisher.send, group)
+        await self._sending.run(self._publisher.send, group)

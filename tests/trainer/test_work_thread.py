@@ -1,0 +1,135 @@
+"""Which thread does what: torch's current CUDA stream belongs to a thread."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.rollouter.test_stage import settle
+from trainer.rank import Follower
+from trainer.stage import TrainerStage
+from trainer.work_thread import WorkThread
+
+
+class Threads:
+    """Any learner, publisher or rank: notes the thread on which each method was called."""
+
+    def __init__(self, **returns: Any) -> None:
+        self.seen: dict[str, int] = {}
+        self.returns = returns
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*_: Any) -> Any:
+            self.seen[method] = threading.get_ident()
+            return self.returns.get(method)
+
+        return call
+
+
+class Batcher:
+    """One empty batch."""
+
+    duplicates = 0
+    held: tuple[Any, ...] = ()
+
+    async def take(self, version: int) -> Any:
+        return SimpleNamespace(headers=(), samples=(), requeued=())
+
+    async def done(self) -> None: ...
+
+    def hold(self, samples: Any) -> None: ...
+
+
+async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The threads of a stage's learner, and those of its publisher, after a call of everything."""
+    learner: Any = Threads(train_batch=SimpleNamespace(metrics={}, skipped=""), state={})
+    publisher: Any = Threads()
+    batcher: Any = Batcher()
+    stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
+    for step in range(3):  # a pool would take another thread for what overlaps
+        await stage.open(0, 2)
+        await asyncio.gather(stage.connect(0), stage.step(), stage.snapshot(step), stage.sleep())
+        await asyncio.gather(stage.send(0), stage.capture(), stage.save(str(tmp_path)))
+        await stage.wake()
+    state = SimpleNamespace(step=1, version=1, tensors={}, samples=[])
+    with patch("trainer.saving.state.read_state", lambda _: state):
+        await stage.restore(str(tmp_path))
+    return learner.seen, publisher.seen
+
+
+async def test_all_training_runs_on_one_thread_and_all_sending_on_another(tmp_path: Path) -> None:
+    trains, sends = await used(tmp_path)
+    assert {"train_batch", "state", "save", "restore", "free_cache"} == trains.keys()
+    threads = {*trains.values(), sends.pop("snapshot")}
+    assert len(threads) == 1
+    assert sends.keys() == {"open", "connect", "send"}
+    assert len(set(sends.values())) == 1
+    assert not threads & {*sends.values(), threading.get_ident()}
+
+
+class RankOnACpu(Threads):
+    """A rank whose ``free_cache`` reads its device, as Rank does."""
+
+    @property
+    def device(self) -> torch.device:
+        self.seen["device"] = threading.get_ident()
+        return torch.device("cpu")
+
+
+async def test_a_follower_computes_on_one_thread() -> None:
+    rank: Any = RankOnACpu(backward=SimpleNamespace(reports=(), norm=0.0))
+    follower = Follower(rank)
+    for _ in range(3):
+        await asyncio.gather(follower.backward(), follower.free_cache(), follower.backward())
+    assert rank.seen.keys() == {"backward", "device"}
+    assert len(set(rank.seen.values()) - {threading.get_ident()}) == 1
+
+
+async def test_calls_run_in_the_order_they_come() -> None:
+    order: list[int] = []
+    thread, go_on = WorkThread("t"), threading.Event()
+    first = asyncio.ensure_future(thread.run(go_on.wait, 5))
+    rest = [asyncio.ensure_future(thread.run(order.append, index)) for index in range(5)]
+    await settle()
+    go_on.set()
+    await asyncio.gather(first, *rest)
+    assert order == [0, 1, 2, 3, 4]
+
+
+async def test_a_call_that_is_cancelled_before_it_began_never_begins() -> None:
+    ran: list[int] = []
+    thread, go_on = WorkThread("t"), threading.Event()
+    first = asyncio.ensure_future(thread.run(go_on.wait, 5))
+    second = asyncio.ensure_future(thread.run(ran.append, 1))
+    await settle()
+    second.cancel()
+    await settle()
+    go_on.set()
+    await first
+    await thread.run(int)
+    assert ran == []
+
+
+async def test_an_error_of_the_work_is_raised_and_the_thread_goes_on() -> None:
+    thread = WorkThread("t")
+    with pytest.raises(ZeroDivisionError):
+        await thread.run(divmod, 1, 0)
+    assert await thread.run(divmod, 7, 2) == (3, 1)
+
+
+async def test_the_thread_ends_with_its_owner_and_holds_up_no_exit() -> None:
+    thread = WorkThread("t")
+    found = await thread.run(threading.current_thread)
+    assert found.daemon
+    del thread
+    gc.collect()
+    await asyncio.to_thread(found.join, 5)
+    assert not found.is_alive()
