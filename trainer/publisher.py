@@ -1,7 +1,9 @@
 """The trainer's end of the weight sync: copies weights out, broadcasts them in packed chunks.
 
-    snapshot ──► host or device copy in wire dtype ──► send ──► chunk · chunk · chunk ──► engines
+    snapshot ──► copies in wire dtype, an event ──► send waits for it ──► chunk · chunk ──► engines
 
+On a GPU ``snapshot`` returns while its copies are queued, and ``send`` runs on another thread and
+other streams: without the event it would read memory that does not hold the new weights yet.
 The transport is passed in (``rollouter.transports``), so that this package needs no vllm.
 """
 
@@ -48,6 +50,7 @@ class Publisher:
         self._new_transport = transport
         self._transports: dict[int, Transport] = {}
         self._snapshot: list[tuple[str, torch.Tensor]] = []
+        self._copied: torch.cuda.Event | None = None
 
     def open(self, group: int, world_size: int) -> Rendezvous:
         """A new group for a sync group, in place of the one it had; see Transport.open."""
@@ -64,6 +67,7 @@ class Publisher:
         """Copies the weights; the learner may go on changing its own afterwards."""
         self._snapshot = []
         self._snapshot = list(self._source())
+        self._copied = _event_behind_all_work()
         return self.meta
 
     @property
@@ -77,5 +81,16 @@ class Publisher:
         )
 
     def send(self, group: int) -> None:
-        """Broadcasts the snapshot to a sync group."""
+        """Broadcasts the snapshot to a sync group, once all its copies are made."""
+        if self._copied is not None:
+            self._copied.synchronize()
         self._transports[group].broadcast(self._snapshot, self.meta)
+
+
+def _event_behind_all_work() -> torch.cuda.Event | None:
+    """An event behind all that this thread has queued on its stream; None without a GPU."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return None
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
