@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from async_opd.core.errors import StageError
-from async_opd.core.samples import DeadLetter, Header
+from async_opd.core.samples import NO_TEACHER, DeadLetter, Header
 
 MIN_ROLLOUTS = 1000
 """A share is taken of at least this many rollouts, so that the first dead letter ends no run."""
@@ -55,21 +55,28 @@ class DeadLetters:
         self._by_stage["trainer"] += count
 
     def add(self, dead: DeadLetter) -> None:
-        """Counts one more. StageError beyond max_share · max(dead + trained, MIN_ROLLOUTS)."""
+        """Counts one more. StageError beyond max_share · max(dead + trained, MIN_ROLLOUTS).
+
+        Rows without a teacher count together, against the smallest share, of what all have trained.
+        """
         teacher = dead.header.teacher
         self._by_stage[dead.stage] += 1
         self._dead[teacher] += 1
-        count = self._dead[teacher]
-        of = max(count + self._trained[teacher], MIN_ROLLOUTS)
-        allowed = self._max_shares[teacher] * of
+        count, trained = self._dead[teacher], self._trained[teacher]
+        whose, key = f"of teacher {teacher}", teacher
+        if teacher == NO_TEACHER:
+            key = min(self._max_shares, key=lambda name: self._max_shares[name])
+            whose, trained = "without a teacher", self._trained.total()
+        of = max(count + trained, MIN_ROLLOUTS)
+        allowed = self._max_shares[key] * of
         if count > allowed:
             raise StageError(
                 f"teacher {teacher}" if dead.stage == "teacher" else dead.stage,
-                f"{count} rollouts of teacher {teacher} are dead letters; allowed are "
-                f"{allowed:g} ({self._max_shares[teacher]:g} of {of}). The last, "
+                f"{count} rollouts {whose} are dead letters; allowed are "
+                f"{allowed:g} ({self._max_shares[key]:g} of {of}). The last, "
                 f"{dead.header.uid}: {dead.reason}",
                 "see dead_letters.jsonl for all of them, or raise "
-                f"teachers.{teacher}.max_dead_letter_share",
+                f"teachers.{key}.max_dead_letter_share",
             )
 
     @property

@@ -62,7 +62,9 @@ class Teacher(Section):
     more weight, below 1 less. Its own answers (``eval.teachers``) do not use it."""
     max_dead_letter_share: float = Field(default=0.01, ge=0, le=1)
     """Share of this teacher's rollouts that may be dead-lettered before the run stops, with exit
-    code 1. It is taken of at least 1000 rollouts: by default the first ten are always allowed."""
+    code 1. It is taken of at least 1000 rollouts: by default the first ten are always allowed.
+    Streamed rows that cannot be read or have no teacher count against the smallest share, taken of
+    all rollouts."""
     prompt_template: str | None = Field(default=None, min_length=1)
     """The teacher's prompt, if it differs from the student's: a text with fields of the data row in
     braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is used unchanged, so that

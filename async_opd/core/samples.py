@@ -41,6 +41,8 @@ StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NO_VERSION = 2**31 - 1
 """A number above every weight version."""
+NO_TEACHER = ""
+"""The teacher of a row that cannot be read, or that belongs to none."""
 BFLOAT16_INFINITY = 0x7F80
 """Bits of a positive infinite bfloat16; larger numbers without the sign bit are NaNs."""
 

@@ -7,7 +7,7 @@ import pytest
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import StageError
-from async_opd.core.samples import DeadLetter, Header
+from async_opd.core.samples import NO_TEACHER, DeadLetter, Header
 
 
 def header(uid: str, teacher: str = "t") -> Header:
@@ -47,6 +47,16 @@ def test_teachers_are_counted_apart() -> None:
 def test_a_share_of_nothing_allows_none() -> None:
     with pytest.raises(StageError, match="allowed are 0"):
         DeadLetters({"t": 0.0}).add(lost(1)[0])
+
+
+def test_rows_without_a_teacher_count_against_the_smallest_share_of_all_and_no_teachers() -> None:
+    letters = DeadLetters({"t": 0.5, "u": 0.001})
+    letters.trained([header(f"q{index}/0", "t") for index in range(1998)])
+    for one in (*lost(2, NO_TEACHER), *lost(1, "u")):
+        letters.add(one)
+    cause = r"(?s)3 rollouts without a teacher .* allowed are 2\.001 .* raise teachers\.u\."
+    with pytest.raises(StageError, match=cause):
+        letters.add(lost(1, NO_TEACHER)[0])
 
 
 def test_dead_letters_travel_with_readable_headers_and_their_reasons() -> None:
