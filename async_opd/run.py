@@ -194,7 +194,7 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
     async with launch(config, device=device, eos_ids=ends, notify=log.message) as stages:
         log.summarize({"perf/start_s": time.time() - started})
         log.message(f"everything is up after {time.time() - started:.0f} s")
-        training = Training(job, stages, text)
+        training = await asyncio.to_thread(Training, job, stages, text)
         began = time.time()
         try:
             await training.run()

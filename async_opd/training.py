@@ -37,7 +37,7 @@ class Training:
     text: Text
 
     def __post_init__(self) -> None:
-        """Makes the first pipeline."""
+        """Makes the first pipeline; see ``_pipeline``."""
         self._evaluation = _evaluation(self.job.config, self.job.inputs, self.text)
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
@@ -63,11 +63,16 @@ class Training:
         return True
 
     def _pipeline(self, again: bool = False) -> Pipeline:
+        """The next pipeline, which has read what its first prompts need.
+
+        Far into a streamed source that may take long: not for the driver's event loop.
+        """
         job = self.job
-        return Pipeline(
+        prompts = _prompts(job, self.text)
+        made = Pipeline(
             job.config,
             self.stages,
-            _prompts(job, self.text),
+            prompts,
             self._evaluation,
             job.log,
             job.journal,
@@ -76,6 +81,8 @@ class Training:
             again,
             last_evaluation(job.run_dir) if job.start else -1,
         )
+        prompts.read_ahead()
+        return made
 
     async def _rewind(self, error: ProcessDied) -> None:
         """Takes everything but the engines back to the newest checkpoint, or to the start."""
@@ -95,7 +102,7 @@ class Training:
         job.log.rewind(cut_files(job.run_dir, cut))
         job.journal.rewind(cut.files.get(LEDGER, 0) if cut else 0)
         self.job = replace(job, start=start)
-        self.pipeline = self._pipeline(again=True)
+        self.pipeline = await asyncio.to_thread(self._pipeline, again=True)
         job.message(
             f"the trainer is restarted; the run goes on after step {cut.step if cut else 0}"
         )
@@ -114,7 +121,6 @@ def _prompts(job: Job, text: Text) -> PromptStream:
         graded=config.reward is not None,
         limit=job.inputs.max_prompt_tokens,
         templates=config.prompt_templates,
-        fallback=next(iter(config.teachers)),
     )
 
 

@@ -287,6 +287,8 @@ class FakePrompts:
         first, self.cursor = self.cursor, self.cursor + count
         return [self.find(f"p{number}") for number in range(first, self.cursor)]
 
+    def read_ahead(self) -> None: ...
+
     def find(self, uid: str) -> Prompt:
         teacher = TEACHERS[int(uid[1:]) % 2]
         return Prompt(uid, teacher, teacher, np.zeros(2, np.int32))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -189,3 +190,17 @@ async def test_before_the_first_checkpoint_the_run_starts_again(tmp_path: Path) 
 async def test_a_trainer_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:
     with pytest.raises(ProcessDied, match="trainer: its process died"):
         await train(tmp_path, [5], SHAPE, tries=2)
+
+
+async def test_after_a_death_prompts_are_read_ahead_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+
+    def read_ahead(prompts: FakePrompts) -> None:
+        threads.append(threading.current_thread())
+
+    monkeypatch.setattr(FakePrompts, "read_ahead", read_ahead)
+    await train(tmp_path, [5], SHAPE)
+    assert len(threads) == 2
+    assert threads[1] is not threading.main_thread()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -241,6 +242,21 @@ def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
     monkeypatch.setattr(module, "Text", FakeText)
     monkeypatch.setattr(module, "resolve_device", lambda _: "cpu")
     return Own
+
+
+def test_what_a_resumed_run_reads_is_read_beside_the_event_loop(
+    tmp_path: Path, distilling: type[FakeTraining], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[threading.Thread] = []
+    made = distilling.__init__
+
+    def init(training: FakeTraining, *args: Any) -> None:
+        threads.append(threading.current_thread())
+        made(training, *args)
+
+    monkeypatch.setattr(distilling, "__init__", init)
+    assert run(quiet(tmp_path), Inputs(ROWS)) == 0
+    assert threads != [threading.main_thread()]
 
 
 def test_a_trace_that_cannot_be_written_costs_neither_the_model_nor_the_exit_code(

@@ -54,6 +54,7 @@ class PromptSource(Section):
         """Yields the rows from position ``start`` on, the same ones in every call.
 
         ``index`` is the source's position in ``data.train``; uids are ``<index>:<number>``, where
-        numbers grow, and none is below its row's position. A SourceError is yielded in place of a
-        bad row, and raised if the source as a whole cannot be read.
+        numbers grow, and none is below its row's position. A SourceError, whose ``row`` is the
+        number + 1, is yielded in place of a bad row. One is raised if the source as a whole cannot
+        be read.
         """

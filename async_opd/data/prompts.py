@@ -13,13 +13,14 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from string import Formatter
 
 import numpy as np
 
 from async_opd.core.errors import RolloutFault, SourceError
 from async_opd.core.row import PromptText, Row
-from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Int32, Prompt
+from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Int32, Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.streamed_rows import StreamedRows, number_of
 
@@ -138,15 +139,14 @@ class PromptStream:
         graded: bool = False,
         limit: int | None = None,
         templates: Mapping[str, str] | None = None,
-        fallback: str = "",
     ) -> None:
-        """``limit``: bound of a prompt's tokens. ``fallback``: the teacher of rows without one."""
+        """``limit``: bound of a prompt's tokens."""
         self._limit = limit
         self._sources = [
             rows if isinstance(rows, StreamedRows) else _Epochs(rows) for rows in sources
         ]
         self._weights, self._total = list(weights), float(sum(weights))
-        self._encode, self._route, self._fallback = encode, route, fallback
+        self._encode, self._route = encode, route
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
         self._templates = templates
         self._taken = [0] * len(sources)
@@ -178,6 +178,15 @@ class PromptStream:
                 raise
         return found
 
+    def read_ahead(self) -> None:
+        """Reads what the next prompt of each source needs.
+
+        ``next`` takes long without it where the cursor is far into a streamed source.
+        """
+        for source, rows in enumerate(self._sources):
+            with suppress(SourceError):  # ``next`` raises it when the row's turn comes
+                rows.taken(self._taken[source], self._source_seed(source))
+
     def find(self, uid: Uid) -> Prompt:
         """An earlier prompt of this stream, by its uid. KeyError if the data has no such row."""
         name, _, epoch = uid.rpartition("#")
@@ -203,8 +212,7 @@ class PromptStream:
         return source, taken
 
     def _prompt(self, source: int, taken: int) -> Prompt | DeadLetter:
-        seed = f"{self._seed}/{source}" if self._shuffle else None
-        row, epoch = self._sources[source].taken(taken, seed)
+        row, epoch = self._sources[source].taken(taken, self._source_seed(source))
         if isinstance(row, SourceError):
             return self._dead_letter(Uid(f"{source}:{(row.row or 1) - 1}#{epoch}"), "", str(row))
         try:
@@ -212,9 +220,12 @@ class PromptStream:
         except RolloutFault as fault:
             return self._dead_letter(_uid(row, epoch), row.data_source, fault.cause)
 
+    def _source_seed(self, source: int) -> str | None:
+        return f"{self._seed}/{source}" if self._shuffle else None
+
     def _dead_letter(self, uid: Uid, data_source: str, reason: str) -> DeadLetter:
-        teacher = self._route(data_source) or self._fallback
-        return DeadLetter(Header(uid, 0, 0, NO_VERSION, teacher), reason, "prompt")
+        header = Header(uid, 0, 0, NO_VERSION, self._route(data_source) or NO_TEACHER)
+        return DeadLetter(header, reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
         options = (self._graded, self._limit, self._templates)

@@ -57,15 +57,20 @@ class StreamedRows:
     def find(self, number: int) -> Row:
         """The row with this number in its uid: its position, or more by what was left out before.
 
-        KeyError if there is none.
+        KeyError if there is none, or if it is unreadable. Numbers grow, and so a bisection reads
+        few windows, however much was left out.
         """
-        for window in range(number // self._size, -1, -1):
-            rows = [one for one in self._window(window) if isinstance(one, Row)]
-            for row in rows:
-                if number_of(row) == number:
-                    return row
-            if rows and number_of(rows[0]) < number:
-                break
+        low, high = 0, number // self._size  # the windows that may have it
+        window = high
+        while low <= high:
+            entries = {_number(one): one for one in self._window(window)}
+            if isinstance(found := entries.get(number), Row):
+                return found
+            if not entries or min(entries) > number:
+                high = window - 1
+            else:
+                low = window + 1
+            window = (low + high) // 2
         raise KeyError(number)
 
     def _counted(self, number: int, rows: int) -> int:
@@ -95,6 +100,10 @@ class StreamedRows:
             while len(self._windows) > KEPT:
                 del self._windows[next(iter(self._windows))]
         return self._windows[number]
+
+
+def _number(entry: Entry) -> int:
+    return number_of(entry) if isinstance(entry, Row) else (entry.row or 1) - 1
 
 
 def number_of(row: Row) -> int:

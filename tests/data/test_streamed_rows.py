@@ -16,7 +16,7 @@ from async_opd.checks.preflight import Inputs, preflight
 from async_opd.config.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
-from async_opd.core.samples import DeadLetter, Prompt
+from async_opd.core.samples import NO_TEACHER, DeadLetter, Prompt
 from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream
 from async_opd.data.streamed_rows import KEPT, StreamedRows
@@ -25,21 +25,24 @@ from tests.data.squares_source import SquaresSource
 
 
 class Source:
-    """So many rows; ``read`` counts those that were asked for."""
+    """So many rows, ``apart`` numbers from each other; ``asked`` counts those that were read."""
+
+    apart = 1
 
     def __init__(self, count: int) -> None:
         self.count, self.asked = count, 0
 
     def read(self, start: int) -> Iterator[Row | SourceError]:
-        for number in range(start, self.count):
+        for position in range(start, self.count):
             self.asked += 1
+            number = self.apart * position
             yield Row(f"0:{number}", "a", f"p{number}", None, {})
 
 
 def stream(
     rows: StreamedRows, cursor: int = 0, shuffle: bool = True, seed: int = 0
 ) -> PromptStream:
-    how: Any = {"seed": seed, "shuffle": shuffle, "cursor": cursor, "fallback": "a"}
+    how: Any = {"seed": seed, "shuffle": shuffle, "cursor": cursor}
     return PromptStream([rows], [1.0], lambda _: [1], teacher, **how)
 
 
@@ -130,6 +133,33 @@ def test_the_end_of_an_epoch_is_seen_without_reading_the_rows_again(count: int) 
     assert source.asked - before <= count + 4
 
 
+@pytest.mark.parametrize("position", [0, 1, 4999, 9_999])
+def test_few_rows_are_read_to_find_a_prompt_behind_many_that_were_left_out(position: int) -> None:
+    source = Source(10_000)
+    source.apart = 20
+    number = source.apart * position
+    assert stream(StreamedRows(source.read, 8)).find(f"0:{number}#0").uid == f"0:{number}#0"
+    assert source.asked <= 8 * 18
+
+
+@pytest.mark.parametrize("cursor", [500, 2000, 2300])
+def test_what_was_read_ahead_is_not_read_again_by_the_next_prompt(cursor: int) -> None:
+    source = Source(1000)
+    made = stream(StreamedRows(source.read, 8), cursor)
+    made.find("0:3#0")
+    made.read_ahead()
+    before = source.asked
+    made.next(1)
+    assert source.asked == before
+
+
+def test_a_row_that_cannot_be_read_ahead_is_an_error_when_its_turn_comes() -> None:
+    made = stream(StreamedRows(Unreadable(20).read, 4), cursor=8)
+    made.read_ahead()
+    with pytest.raises(SourceError, match="Input/output error"):
+        made.next(1)
+
+
 def file(tmp_path: Path, *lines: str) -> StreamedRows:
     (tmp_path / "a.jsonl").write_text("".join(f"{line}\n" for line in lines))
     source = FileSource(path=str(tmp_path / "a.jsonl"))
@@ -141,16 +171,20 @@ def line(text: str, source: str = "a") -> str:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.booleans(), min_size=1, max_size=40).filter(any), st.data())
-def test_a_prompt_is_found_again_behind_blank_lines(
-    tmp_path_factory: pytest.TempPathFactory, full: list[bool], data: Any
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40).filter(any),
+    st.sampled_from(["", "{oops"]),
+    st.data(),
+)
+def test_a_prompt_is_found_again_behind_blank_and_unreadable_lines(
+    tmp_path_factory: pytest.TempPathFactory, full: list[bool], blank: str, data: Any
 ) -> None:
-    lines = [line(f"p{at}") if one else "" for at, one in enumerate(full)]
+    lines = [line(f"p{at}") if one else blank for at, one in enumerate(full)]
     made = stream(file(tmp_path_factory.mktemp("rows"), *lines))
     at = data.draw(st.integers(0, len(full) + 3))
     if at < len(full) and full[at]:
         assert made.find(f"0:{at}#2").uid == f"0:{at}#2"
-    else:
+    else:  # blank, unreadable or behind the end
         with pytest.raises(KeyError):
             made.find(f"0:{at}#2")
 
@@ -170,7 +204,7 @@ def test_a_bad_row_behind_those_that_were_checked_is_lost_and_ends_nothing(
     assert uids(taken) == ["0:0#0", "0:1#0", "0:2#0", "0:3#0"]
     lost = taken[2]
     assert isinstance(lost, DeadLetter)
-    assert (lost.header.teacher, lost.stage) == ("a", "prompt")
+    assert (lost.header.teacher, lost.stage) == (NO_TEACHER, "prompt")
     assert re.search(reason, lost.reason)
 
 
