@@ -26,7 +26,7 @@ import random
 import statistics
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -35,10 +35,11 @@ import uvloop
 
 from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.pipeline import Pipeline
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.lengths import Lengths
 
 PROMPT_TOKENS = 100
 LENGTHS = Lengths(mean=400, sigma=1.0, most=4096)
@@ -73,11 +74,11 @@ class Case:
         """Samples/s of each stage alone, never waiting, for samples of so many tokens."""
         decode, score, train = speeds(self)
         size, teachers, students = self.batch * self.scale, 4 * self.scale, 16 * self.scale
-        lap = decode.step(decode.slots) * (tokens - PROMPT_TOKENS)
+        lap = decode.step(SLOTS) * (tokens - PROMPT_TOKENS)
         return {
             "train": size / train.seconds(size * tokens),
-            "teachers": teachers * score.batch / score.seconds(score.batch * tokens),
-            "rollout": students * decode.slots / lap,
+            "teachers": teachers * SCORED / score.seconds(SCORED * tokens),
+            "rollout": students * SLOTS / lap,
         }
 
     @property
@@ -120,25 +121,28 @@ CASES = {
 }
 
 
-def speeds(case: Case) -> tuple[DecodeSpeed, ScoreSpeed, TrainSpeed]:
+SLOTS, SCORED = 32, 32
+"""Requests that run on a replica of the student, rollouts of a teacher's batch."""
+
+
+def speeds(case: Case) -> tuple[RolloutPlan, TeacherPlan, TrainPlan]:
     """The stages' speeds at full occupancy: the case's rate, teachers 5 %, rollout 10 % above it.
 
     A decoding step costs 1/64 more for each request: memory-bound, as decoding is.
     """
     mean = mean_length(case.lengths)
     tokens = mean + PROMPT_TOKENS
-    slots = 32
-    step = 16 * case.scale * slots / (case.rate * MARGIN**2 * mean)
-    step_s = step / (1 + slots / 64)
-    decode = DecodeSpeed(slots, step_s, step_s / 64)
-    score = ScoreSpeed(32, 0.005, 0.0)
+    step = 16 * case.scale * SLOTS / (case.rate * MARGIN**2 * mean)
+    step_s = step / (1 + SLOTS / 64)
+    decode = RolloutPlan(step_s=step_s, step_s_per_request=step_s / 64)
     per_replica = case.rate * MARGIN * tokens / (4 * case.scale)  # tokens/s, overhead included
-    seconds = 32 * tokens / per_replica - score.overhead_s
-    score = replace(score, tokens_per_s=32 * tokens / seconds)
+    seconds = SCORED * tokens / per_replica - 0.005
+    score = TeacherPlan(overhead_s=0.005, tokens_per_s=SCORED * tokens / seconds)
     overhead_s = 0.02
     size = 128 * case.scale
     step_seconds = size / case.rate - overhead_s
-    train = TrainSpeed(overhead_s, size * tokens / step_seconds, 0.05, 0.1)
+    rate = size * tokens / step_seconds
+    train = TrainPlan(overhead_s=overhead_s, tokens_per_s=rate, snapshot_s=0.05, sync_s=0.1)
     return decode, score, train
 
 
@@ -205,7 +209,8 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     decode, score, train = speeds(case)
     factories = Factories(
         student=Factory(
-            "benchmarks.simulated.replicas:SimulatedStudent", (decode, case.lengths, train.sync_s)
+            "benchmarks.simulated.replicas:SimulatedStudent",
+            (decode, SLOTS, case.lengths, train.sync_s),
         ),
         teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, case.top_k)),
         trainer=Factory("benchmarks.simulated.trainer:build_simulated_trainer", (train,)),

@@ -31,6 +31,7 @@ from benchmarks.pipeline import (
     CASES,
     LENGTHS,
     PROMPT_TOKENS,
+    SLOTS,
     Case,
     measure,
     speeds,
@@ -49,23 +50,15 @@ def setting(case: Case, samples: int) -> Setting:
             "prompt_tokens": PROMPT_TOKENS,
             "response_tokens": LENGTHS.mean,
             "response_sigma": LENGTHS.sigma,
-            "rollout": {
-                "step_s": decode.step_s,
-                "step_s_per_request": decode.step_s_per_request,
-            },
-            "teachers": {"t": {"tokens_per_s": score.tokens_per_s, "overhead_s": score.overhead_s}},
-            "train": {
-                "tokens_per_s": train.tokens_per_s,
-                "overhead_s": train.overhead_s,
-                "snapshot_s": train.snapshot_s,
-                "sync_s": train.sync_s,
-            },
+            "rollout": decode,
+            "teachers": {"t": score},
+            "train": train,
         }
     )
     found = setting_of(config, plan, "benchmarks.plan")
     warm_up = case.warm_up * config.async_.sync_steps
     steps = warm_up + samples // config.train.batch_size
-    rollout = replace(found.rollout, in_flight=decode.slots)  # simulated engines have no queue
+    rollout = replace(found.rollout, in_flight=SLOTS)  # simulated engines have no queue
     return replace(found, rollout=rollout, steps=steps)
 
 

@@ -39,6 +39,7 @@ from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import Interval, Queue
@@ -47,7 +48,7 @@ from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.pipeline import Pipeline
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.lengths import Lengths
 from async_opd.processes.loop_lag import LoopLag
 from benchmarks.pipeline import Prompts
 from benchmarks.simulated.replicas import SimulatedStudent
@@ -65,9 +66,9 @@ class SoakStudent(SimulatedStudent):
     """One prompt in ``every`` has a long response."""
 
     def __init__(
-        self, spec: StudentEngineSpec, queue: Queue, speed: DecodeSpeed, every: int
+        self, spec: StudentEngineSpec, queue: Queue, speed: RolloutPlan, slots: int, every: int
     ) -> None:
-        super().__init__(spec, queue, speed, Lengths(SHORT, 0, LONG), sync_s=0.01)
+        super().__init__(spec, queue, speed, slots, Lengths(SHORT, 0, LONG), sync_s=0.01)
         self._every = every
 
     def _length(self, prompt: Prompt) -> int:
@@ -225,15 +226,13 @@ async def soak(short: int, long: int, run_dir: Path) -> dict[str, Any]:
     steps = max(1, round((short + long) / BATCH))
     every = (short + long) // long
     run_config = config(steps)
-    decode = DecodeSpeed(64, 2e-5, 0.0)
+    score = TeacherPlan(overhead_s=0.002, tokens_per_s=1e7)
     factories = Factories(
-        student=Factory("benchmarks.soak:SoakStudent", (decode, every)),
-        teacher=Factory(
-            "benchmarks.simulated.replicas:SimulatedTeacher", (ScoreSpeed(64, 0.002, 1e7), TOP_K)
-        ),
+        student=Factory("benchmarks.soak:SoakStudent", (RolloutPlan(step_s=2e-5), 64, every)),
+        teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, TOP_K)),
         trainer=Factory(
             "benchmarks.simulated.trainer:build_simulated_trainer",
-            (TrainSpeed(0.005, 1e9, 0.0, 0.0),),
+            (TrainPlan(overhead_s=0.005, tokens_per_s=1e9),),
         ),
     )
     progress = Progress(steps)

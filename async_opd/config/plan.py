@@ -20,6 +20,10 @@ class RolloutPlan(Section):
     turnaround_s: float = Field(default=0.0, ge=0)
     """Seconds from the moment a replica has room for more requests until they arrive."""
 
+    def step(self, running: int) -> float:
+        """Seconds of one engine step with so many running requests."""
+        return self.step_s + running * self.step_s_per_request
+
 
 class TeacherPlan(Section):
     """One replica of a teacher: a batch takes ``overhead_s`` and its tokens."""
@@ -32,6 +36,10 @@ class TeacherPlan(Section):
     """Seconds from a scored batch until its slot gets the next one; a replica has two slots."""
     share: float | None = Field(default=None, gt=0, le=1)
     """This teacher's share of the prompts; by default an equal part of the rest."""
+
+    def seconds(self, tokens: float) -> float:
+        """Seconds of one batch with so many prompt and response tokens."""
+        return self.overhead_s + tokens / self.tokens_per_s
 
 
 class TrainPlan(Section):
@@ -50,6 +58,11 @@ class TrainPlan(Section):
     scaling: float = Field(default=0.9, gt=0, le=1)
     """Assumption about further ranks: r ranks have 1 + scaling · (r - 1) times the tokens per
     second of one."""
+
+    def seconds(self, tokens: float, ranks: int = 1) -> float:
+        """Seconds of one step of ``ranks`` ranks with so many prompt and response tokens."""
+        speedup = 1 + self.scaling * (ranks - 1)
+        return self.overhead_s + tokens / (self.tokens_per_s * speedup)
 
 
 class PlanConfig(Section):

@@ -49,7 +49,7 @@ class Split:
             setting,
             rollout=replace(setting.rollout, replicas=self.rollout),
             teachers=teachers,
-            train=replace(setting.train, ranks=self.ranks),
+            ranks=self.ranks,
         )
 
 
@@ -94,7 +94,7 @@ def advise(setting: Setting, gpus: int, seed: int = 0) -> Advice:
 def current(setting: Setting) -> Split:
     """The split of the setting."""
     teachers = tuple(teacher.replicas for teacher in setting.teachers)
-    return Split(setting.rollout.replicas, teachers, setting.train.ranks)
+    return Split(setting.rollout.replicas, teachers, setting.ranks)
 
 
 class _Rates:
@@ -128,23 +128,17 @@ class _Rates:
 
     def _rollout_limit(self, setting: Setting) -> float:
         """Simulates teachers and a trainer without delays: ``Setting.limits`` has no turnaround."""
-        instant = 1e-9
+        instant = {"overhead_s": 1e-9, "tokens_per_s": 1e15, "turnaround_s": 0.0}
         teachers = tuple(
-            replace(
-                teacher,
-                speed=replace(teacher.speed, overhead_s=instant, tokens_per_s=1e15),
-                turnaround_s=0.0,
-            )
+            replace(teacher, speed=teacher.speed.model_copy(update=instant))
             for teacher in setting.teachers
         )
-        speed = replace(
-            setting.train.speed, overhead_s=instant, tokens_per_s=1e15, snapshot_s=0.0, sync_s=0.0
-        )
+        train = {**instant, "snapshot_s": 0.0, "sync_s": 0.0}
         alone = replace(
             setting,
             rollout=replace(setting.rollout, replicas=1),
             teachers=teachers,
-            train=replace(setting.train, speed=speed, turnaround_s=0.0),
+            train=setting.train.model_copy(update=train),
             evaluation_every=0,
             max_version_lag=None,
             batch_size=setting.rollout.n,
@@ -259,12 +253,12 @@ def _ranks_for(setting: Setting, rate: float) -> int | None:
     A step at this rate, less its fixed times, is the time that the ranks have for its tokens.
     """
     train = setting.train
-    step_s = setting.batch_size / rate - train.speed.snapshot_s / setting.sync_steps
-    tokens_s = step_s - train.turnaround_s - train.speed.overhead_s
+    step_s = setting.batch_size / rate - train.snapshot_s / setting.sync_steps
+    tokens_s = step_s - train.turnaround_s - train.overhead_s
     if tokens_s <= 0:
         return None
     tokens = setting.batch_size * (setting.prompt_tokens + setting.response_tokens)
-    speedup = tokens / tokens_s / train.speed.tokens_per_s
+    speedup = tokens / tokens_s / train.tokens_per_s
     return max(1, 1 + math.ceil((speedup - 1) / train.scaling - 1e-9))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RolloutConfig, RunConfig
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
-from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec, TrainerPoolSpec
+from async_opd.plan.measure.lengths import Lengths
+from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
 from rollouter.slots import AdaptiveLimit
 
 
@@ -18,6 +18,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
     problems = [*_problems(config, plan, where), *_too_few(config, gpus)]
     if problems:
         raise ConfigError(problems)
+    rollout, shares = config.rollout, _shares(config, plan)
     return Setting(
         steps=config.train.steps,
         batch_size=config.train.batch_size,
@@ -25,9 +26,22 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         staleness_threshold=config.async_.staleness_threshold,
         lengths=Lengths(plan.response_tokens, plan.response_sigma, config.rollout.max_tokens),
         prompt_tokens=plan.prompt_tokens,
-        rollout=_rollout(config, plan),
-        teachers=_teachers(config, plan),
-        train=_train(plan, config.train.ranks),
+        rollout=RolloutPoolSpec(
+            replicas=rollout.replicas,
+            gpus=rollout.tensor_parallel,
+            speed=plan.rollout,
+            slots=rollout.engine.max_num_seqs,
+            in_flight=_in_flight(rollout),
+            n=rollout.n,
+        ),
+        teachers=tuple(
+            TeacherPoolSpec(
+                name, one.replicas, one.gpus, plan.teachers[name], one.batch_size, shares[name]
+            )
+            for name, one in config.teachers.items()
+        ),
+        train=plan.train,
+        ranks=config.train.ranks,
         on_sync=config.async_.on_sync,
         rolling=config.sync.rolling,
         max_version_lag=(
@@ -53,48 +67,11 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
     return config.plan
 
 
-def _rollout(config: RunConfig, plan: PlanConfig) -> RolloutPoolSpec:
-    rollout, speed = config.rollout, plan.rollout
-    return RolloutPoolSpec(
-        replicas=rollout.replicas,
-        gpus=rollout.tensor_parallel,
-        speed=DecodeSpeed(rollout.engine.max_num_seqs, speed.step_s, speed.step_s_per_request),
-        in_flight=_in_flight(rollout),
-        n=rollout.n,
-        turnaround_s=speed.turnaround_s,
-    )
-
-
 def _in_flight(rollout: RolloutConfig) -> int:
     """Requests in flight on a replica; ``auto`` assumes a KV cache that is large enough."""
     if rollout.concurrency == "auto":
         return AdaptiveLimit(rollout.engine.max_num_seqs).limit
     return rollout.concurrency
-
-
-def _teachers(config: RunConfig, plan: PlanConfig) -> tuple[TeacherPoolSpec, ...]:
-    shares = _shares(config, plan)
-    return tuple(
-        TeacherPoolSpec(
-            name=name,
-            replicas=teacher.replicas,
-            gpus=teacher.gpus,
-            speed=ScoreSpeed(
-                teacher.batch_size,
-                plan.teachers[name].overhead_s,
-                plan.teachers[name].tokens_per_s,
-            ),
-            share=shares[name],
-            turnaround_s=plan.teachers[name].turnaround_s,
-        )
-        for name, teacher in config.teachers.items()
-    )
-
-
-def _train(plan: PlanConfig, ranks: int) -> TrainerPoolSpec:
-    train = plan.train
-    speed = TrainSpeed(train.overhead_s, train.tokens_per_s, train.snapshot_s, train.sync_s)
-    return TrainerPoolSpec(ranks, speed, train.scaling, train.turnaround_s)
 
 
 def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:

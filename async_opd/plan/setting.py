@@ -8,28 +8,28 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.plan.measure.lengths import Lengths
 
 
 @dataclass(frozen=True)
 class RolloutPoolSpec:
     """The student's replicas, each on ``gpus`` GPUs; groups have ``n`` rollouts.
 
-    A replica has at most ``in_flight`` requests; those beyond the engine's slots wait in it. New
-    requests arrive ``turnaround_s`` after there is room for them.
+    A replica has at most ``in_flight`` requests; those beyond the engine's ``slots`` wait in it.
     """
 
     replicas: int
     gpus: int
-    speed: DecodeSpeed
+    speed: RolloutPlan
+    slots: int
     in_flight: int
     n: int
-    turnaround_s: float = 0.0
 
     @property
     def running(self) -> int:
         """Requests that run on a replica when it is full."""
-        return min(self.in_flight, self.speed.slots)
+        return min(self.in_flight, self.slots)
 
     @property
     def tokens_per_s(self) -> float:
@@ -41,44 +41,20 @@ class RolloutPoolSpec:
 class TeacherPoolSpec:
     """One teacher's replicas, each on ``gpus`` GPUs, with its ``share`` of all prompts.
 
-    ``turnaround_s`` passes from a scored batch until its loop asks for the next one.
+    A replica scores one batch of at most ``batch`` rollouts at a time.
     """
 
     name: str
     replicas: int
     gpus: int
-    speed: ScoreSpeed
+    speed: TeacherPlan
+    batch: int
     share: float
-    turnaround_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class TrainerPoolSpec:
-    """The trainer: ``ranks`` GPUs; ``speed`` is that of one.
-
-    Assumption: r ranks process tokens ``1 + scaling · (r - 1)`` times as fast as one; a step's time
-    besides its tokens does not change. ``turnaround_s`` passes between two steps even if the next
-    batch is ready.
-    """
-
-    ranks: int
-    speed: TrainSpeed
-    scaling: float
-    turnaround_s: float = 0.0
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens per second of all ranks while they compute."""
-        return self.speed.tokens_per_s * (1 + self.scaling * (self.ranks - 1))
-
-    def seconds(self, tokens: float) -> float:
-        """Seconds of one step with so many tokens."""
-        return self.speed.overhead_s + tokens / self.tokens_per_s
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Everything on which a prediction depends.
+    """Everything on which a prediction depends. ``ranks`` are the trainer's, one GPU each.
 
     ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` is sampled
     again (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
@@ -94,7 +70,8 @@ class Setting:
     prompt_tokens: float
     rollout: RolloutPoolSpec
     teachers: tuple[TeacherPoolSpec, ...]
-    train: TrainerPoolSpec
+    train: TrainPlan
+    ranks: int
     on_sync: str = "keep"
     rolling: bool = False
     max_version_lag: int | None = None
@@ -108,7 +85,7 @@ class Setting:
     def gpus(self) -> int:
         """GPUs of all pools."""
         teachers = sum(teacher.replicas * teacher.gpus for teacher in self.teachers)
-        return self.rollout.replicas * self.rollout.gpus + teachers + self.train.ranks
+        return self.rollout.replicas * self.rollout.gpus + teachers + self.ranks
 
     @property
     def response_tokens(self) -> float:
@@ -127,15 +104,11 @@ class Setting:
         tokens = self.prompt_tokens + response
         limits = {"rollout": self.rollout.tokens_per_s / response}
         for teacher in self.teachers:
-            speed = teacher.speed
-            batch_s = speed.overhead_s + speed.batch * tokens / speed.tokens_per_s
-            capacity = teacher.replicas * speed.batch / batch_s
+            batch_s = teacher.speed.seconds(teacher.batch * tokens)
+            capacity = teacher.replicas * teacher.batch / batch_s
             limits[f"teacher/{teacher.name}"] = capacity / teacher.share
-        version_s = (
-            self.sync_steps
-            * (self.train.seconds(self.batch_size * tokens) + self.train.turnaround_s)
-            + self.train.speed.snapshot_s
-        )
+        step_s = self.train.seconds(self.batch_size * tokens, self.ranks) + self.train.turnaround_s
+        version_s = self.sync_steps * step_s + self.train.snapshot_s
         limits["train"] = self.sync_steps * self.batch_size / version_s
         return limits
 

@@ -12,15 +12,15 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from async_opd.config.plan import RolloutPlan
 from async_opd.core.samples import VersionSpan
-from async_opd.plan.measure.speeds import DecodeSpeed
 
 
 @dataclass
 class Decoder:
     """Counts tokens; ``clock`` and ``timer`` are the event loop's unless a test brings others."""
 
-    speed: DecodeSpeed
+    speed: RolloutPlan
     clock: Callable[[], float] = field(default_factory=lambda: asyncio.get_running_loop().time)
     timer: Callable[[float, Callable[[], None]], asyncio.TimerHandle] = field(
         default_factory=lambda: asyncio.get_running_loop().call_later

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from async_opd.config.plan import RolloutPlan, TeacherPlan
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import (
     Prompt,
@@ -19,7 +20,7 @@ from async_opd.core.samples import (
 )
 from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
 from async_opd.observability.activity import Activity
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed
+from async_opd.plan.measure.lengths import Lengths
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from benchmarks.simulated.decoder import Decoder
 from rollouter.rollout_worker import RolloutWorker
@@ -35,7 +36,8 @@ class SimulatedStudent:
         self,
         spec: StudentEngineSpec,
         queue: Queue,
-        speed: DecodeSpeed,
+        speed: RolloutPlan,
+        slots: int,
         lengths: Lengths,
         sync_s: float,
     ) -> None:
@@ -44,8 +46,8 @@ class SimulatedStudent:
         self._lengths = lengths
         self._sync_s = sync_s
         self._version = 0
-        slots = Slots(speed.slots, spec.sampling.n)
-        self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll)
+        room = Slots(slots, spec.sampling.n)
+        self._worker = RolloutWorker(spec.consumer, queue, room, self._roll)
         self._activity = Activity("generate")
         self._random = random.Random(spec.name)
         self._tokens = 0
@@ -126,7 +128,7 @@ class SimulatedStudent:
 class SimulatedTeacher:
     """Behaves as ``teachers.replica.TeacherReplica``: one batch at a time."""
 
-    def __init__(self, spec: TeacherEngineSpec, speed: ScoreSpeed, top_k: int) -> None:
+    def __init__(self, spec: TeacherEngineSpec, speed: TeacherPlan, top_k: int) -> None:
         self._speed = speed
         self._top_k = top_k
         self._free = asyncio.Lock()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from async_opd.cluster.trainer_actor import build_batcher
+from async_opd.config.plan import TrainPlan
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
-from async_opd.plan.measure.speeds import TrainSpeed
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.learner import LearnerReport
 from trainer.stage import TrainerStage
@@ -19,7 +19,7 @@ from trainer.stage import TrainerStage
 class SimulatedLearner:
     """Sleeps in its thread, where the real one computes."""
 
-    def __init__(self, speed: TrainSpeed) -> None:
+    def __init__(self, speed: TrainPlan) -> None:
         self._speed = speed
         self.computed_tokens = 0
 
@@ -34,7 +34,7 @@ class SimulatedLearner:
 class SimulatedPublisher:
     """A snapshot takes time; sending takes the receivers' time."""
 
-    def __init__(self, speed: TrainSpeed) -> None:
+    def __init__(self, speed: TrainPlan) -> None:
         self._speed = speed
 
     def open(self, group: int, world_size: int) -> Rendezvous:
@@ -54,7 +54,7 @@ class SimulatedPublisher:
 
 
 def build_simulated_trainer(
-    config: RunConfig, device: str, queue: Queue, speed: TrainSpeed
+    config: RunConfig, device: str, queue: Queue, speed: TrainPlan
 ) -> TrainerStage:
     """A factory for ``async_opd.cluster.actor_factory.Factories``."""
     learner: Any = SimulatedLearner(speed)

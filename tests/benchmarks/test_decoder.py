@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from async_opd.config.plan import RolloutPlan
 from async_opd.core.samples import VersionSpan
-from async_opd.plan.measure.speeds import DecodeSpeed
 from benchmarks.simulated.decoder import Decoder
 
 
@@ -45,7 +45,7 @@ class Time:
 
 
 def decoder(time: Time, step_s: float = 1.0, per: float = 0.0) -> Decoder:
-    return Decoder(DecodeSpeed(8, step_s, per), time.clock, time.timer)
+    return Decoder(RolloutPlan(step_s=step_s, step_s_per_request=per), time.clock, time.timer)
 
 
 async def begun(engine: Decoder, length: int) -> asyncio.Task[tuple[VersionSpan, ...]]:
@@ -113,8 +113,8 @@ async def test_a_request_that_starts_after_a_sync_has_one_version() -> None:
 @pytest.mark.parametrize("requests", [1, 3, 8])
 async def test_full_slots_give_the_tokens_per_second_of_the_speed(requests: int) -> None:
     time = Time()
-    speed = DecodeSpeed(requests, 0.1, 0.01)
+    speed = RolloutPlan(step_s=0.1, step_s_per_request=0.01)
     engine = Decoder(speed, time.clock, time.timer)
     tasks = [await begun(engine, 100) for _ in range(requests)]
-    await time.until(100 * requests / speed.tokens_per_s + 1e-3)
+    await time.until(100 * speed.step(requests) + 1e-3)
     assert all(task.done() for task in tasks)

@@ -20,10 +20,11 @@ from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.cluster.actor_factory import Factory
 from async_opd.cluster.launch import LaunchedStages, launch
+from async_opd.config.plan import RolloutPlan
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.pipeline import Pipeline
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths
+from async_opd.plan.measure.lengths import Lengths
 from benchmarks.pipeline import Prompts
 from tests.cluster.simulated import FACTORIES, config
 
@@ -108,7 +109,7 @@ async def survive(run_dir: Path) -> Survived:
         "supervision": {"delay_s": 0.1},
     }
     run = config(run_dir, **sections)
-    speed = (DecodeSpeed(16, 1e-3, 0.0), Lengths(16, 0.3, 64), SYNC_S)
+    speed = (RolloutPlan(step_s=1e-3), 16, Lengths(16, 0.3, 64), SYNC_S)
     student = Factory("benchmarks.simulated.replicas:SimulatedStudent", speed)
     lines = Lines()
     with RunLog(run, run_dir, sinks=[lines]) as log, Journal(run_dir / LEDGER) as journal:

@@ -6,19 +6,22 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.cluster.actor_factory import Factories, Factory
+from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed, TrainSpeed
+from async_opd.plan.measure.lengths import Lengths
 
 FACTORIES = Factories(
     student=Factory(
         "benchmarks.simulated.replicas:SimulatedStudent",
-        (DecodeSpeed(16, 1e-3, 0.0), Lengths(16, 0.3, 64), 0.01),
+        (RolloutPlan(step_s=1e-3), 16, Lengths(16, 0.3, 64), 0.01),
     ),
     teacher=Factory(
-        "benchmarks.simulated.replicas:SimulatedTeacher", (ScoreSpeed(16, 1e-3, 1e6), 0)
+        "benchmarks.simulated.replicas:SimulatedTeacher",
+        (TeacherPlan(overhead_s=1e-3, tokens_per_s=1e6), 0),
     ),
     trainer=Factory(
-        "benchmarks.simulated.trainer:build_simulated_trainer", (TrainSpeed(0.02, 1e9, 0.0, 0.0),)
+        "benchmarks.simulated.trainer:build_simulated_trainer",
+        (TrainPlan(overhead_s=0.02, tokens_per_s=1e9),),
     ),
 )
 

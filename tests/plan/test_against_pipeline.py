@@ -7,10 +7,9 @@ from statistics import fmean
 
 import pytest
 
-from async_opd.plan.measure.speeds import ScoreSpeed
-from async_opd.plan.setting import Setting, TeacherPoolSpec
+from async_opd.plan.setting import Setting
 from async_opd.plan.sim.simulation import simulate
-from tests.plan.settings import setting
+from tests.plan.settings import setting, teacher
 from tests.plan.virtual import Seen, run_pipeline, run_virtually
 
 pytestmark = pytest.mark.slow
@@ -23,7 +22,7 @@ BALANCED = setting(
     batch_size=32,
     sync_steps=4,
     staleness_threshold=1.0,
-    teachers=(TeacherPoolSpec("a", 2, 1, ScoreSpeed(8, 0.05, 2000.0), 1.0),),
+    teachers=(teacher("a", 2, 8, 0.05, 2000.0, 1.0),),
     train_tokens_per_s=4000.0,
     snapshot_s=0.2,
     sync_s=0.2,
@@ -39,13 +38,11 @@ CASES = {
     "two teachers": replace(
         BALANCED,
         teachers=(
-            TeacherPoolSpec("a", 1, 1, ScoreSpeed(8, 0.05, 2000.0), 0.5),
-            TeacherPoolSpec("b", 1, 1, ScoreSpeed(8, 0.02, 3000.0), 0.5),
+            teacher("a", 1, 8, 0.05, 2000.0, 0.5),
+            teacher("b", 1, 8, 0.02, 3000.0, 0.5),
         ),
     ),
-    "slow trainer": replace(
-        BALANCED, train=replace(BALANCED.train, speed=replace(BALANCED.train.speed, overhead_s=1.0))
-    ),
+    "slow trainer": replace(BALANCED, train=BALANCED.train.model_copy(update={"overhead_s": 1.0})),
     "narrow queue": replace(BALANCED, queue_samples=32),
 }
 RUNS = 2

@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_opd.plan.measure.speeds import DecodeSpeed, Lengths, ScoreSpeed
-from async_opd.plan.setting import RolloutPoolSpec, TeacherPoolSpec, mean_length
+from async_opd.plan.measure.lengths import Lengths
+from async_opd.plan.setting import mean_length
 from async_opd.plan.sim.population import draw
 from async_opd.plan.sim.simulation import simulate
-from tests.plan.settings import LENGTH, PROMPT, setting
+from tests.plan.settings import LENGTH, PROMPT, rollouts, setting, teacher
 
 TOKENS = LENGTH + PROMPT
 ROLLOUTS_PER_S = 2 * 16 / (LENGTH * 0.01)
@@ -23,7 +23,7 @@ def test_when_rollouts_are_slowest_every_slot_decodes_all_the_time() -> None:
 
 
 def test_a_step_that_grows_with_its_requests_has_the_length_of_a_full_one() -> None:
-    pool = RolloutPoolSpec(2, 1, DecodeSpeed(16, 0.01, 0.001), 16, 1)
+    pool = rollouts(per_request=0.001)
     found = simulate(setting(rollout=pool), endless=True)
     assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.026), rel=0.01)
 
@@ -45,15 +45,14 @@ def test_when_the_teacher_is_slowest_it_never_waits() -> None:
 
 
 def test_the_overhead_of_a_teacher_is_shared_by_full_batches() -> None:
-    teacher = TeacherPoolSpec("a", 1, 1, ScoreSpeed(8, 0.5, 1e6), 1.0)
-    found = simulate(setting(teachers=(teacher,), steps=200), endless=True)
+    slow = teacher("a", 1, 8, 0.5, 1e6)
+    found = simulate(setting(teachers=(slow,), steps=200), endless=True)
     assert found.samples_per_s == pytest.approx(8 / (0.5 + 8 * TOKENS / 1e6), rel=0.01)
 
 
 def test_the_teacher_with_the_larger_share_is_the_limit() -> None:
     teachers = tuple(
-        TeacherPoolSpec(name, 1, 1, ScoreSpeed(8, 0.0, 1000.0), share)
-        for name, share in (("a", 0.8), ("b", 0.2))
+        teacher(name, 1, 8, 0.0, 1000.0, share) for name, share in (("a", 0.8), ("b", 0.2))
     )
     found = simulate(setting(teachers=teachers, steps=600), endless=True)
     assert found.samples_per_s == pytest.approx(1000 / TOKENS / 0.8, rel=0.03)
@@ -101,15 +100,14 @@ def test_a_group_costs_no_slots_while_its_longest_rollout_runs() -> None:
 
 
 def test_requests_that_wait_in_the_engine_hide_the_turnaround() -> None:
-    plain = setting(rollout=replace(setting().rollout, turnaround_s=0.1), sigma=0.5, steps=200)
+    plain = setting(rollout=rollouts(turnaround_s=0.1), sigma=0.5, steps=200)
     more = replace(plain, rollout=replace(plain.rollout, in_flight=24))
     rates = [simulate(case, endless=True).samples_per_s for case in (plain, more)]
     assert rates[1] > 1.05 * rates[0]
 
 
 def test_turnaround_leaves_places_empty() -> None:
-    pool = replace(setting().rollout, turnaround_s=1.0)
-    found = simulate(setting(rollout=pool), endless=True)
+    found = simulate(setting(rollout=rollouts(turnaround_s=1.0)), endless=True)
     assert found.samples_per_s == pytest.approx(2 * 16 / (LENGTH * 0.01 + 1.0), rel=0.02)
 
 

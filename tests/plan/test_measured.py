@@ -14,8 +14,8 @@ from async_opd.core.errors import ConfigError
 from async_opd.files.run_format import FORMAT_FILE
 from async_opd.plan.inputs import setting_of
 from async_opd.plan.measure.fit import batches_and_tokens, fixed_and_slope, lengths_of
+from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.measure.measured import MeasuredRun, read_run
-from async_opd.plan.measure.speeds import Lengths
 from async_opd.plan.sim.population import draw
 from async_opd.plan.sim.simulation import simulate
 from tests.plan.runs import BATCH, line, write_run

@@ -11,11 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.plan.measure.speeds import DecodeSpeed, ScoreSpeed
-from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
+from async_opd.plan.setting import Setting
 from async_opd.plan.sim.scale import enlarged, shrunk
 from async_opd.plan.sim.simulation import SimulatedRun, predict, simulate
-from tests.plan.settings import setting
+from tests.plan.settings import rollouts, setting, teacher
 
 pytestmark = pytest.mark.slow
 
@@ -25,11 +24,12 @@ def cases(draw: st.DrawFn) -> Setting:
     n = draw(st.sampled_from([1, 2, 4]))
     count = draw(st.integers(1, 3))
     teachers = tuple(
-        TeacherPoolSpec(
+        teacher(
             str(index),
             draw(st.integers(1, 3)),
-            1,
-            ScoreSpeed(draw(st.integers(1, 8)), 0.01, draw(st.sampled_from([300.0, 3000.0]))),
+            draw(st.integers(1, 8)),
+            0.01,
+            draw(st.sampled_from([300.0, 3000.0])),
             1 / count,
             draw(st.sampled_from([0.0, 0.3])),
         )
@@ -40,13 +40,13 @@ def cases(draw: st.DrawFn) -> Setting:
         train_tokens_per_s=draw(st.sampled_from([1000.0, 10_000.0])),
         snapshot_s=draw(st.sampled_from([0.0, 0.2])),
         sync_s=draw(st.sampled_from([0.0, 0.5])),
-        rollout=RolloutPoolSpec(
+        rollout=rollouts(
             draw(st.integers(1, 4)),
-            1,
-            DecodeSpeed(draw(st.integers(1, 9)), 0.01, 0.001),
-            draw(st.integers(1, 10)),
+            draw(st.integers(1, 9)),
             n,
-            draw(st.sampled_from([0.0, 0.3])),
+            in_flight=draw(st.integers(1, 10)),
+            per_request=0.001,
+            turnaround_s=draw(st.sampled_from([0.0, 0.3])),
         ),
         teachers=teachers,
         steps=draw(st.integers(1, 9)),
@@ -148,7 +148,7 @@ def test_a_smaller_scale_predicts_the_same() -> None:
         sigma=1.0,
         batch_size=2400,
         steps=24,
-        teachers=(TeacherPoolSpec("a", 40, 1, ScoreSpeed(8, 0.05, 20_000.0), 1.0),),
+        teachers=(teacher("a", 40, 8, 0.05, 20_000.0),),
         train_tokens_per_s=400_000.0,
         sync_s=0.5,
     )
@@ -175,7 +175,7 @@ def test_two_thousand_replicas_are_a_matter_of_seconds() -> None:
         sync_steps=4,
         staleness_threshold=2.0,
         steps=24,
-        teachers=(TeacherPoolSpec("a", 100, 1, ScoreSpeed(64, 0.05, 2e5), 1.0),),
+        teachers=(teacher("a", 100, 64, 0.05, 2e5),),
         train_tokens_per_s=1e7,
         queue_samples=10**6,
     )

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from async_opd.config.plan import TrainPlan
 from async_opd.config.run_config import RunConfig
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import PROMPTS, SamplingSpec, StageReport, StepReport, topics
 from async_opd.pipeline import Pipeline
-from async_opd.plan.measure.speeds import TrainSpeed
 from async_opd.plan.setting import Setting
 from async_opd.queue.message_queue import MessageQueue
 from async_opd.weight_sync.coordinator import BroadcastSync
@@ -66,7 +66,7 @@ def run_virtually(work: Coroutine[Any, Any, Any]) -> Any:
 class Trainer:
     """The real batcher; a step and a snapshot only take time."""
 
-    def __init__(self, batcher: Batcher, speed: TrainSpeed) -> None:
+    def __init__(self, batcher: Batcher, speed: TrainPlan) -> None:
         self.ends: list[float] = []
         self.staleness: list[tuple[int, ...]] = []
         self._batcher = batcher
@@ -150,7 +150,7 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     names = tuple(teacher.name for teacher in setting.teachers)
     queue = MessageQueue(topics(names), setting.queue_samples, 1 << 40, 1e9, kept=(PROMPTS,))
     batcher = Batcher(queue, batch_size=setting.batch_size, max_version_lag=setting.max_version_lag)
-    trainer = Trainer(batcher, setting.train.speed)
+    trainer = Trainer(batcher, setting.train)
     students = _students(setting, queue, run)
     rollouter = RollouterStage(students, queue)
     sync: Any = BroadcastSync(
@@ -164,7 +164,7 @@ def _build(setting: Setting, run: int) -> tuple[Trainer, Pipeline]:
     scorer = ScorerStage(
         {t.name: [_teacher(t) for _ in range(t.replicas)] for t in setting.teachers},
         queue,
-        {t.name: t.speed.batch for t in setting.teachers},
+        {t.name: t.batch for t in setting.teachers},
     )
     parts: Any = SimpleNamespace(
         queue=queue,
@@ -191,7 +191,7 @@ def _students(setting: Setting, queue: MessageQueue, run: int) -> dict[str, Simu
     ]
     return {
         spec.name: SimulatedStudent(
-            spec, queue, pool.speed, setting.lengths, setting.train.speed.sync_s
+            spec, queue, pool.speed, pool.slots, setting.lengths, setting.train.sync_s
         )
         for spec in specs
     }

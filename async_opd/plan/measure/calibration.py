@@ -44,7 +44,7 @@ def calibrate(setting: Setting, running: float, batches: Mapping[str, float]) ->
 
     tokens = setting.prompt_tokens + setting.response_tokens
     longest = {
-        teacher.name: LONGEST * teacher.speed.seconds(round(teacher.speed.batch * tokens))
+        teacher.name: LONGEST * teacher.speed.seconds(round(teacher.batch * tokens))
         for teacher in setting.teachers
     }
     return _with_teachers(_with_rollout(setting, rollout), _bisect(longest, too_small))
@@ -63,9 +63,15 @@ def _bisect(
 
 
 def _with_rollout(setting: Setting, seconds: float) -> Setting:
-    return replace(setting, rollout=replace(setting.rollout, turnaround_s=seconds))
+    speed = setting.rollout.speed.model_copy(update={"turnaround_s": seconds})
+    return replace(setting, rollout=replace(setting.rollout, speed=speed))
 
 
 def _with_teachers(setting: Setting, seconds: Mapping[str, float]) -> Setting:
-    teachers = (replace(t, turnaround_s=seconds[t.name]) for t in setting.teachers)
-    return replace(setting, teachers=tuple(teachers))
+    return replace(
+        setting,
+        teachers=tuple(
+            replace(t, speed=t.speed.model_copy(update={"turnaround_s": seconds[t.name]}))
+            for t in setting.teachers
+        ),
+    )

@@ -1,4 +1,4 @@
-"""Fits the parameters of ``async_opd.plan.measure.speeds`` to measured sums.
+"""Fits the parameters of ``async_opd.config.plan`` to measured sums.
 
 Every fit keeps the measured total: noise affects the split into a fixed and a proportional part,
 but not the predicted total of the measured run.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.plan.measure.speeds import Lengths
+from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import mean_length, phi
 
 Floats = NDArray[np.float64]

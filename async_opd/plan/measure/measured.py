@@ -61,9 +61,9 @@ def read_run(run_dir: Path) -> MeasuredRun:
 
 def _with_turnarounds(plan: PlanConfig, setting: Setting) -> PlanConfig:
     tree = plan.model_dump()
-    tree["rollout"]["turnaround_s"] = _rounded(setting.rollout.turnaround_s)
+    tree["rollout"]["turnaround_s"] = _rounded(setting.rollout.speed.turnaround_s)
     for teacher in setting.teachers:
-        tree["teachers"][teacher.name]["turnaround_s"] = _rounded(teacher.turnaround_s)
+        tree["teachers"][teacher.name]["turnaround_s"] = _rounded(teacher.speed.turnaround_s)
     return PlanConfig.model_validate(tree)
 
 

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from async_opd.plan.measure.speeds import Lengths
+from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import Setting
 
 CHUNK = 1 << 14

@@ -140,8 +140,8 @@ class SimulatedRollouts:
             return
         replica.asking = "soon"
         groups = max(1, room // self._pool.n)
-        if self._pool.turnaround_s:
-            self._clock.after(self._pool.turnaround_s, self._ask, replica, groups)
+        if self._pool.speed.turnaround_s:
+            self._clock.after(self._pool.speed.turnaround_s, self._ask, replica, groups)
         else:
             self._ask(replica, groups)
 
@@ -175,7 +175,7 @@ class SimulatedRollouts:
 
     def _take_slots(self, replica: SimulatedReplica) -> None:
         step = math.ceil(replica.served - TOKEN)  # new requests join after the current step
-        lengths, slots = self._population.lengths, self._pool.speed.slots
+        lengths, slots = self._population.lengths, self._pool.slots
         while replica.waiting and len(replica.marks) < slots and not replica.paused:
             sample = replica.waiting.popleft()
             self._population.oldest[sample] = replica.version

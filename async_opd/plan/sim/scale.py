@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from async_opd.plan.prediction import Prediction
-from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec, TrainerPoolSpec
+from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
 
 MAX_REPLICAS = 128
 """Replicas of the largest pool at the smaller scale."""
@@ -23,12 +23,13 @@ def shrunk(setting: Setting) -> tuple[Setting, float]:
     n = setting.rollout.n
     batch = max(1, round(setting.batch_size * MAX_REPLICAS / largest / n)) * n
     factor = setting.batch_size / batch
+    rate = setting.train.tokens_per_s / factor  # a step has fewer tokens, and takes as long
     small = replace(
         setting,
         batch_size=batch,
         rollout=_rollout(setting.rollout, factor),
         teachers=tuple(_teacher(teacher, factor) for teacher in setting.teachers),
-        train=_train(setting.train, factor),
+        train=setting.train.model_copy(update={"tokens_per_s": rate}),
         queue_samples=max(batch, round(setting.queue_samples / factor)),
     )
     return small, factor
@@ -39,7 +40,7 @@ def enlarged(prediction: Prediction, setting: Setting, factor: float) -> Predict
     counts = [
         setting.rollout.replicas,
         *(teacher.replicas for teacher in setting.teachers),
-        setting.train.ranks,
+        setting.ranks,
     ]
     pools = tuple(
         replace(pool, replicas=count, limit=pool.limit * factor)
@@ -61,24 +62,13 @@ def _fewer(replicas: int, factor: float) -> tuple[int, float]:
 
 def _rollout(pool: RolloutPoolSpec, factor: float) -> RolloutPoolSpec:
     replicas, faster = _fewer(pool.replicas, factor)
-    speed = replace(
-        pool.speed,
-        step_s=pool.speed.step_s / faster,
-        step_s_per_request=pool.speed.step_s_per_request / faster,
-    )
+    step_s, each_s = pool.speed.step_s / faster, pool.speed.step_s_per_request / faster
+    speed = pool.speed.model_copy(update={"step_s": step_s, "step_s_per_request": each_s})
     return replace(pool, replicas=replicas, speed=speed)
 
 
 def _teacher(pool: TeacherPoolSpec, factor: float) -> TeacherPoolSpec:
     replicas, faster = _fewer(pool.replicas, factor)
-    speed = replace(
-        pool.speed,
-        overhead_s=pool.speed.overhead_s / faster,
-        tokens_per_s=pool.speed.tokens_per_s * faster,
-    )
+    overhead_s, rate = pool.speed.overhead_s / faster, pool.speed.tokens_per_s * faster
+    speed = pool.speed.model_copy(update={"overhead_s": overhead_s, "tokens_per_s": rate})
     return replace(pool, replicas=replicas, speed=speed)
-
-
-def _train(pool: TrainerPoolSpec, factor: float) -> TrainerPoolSpec:
-    """A step has ``factor`` times fewer tokens and takes as long."""
-    return replace(pool, speed=replace(pool.speed, tokens_per_s=pool.speed.tokens_per_s / factor))

@@ -51,7 +51,7 @@ class SimulatedScoring:
             self._next()
 
     def _next(self) -> None:
-        self._rollouts.get(1, self._pool.speed.batch, self._got)
+        self._rollouts.get(1, self._pool.batch, self._got)
 
     def _got(self, samples: list[int]) -> None:
         lengths = self._population.lengths
@@ -79,6 +79,6 @@ class SimulatedScoring:
         def put() -> None:
             self.blocked.add(-len(samples))
             self._rollouts.ack(len(samples))
-            self._clock.after(self._pool.turnaround_s, self._next)
+            self._clock.after(self._pool.speed.turnaround_s, self._next)
 
         self._scored.put(samples, put)

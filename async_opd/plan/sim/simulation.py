@@ -155,7 +155,7 @@ class SimulatedRun:
 def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tuple[PoolUse, ...]:
     """The pools' shares of time, from the mean levels and the samples per second."""
     limits = setting.limits()
-    pool, train = setting.rollout, setting.train
+    pool = setting.rollout
     slots = pool.replicas * pool.running
     used = means["running"] / slots
     rollout_waits = {
@@ -193,7 +193,7 @@ def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tupl
     waits["scored samples"] = 1 - busy - sum(waits.values())
     limit = limits["train"]
     uses.append(
-        PoolUse("train", train.ranks, busy, min(rate / limit, 1.0), limit, _largest_first(waits))
+        PoolUse("train", setting.ranks, busy, min(rate / limit, 1.0), limit, _largest_first(waits))
     )
     return tuple(uses)
 

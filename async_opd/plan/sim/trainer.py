@@ -145,7 +145,7 @@ class SimulatedTraining:
         tokens = sum(lengths[s] for s in samples) + len(samples) * self._setting.prompt_tokens
         self.tokens += tokens
         self.computing.add(1)
-        self._clock.after(self._setting.train.seconds(tokens), self._trained)
+        self._clock.after(self._setting.train.seconds(tokens, self._setting.ranks), self._trained)
         self.batcher.fetch()
 
     def _trained(self) -> None:
@@ -167,7 +167,7 @@ class SimulatedTraining:
 
     def _snapshot(self) -> None:
         self.copying.add(1)
-        self._clock.after(self._setting.train.speed.snapshot_s, self._copied)
+        self._clock.after(self._setting.train.snapshot_s, self._copied)
 
     def _copied(self) -> None:
         self.copying.add(-1)
@@ -192,7 +192,7 @@ class SimulatedTraining:
             nonlocal left
             left -= 1
             if not left:
-                self._clock.after(self._setting.train.speed.sync_s, resume)
+                self._clock.after(self._setting.train.sync_s, resume)
 
         def resume() -> None:
             for replica in group:
