@@ -13,7 +13,6 @@ does, from the working directory only if the parent does.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import pickle
 import secrets
@@ -23,9 +22,11 @@ import subprocess
 import sys
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Self
+from typing import Annotated, Self
 
-from async_opd.config.run_config import RunConfig
+import msgspec
+
+from async_opd.config.run_config import GradingConfig, RunConfig
 from async_opd.config.secrets import named_variables, without_secret_variables
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
@@ -45,40 +46,29 @@ LINE_BYTES = 1 << 20
 class GraderSpec:
     """A grader and its bounds. ``start_s`` bounds its loading; imports may take a while.
 
-    ``hidden_env``: variables with secrets whose names do not say so; ``pass_env``: variables that
-    are passed all the same. ``allow_eval``: whether verifiers may run a response as code.
-    ``memory_bytes`` bounds the data of a process.
+    ``hidden_env``: variables with secrets whose names do not say so.
     """
 
     name: str
-    timeout_s: float
-    processes: int
+    limits: GradingConfig
     start_s: float
     hidden_env: tuple[str, ...] = ()
-    pass_env: tuple[str, ...] = ()
-    allow_eval: bool = False
-    memory_bytes: int = 16 * 10**9
 
     @classmethod
     def of(cls, config: RunConfig, name: str) -> Self:
         """The grader ``name`` with the bounds of a run's config."""
-        limits = config.grading
         hidden = tuple(named_variables(config.model_dump(mode="json", by_alias=True)))
-        given = tuple(limits.pass_env)
-        start_s = config.timeouts.engine_start_s
-        bounds = (limits.timeout_s, limits.processes, start_s)
-        memory = round(limits.memory_gb * 1e9)
-        return cls(name, *bounds, hidden, given, limits.allow_eval, memory)
+        return cls(name, config.grading, config.timeouts.engine_start_s, hidden)
 
     def environ(self) -> dict[str, str]:
         """The environment of a grader's process, without secrets: its code is not trusted."""
         hidden = (*self.hidden_env, RAYS_TOKEN)
-        kept = without_secret_variables(os.environ, hidden, self.pass_env)
+        kept = without_secret_variables(os.environ, hidden, self.limits.pass_env)
         return {**kept, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 class Graders:
-    """One grader, in as many processes as it has work for, up to ``spec.processes``.
+    """One grader, in as many processes as it has work for, up to ``grading.processes``.
 
     The wait for a free process is no part of a response's time. ``exact`` runs in this process: it
     is known code, and quick.
@@ -86,14 +76,14 @@ class Graders:
 
     def __init__(self, spec: GraderSpec) -> None:
         self._spec = spec
-        self._room = asyncio.Semaphore(spec.processes)
+        self._room = asyncio.Semaphore(spec.limits.processes)
         self._idle: list[_Process] = []
 
     async def grade(self, response: str, row: Row) -> float:
         """The grade from 0 to 1. GradeError if none comes in time; StageError without a process."""
         if self._spec.name == "exact" and not has_verifier(row):
             return exact(response, row)
-        if row.task is not None and evaluates(row.task.name) and not self._spec.allow_eval:
+        if row.task is not None and evaluates(row.task.name) and not self._spec.limits.allow_eval:
             cause = (
                 f"the verifier of {row.task.name} would run the response to row {row.uid} as code"
             )
@@ -101,7 +91,7 @@ class Graders:
         async with self._room:
             process = self._one_idle() or await _Process.start(self._spec)
             try:
-                return await process.grade(response, row, self._spec.timeout_s)
+                return await process.grade(response, row, self._spec.limits.timeout_s)
             finally:
                 if process.alive:
                     self._idle.append(process)
@@ -121,25 +111,23 @@ class Graders:
             self._idle.pop().end()
 
 
-@dataclass(frozen=True)
-class _Answer:
-    """A grade, or the cause and remedy of having none."""
+class _Answer(msgspec.Struct):
+    """A grade, or the cause and remedy of having none; ``to`` is the request."""
 
-    grade: float
+    to: str
+    grade: Annotated[float, msgspec.Meta(ge=0, le=1)]
     cause: str
     remedy: str
 
     @classmethod
-    def read(cls, line: bytes, request: str) -> Self:
+    def read(cls, line: bytes, request: str) -> _Answer:
         """ValueError for a line that does not answer the request: grader code may have sent it."""
         try:
-            parsed = json.loads(line)
-            answer = cls(float(parsed["grade"]), str(parsed["cause"]), str(parsed["remedy"]))
-            fits = parsed["to"] == request and (answer.cause or 0 <= answer.grade <= 1)
-        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            answer = msgspec.json.decode(line, type=cls)
+        except RecursionError as error:  # msgspec's own errors are ValueErrors
             raise ValueError(f"{type(error).__name__}: {error}") from error
-        if not fits:
-            raise ValueError("the line names another request, or a grade outside 0 to 1")
+        if answer.to != request:
+            raise ValueError("the line names another request")
         return answer
 
 
@@ -248,8 +236,9 @@ def _popen(spec: GraderSpec, connection: int, output: int) -> subprocess.Popen[b
     """
     env = spec.environ()
     env.pop(SAFE_PATH, None)
+    memory = str(round(spec.limits.memory_gb * 1e9))
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name, str(spec.memory_bytes)],
+        [sys.executable, "-P", "-m", PROGRAM, str(connection), spec.name, memory],
         pass_fds=[connection],
         env=env,
         stdin=subprocess.DEVNULL,

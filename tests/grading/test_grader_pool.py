@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.config.run_config import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec
@@ -63,7 +64,11 @@ class Made:
         self.graders: list[Graders] = []
 
     def __call__(self, function: str, timeout_s: float = 60, processes: int = 2) -> Graders:
-        self.graders.append(Graders(GraderSpec(function, timeout_s, processes, 60)))
+        self.graders.append(
+            Graders(
+                GraderSpec(function, GradingConfig(timeout_s=timeout_s, processes=processes), 60)
+            )
+        )
         return self.graders[-1]
 
 
@@ -173,11 +178,12 @@ async def test_the_graders_of_this_package_that_are_quick_need_no_process(made: 
 
 STARTER = """
 import asyncio, sys
+from async_opd.config.run_config import GradingConfig
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.core.row import Row
 
 async def main():
-    graders = Graders(GraderSpec("users_graders:by_name", 60, 1, 60))
+    graders = Graders(GraderSpec("users_graders:by_name", GradingConfig(processes=1), 60))
     await graders.grade("x", Row("0:7", "a", "p", "x", {}))
     print(graders._idle[0].process.pid, flush=True)
     await graders.grade("lock", Row("0:7", "a", "p", "x", {}))

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from async_opd.config.run_config import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.core.samples import Rollout
@@ -41,7 +42,7 @@ def student(quickstart: str) -> str:
 
 
 def grading(student: str, grader: str = "exact") -> RewardGrader:
-    return RewardGrader(GraderSpec(grader, timeout_s=60, processes=1, start_s=60), student)
+    return RewardGrader(GraderSpec(grader, GradingConfig(processes=1), start_s=60), student)
 
 
 @pytest.mark.parametrize(("text", "reward"), [("012", 1.0), ("021", 0.0), ("", 0.0)])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from async_opd.config.load import load_config
+from async_opd.config.run_config import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec
@@ -81,7 +82,7 @@ async def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     graders: list[Graders] = []
 
     def build(function: str, **bounds: Any) -> Graders:
-        graders.append(Graders(GraderSpec(function, 60, 1, 60, **bounds)))
+        graders.append(Graders(GraderSpec(function, GradingConfig(processes=1, **bounds), 60)))
         return graders[-1]
 
     yield build
@@ -127,7 +128,7 @@ async def test_a_grader_of_a_folder_that_is_named_is_found(
 async def test_a_grader_that_needs_too_much_memory_is_a_fault_and_the_next_response_is_graded(
     made: Made,
 ) -> None:
-    grader = made("speakers:takes_memory", memory_bytes=10**9)
+    grader = made("speakers:takes_memory", memory_gb=1)
     with pytest.raises(GradeError, match=r"(?s)more memory on row 0:7 than.*grading\.memory_gb"):
         await grader.grade(str(2 * 10**9), row())
     assert await grader.grade("1", row()) == 1.0
@@ -135,21 +136,21 @@ async def test_a_grader_that_needs_too_much_memory_is_a_fault_and_the_next_respo
 
 @pytest.mark.slow
 async def test_a_grader_may_take_what_the_config_allows(made: Made) -> None:
-    grader = made("speakers:takes_memory", memory_bytes=4 * 10**9)
+    grader = made("speakers:takes_memory", memory_gb=4)
     assert await grader.grade(str(2 * 10**9), row()) == 1.0
 
 
 @pytest.mark.slow
 async def test_torch_and_sympy_fit_into_a_small_bound(made: Made) -> None:
-    grader = made("speakers:memory_of_torch", memory_bytes=2 * 10**9)
+    grader = made("speakers:memory_of_torch", memory_gb=2)
     assert await grader.grade("x", row()) == 1.0
 
 
 def test_the_config_bounds_a_graders_memory() -> None:
     example = ROOT / "examples" / "quickstart.yaml"
     config = load_config(example, ["grading.memory_gb=0.5"])
-    assert GraderSpec.of(config, "exact").memory_bytes == 500_000_000
-    assert GraderSpec.of(load_config(example), "exact").memory_bytes == 16_000_000_000
+    assert GraderSpec.of(config, "exact").limits.memory_gb == 0.5
+    assert GraderSpec.of(load_config(example), "exact").limits.memory_gb == 16
 
 
 async def test_a_graders_own_script_finds_what_is_beside_it(
@@ -253,4 +254,4 @@ def test_graders_need_no_event_loop_to_be_closed() -> None:
 
 
 async def _opened_and_closed() -> None:
-    Graders(GraderSpec("exact", 1, 1, 1)).close()
+    Graders(GraderSpec("exact", GradingConfig(), 1)).close()

@@ -226,7 +226,8 @@ async def test_a_grader_inherits_the_secrets_that_it_is_given(
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("JUDGE_KEY", "MY_ACCESS", "HF_TOKEN"):
         monkeypatch.setenv(name, "correct horse battery")
-    spec = GraderSpec("judge_of_this_test:grade", 60, 1, 60, ("MY_ACCESS",), given)
+    limits = GradingConfig(processes=1, pass_env=list(given))
+    spec = GraderSpec("judge_of_this_test:grade", limits, 60, ("MY_ACCESS",))
     graders = Graders(spec)
     try:
         assert await graders.grade("a", Row("0:0", "s", "p", "a", {})) == seen
@@ -237,7 +238,7 @@ async def test_a_grader_inherits_the_secrets_that_it_is_given(
 def test_a_graders_bounds_know_the_variables_that_the_config_names(tmp_path: Path) -> None:
     config = load_config(config_of(tmp_path, api_key_env="MY_ACCESS"), ["grading.pass_env=[A]"])
     spec = GraderSpec.of(config, "math_verify")
-    assert (spec.hidden_env, spec.pass_env) == (("MY_ACCESS",), ("A",))
+    assert (spec.hidden_env, spec.limits.pass_env) == (("MY_ACCESS",), ["A"])
     assert GradingConfig().pass_env == []
 
 

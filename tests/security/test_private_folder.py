@@ -15,6 +15,7 @@ import pytest
 from async_opd.cluster.ray_folder import MAX_BYTES, environment, ray_folder
 from async_opd.cluster.session import ray_session
 from async_opd.config.load import load_config
+from async_opd.config.run_config import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.files.private_folder import (
     COMPILE_CACHE,
@@ -130,7 +131,7 @@ class TestTheRayOfALocalRun:
 
     def test_is_no_place_that_a_grader_is_told_of(self) -> None:
         with environment({"RAY_AUTH_TOKEN_PATH": "/token"}):
-            assert "RAY_AUTH_TOKEN_PATH" not in GraderSpec("exact", 1, 1, 1).environ()
+            assert "RAY_AUTH_TOKEN_PATH" not in GraderSpec("exact", GradingConfig(), 1).environ()
 
 
 class TestATemporaryFolder:

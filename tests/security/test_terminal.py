@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import cli
+from async_opd.config.run_config import GradingConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.row import Row
@@ -187,7 +188,7 @@ class TestWhatAGraderWrites:
 
         async def graded(name: str, response: str = HOSTILE.replace("\u202e", "")) -> float:
             monkeypatch.setattr("sys.stderr", written)
-            graders = Graders(GraderSpec(f"writers:{name}", 60, 1, 60))
+            graders = Graders(GraderSpec(f"writers:{name}", GradingConfig(processes=1), 60))
             try:
                 return await graders.grade(response, Row("0:7", "a", "p", "x", {}))
             finally:

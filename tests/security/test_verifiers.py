@@ -11,7 +11,7 @@ from reasoning_gym.factory import DATASETS
 from async_opd.checks.preflight import preflight
 from async_opd.config.data import DataConfig
 from async_opd.config.load import load_config
-from async_opd.config.run_config import RunConfig
+from async_opd.config.run_config import GradingConfig, RunConfig
 from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source
@@ -60,7 +60,8 @@ def made(task: str) -> Row:
 
 def grade(response: str, row: Row, allow_eval: bool) -> float:
     async def once() -> float:
-        spec = GraderSpec("exact", 120, 1, 120, allow_eval=allow_eval)
+        limits = GradingConfig(timeout_s=120, processes=1, allow_eval=allow_eval)
+        spec = GraderSpec("exact", limits, 120)
         graders = Graders(spec)
         try:
             return await graders.grade(response, row)
@@ -130,5 +131,7 @@ def test_check_allows_it_where_the_config_does_and_where_nothing_is_graded() -> 
 
 
 def test_the_config_reaches_the_graders() -> None:
-    assert not GraderSpec.of(with_task("puzzle24"), "exact").allow_eval
-    assert GraderSpec.of(with_task("puzzle24", "grading.allow_eval=true"), "exact").allow_eval
+    assert not GraderSpec.of(with_task("puzzle24"), "exact").limits.allow_eval
+    assert GraderSpec.of(
+        with_task("puzzle24", "grading.allow_eval=true"), "exact"
+    ).limits.allow_eval
