@@ -53,32 +53,40 @@ def cluster() -> Iterator[None]:
     ray.shutdown()
 
 
-async def victim(timeout_s: float = 30.0) -> Remote:
-    remote = Remote.create("victim", timeout_s=timeout_s)
+@pytest.fixture(scope="module")
+def victim(cluster: None) -> Remote:
+    """One process for all calls after which it lives."""
+    return asyncio.run(built())
+
+
+async def built() -> Remote:
+    remote = Remote.create("victim", timeout_s=30)
     await remote.build(VICTIM, (), 60)
     return remote
 
 
 @pytest.mark.usefixtures("cluster")
 class TestRemote:
-    async def test_a_call_returns_the_answer(self) -> None:
-        assert await (await victim()).call("answer") == 42
+    async def test_a_call_returns_the_answer(self, victim: Remote) -> None:
+        assert await victim.call("answer") == 42
 
-    async def test_an_error_names_the_process_the_call_and_the_cause(self) -> None:
+    async def test_an_error_names_the_process_the_call_and_the_cause(self, victim: Remote) -> None:
         with pytest.raises(StageError, match="victim: fail failed: ValueError: bad value"):
-            await (await victim()).call("fail")
+            await victim.call("fail")
 
-    async def test_our_own_errors_arrive_as_they_are_even_from_a_group(self) -> None:
+    async def test_our_own_errors_arrive_as_they_are_even_from_a_group(
+        self, victim: Remote
+    ) -> None:
         with pytest.raises(StageError, match="inner: broke"):
-            await (await victim()).call("fail_in_a_group")
+            await victim.call("fail_in_a_group")
 
-    async def test_an_endless_call_ends_in_a_timeout(self) -> None:
+    async def test_an_endless_call_ends_in_a_timeout(self, victim: Remote) -> None:
         with pytest.raises(StageTimeout, match=r"hang took longer than 0\.5 s"):
-            await (await victim()).call("hang", timeout_s=0.5)
+            await victim.call("hang", timeout_s=0.5)
 
     async def test_a_dead_process_is_named(self) -> None:
         with pytest.raises(StageError, match="victim: its process died during die"):
-            await (await victim()).call("die")
+            await (await built()).call("die")
 
     async def test_an_object_that_cannot_be_built_is_a_start_error(self) -> None:
         remote = Remote.create("victim", timeout_s=30)
