@@ -48,11 +48,10 @@ def gemma2() -> Any:
 
 
 CASES = {
-    "LongRoPE by default": (phi3, None, 31),
-    "LongRoPE, a short sequence of a long engine": (phi3, 128, 20),
-    "LongRoPE, a long sequence": (phi3, 128, 60),
-    "a soft cap": (gemma2, 128, 20),
-    "divided logits": (lambda: sized("Granite", logits_scaling=4.0), 128, 20),
+    "LongRoPE by default": (phi3, None, (31,)),
+    "LongRoPE, a short and a long sequence of a long engine": (phi3, 128, (20, 60)),
+    "a soft cap": (gemma2, 128, (20,)),
+    "divided logits": (lambda: sized("Granite", logits_scaling=4.0), 128, (20,)),
 }
 
 
@@ -62,27 +61,32 @@ def saved(model: Any, path: Path) -> Path:
     return path
 
 
-def engines(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
-    """log q of each token but the first, of a real engine."""
+def engines(path: Path, length: int | None, sequences: list[list[int]]) -> list[np.ndarray]:
+    """For each sequence, log q of each token but the first, of a real engine."""
     from vllm import AsyncEngineArgs, SamplingParams, TokensPrompt
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    async def scored() -> Any:
+    async def scored() -> list[np.ndarray]:
         arguments = kwargs(path) | ({} if length is None else {"max_model_len": length})
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         try:
-            wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-            async for out in engine.generate(TokensPrompt(prompt_token_ids=ids), wanted, "r"):
-                found = out.prompt_logprobs
+            return [await of(engine, ids) for ids in sequences]
         finally:
             engine.shutdown()
-        return [row[token].logprob for row, token in zip(found[1:], ids[1:], strict=True)]
 
-    return np.array(asyncio.run(asyncio.wait_for(scored(), 300)))
+    async def of(engine: Any, ids: list[int]) -> np.ndarray:
+        wanted = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        prompt = TokensPrompt(prompt_token_ids=ids)
+        async for out in engine.generate(prompt, wanted, f"{len(ids)} tokens"):
+            found = out.prompt_logprobs
+        rows = zip(found[1:], ids[1:], strict=True)
+        return np.array([row[token].logprob for row, token in rows])
+
+    return asyncio.run(asyncio.wait_for(scored(), 300))
 
 
-def trainers(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
-    """log q of each token but the first, of the student as the trainer loads it."""
+def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list[np.ndarray]:
+    """The same of the student as the trainer loads it."""
     import torch
 
     from trainer.losses.logits import shape_logits
@@ -98,17 +102,22 @@ def trainers(path: Path, length: int | None, ids: list[int]) -> np.ndarray:
         }
     )
     modules = DecoderAndHead.of(load_student(config, torch.device("cpu")))
-    row = torch.tensor([ids])
-    with torch.no_grad():
-        states = modules.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
-        logits = shape_logits(modules.linear(states), modules.shape).log_softmax(-1)
-    return logits[:-1].gather(-1, row[0, 1:, None])[:, 0].numpy()
+
+    def of(ids: list[int]) -> np.ndarray:
+        row = torch.tensor([ids])
+        with torch.no_grad():
+            states = modules.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
+            logits = shape_logits(modules.linear(states), modules.shape).log_softmax(-1)
+        return logits[:-1].gather(-1, row[0, 1:, None])[:, 0].numpy()
+
+    return [of(ids) for ids in sequences]
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_trainer_has_the_engines_logits(case: str, tmp_path: Path) -> None:
-    made, length, count = CASES[case]
+    made, length, counts = CASES[case]
     path = saved(made(), tmp_path / "model")
-    ids = [(7 * index) % 29 + 3 for index in range(count)]
-    difference = np.abs(engines(path, length, ids) - trainers(path, length, ids))
-    assert difference.max() < 1e-3
+    sequences = [[(7 * index) % 29 + 3 for index in range(count)] for count in counts]
+    found, own = (logprobs(path, length, sequences) for logprobs in (engines, trainers))
+    assert [len(one) for one in own] == [count - 1 for count in counts]
+    assert max(np.abs(a - b).max() for a, b in zip(found, own, strict=True)) < 1e-3
