@@ -1,7 +1,7 @@
 """The rollouter's actor is killed in a run, in the middle of weight syncs too.
 
 Its replicas, whose engines only take time, live on, also one that was rebuilt before, and every
-sample is trained once.
+sample is trained once. Ray shows each stage as a named actor, before the kills and after them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.util import list_named_actors
 
 from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.journal import LEDGER, Journal
@@ -30,7 +32,7 @@ from tests.cluster.simulated import FACTORIES, config
 
 pytestmark = pytest.mark.engine
 
-STEPS, BATCH, KILLS = 150, 32, 3
+STEPS, BATCH, KILLS = 80, 32, 3
 SYNC_S = 0.3
 """Of each push; a step takes a tenth of it, so a push is nearly always under way."""
 
@@ -75,12 +77,35 @@ class Lines:
 
 @dataclass(frozen=True)
 class Survived:
-    """What the run left; ``pids`` are the replicas' before the kills and after them."""
+    """What the run left; ``pids`` are the replicas' before the rollouter's kills and after them.
+
+    ``kinds``: the class that Ray shows for each name of an actor, before all kills and after them.
+    """
 
     audit: Audit
     lines: tuple[str, ...]
     pids: tuple[list[int], list[int]]
+    kinds: tuple[dict[str, str], dict[str, str]]
     step: int
+
+
+KINDS = {
+    "queue": "MessageQueue",
+    "rollouter": "Rollouter",
+    "rollouter/replica/0": "StudentReplica",
+    "rollouter/replica/1": "StudentReplica",
+    "teacher_scorer": "TeacherScorer",
+    "teacher_scorer/t/replica/0": "TeacherReplica",
+    "teacher_scorer/t/replica/1": "TeacherReplica",
+    "trainer/0": "Trainer",
+}
+
+
+def kinds() -> dict[str, str]:
+    """The class of each actor of the run that lives and has a name."""
+    shown = ray._private.state.actors().values()
+    classes = {one["Name"]: one["ActorClassName"] for one in shown if one["State"] == "ALIVE"}
+    return {name: classes[name] for name in list_named_actors()}
 
 
 async def pids(stages: LaunchedStages) -> list[int]:
@@ -88,9 +113,13 @@ async def pids(stages: LaunchedStages) -> list[int]:
     return [await replica.student.remote.pid(60) for replica in replicas]
 
 
-async def kills(stages: LaunchedStages, lines: Lines) -> tuple[list[int], list[int]]:
-    """First a replica, which is rebuilt; then the rollouter, again and again."""
+async def kills(stages: LaunchedStages, lines: Lines) -> dict[str, tuple[Any, Any]]:
+    """First a replica, which is rebuilt; then the rollouter, again and again.
+
+    Returns ``pids`` and ``kinds`` of Survived.
+    """
     await lines.trained(5)
+    shown = kinds()
     os.kill((await pids(stages))[0], signal.SIGKILL)
     await lines.told("student/0 is rebuilt")
     before = await pids(stages)
@@ -99,7 +128,7 @@ async def kills(stages: LaunchedStages, lines: Lines) -> tuple[list[int], list[i
         os.kill(await stages.rollouter.remote.pid(60), signal.SIGKILL)
         await lines.told("rollouter is rebuilt", times=kill)
     await lines.trained(lines.step + 3)
-    return before, await pids(stages)
+    return {"pids": (before, await pids(stages)), "kinds": (shown, kinds())}
 
 
 async def survive(run_dir: Path) -> Survived:
@@ -122,14 +151,15 @@ async def survive(run_dir: Path) -> Survived:
             await Pipeline(run, stages, prompts, None, log, journal).run()
             found = await killing
         log.finish("completed")
-    return Survived(audit(run_dir), tuple(lines.lines), found, lines.step)
+    return Survived(audit(run_dir), tuple(lines.lines), step=lines.step, **found)
 
 
 @pytest.fixture(scope="module")
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Survived:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.getcwd())  # for the simulated engines
-        run_dir = tmp_path_factory.mktemp("rollouter")
+        run_dir = tmp_path_factory.mktemp("runs") / "first"
+        run_dir.mkdir()
         write_run_format(run_dir)
         return asyncio.run(survive(run_dir))
 
@@ -149,3 +179,11 @@ def test_its_replicas_live_on_even_one_that_it_has_rebuilt(survived: Survived) -
     before, after = survived.pids
     assert before == after
     assert sum("student/" in line and "is ejected" in line for line in survived.lines) == 1
+
+
+def test_ray_shows_every_stage_by_a_name_below_the_runs_and_what_it_is(survived: Survived) -> None:
+    assert survived.kinds[0] == {f"first/{path}": kind for path, kind in KINDS.items()}
+
+
+def test_a_member_that_is_rebuilt_has_the_name_of_the_one_before(survived: Survived) -> None:
+    assert survived.kinds[1] == survived.kinds[0]
