@@ -24,7 +24,7 @@ from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.weight_sync.layout import chunk_plan
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
 
 K = 16
 MODES = ("keep", "recompute", "finish")

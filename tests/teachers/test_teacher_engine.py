@@ -15,7 +15,7 @@ import pytest
 from tests.engines import EOS, QUICKSTART, kwargs, prompts
 from tests.sequences import Parts, sampled_positions, sequence
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
 
 K = 5
 WARM = 2.0
