@@ -253,15 +253,18 @@ def engine_killed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return running.end()
 
 
+@pytest.mark.long
 def test_a_run_whose_engine_dies_once_too_often_exits_1(engine_killed: Run) -> None:
     assert engine_killed.code == 1, engine_killed.output
 
 
+@pytest.mark.long
 def test_a_run_whose_engine_dies_once_too_often_names_the_stage(engine_killed: Run) -> None:
     assert engine_killed.summary["status"] == "failed"
     assert "student/0" in engine_killed.summary["error"]
 
 
+@pytest.mark.long
 def test_a_run_whose_engine_dies_once_too_often_leaves_no_process_behind(
     engine_killed: Run,
 ) -> None:
