@@ -19,7 +19,7 @@ quickstart: .venv/installed models
 
 test: .venv/installed models
 	$(BIN)/pytest $(TWO) loadscope $(SLOWEST) -m "not engine and not long"
-	$(BIN)/pytest $(SLOWEST) -m "engine and not long"
+	$(BIN)/pytest $(TWO) loadfile $(SLOWEST) -m "engine and not long"
 
 test-long: .venv/installed models
 	$(BIN)/pytest $(SLOWEST) -m long
