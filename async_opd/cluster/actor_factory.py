@@ -14,6 +14,7 @@ from typing import Any
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
+from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.loss import score_kind, scored_top_k
@@ -63,6 +64,7 @@ class ActorFactory:
     eos_ids: tuple[int, ...]
     factories: Factories
     notify: Callable[[str], None]
+    bundles: GpuBundles = field(default_factory=GpuBundles)
     started: list[Remote] = field(default_factory=list)
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
@@ -112,7 +114,7 @@ class ActorFactory:
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             gpus=rollout.tensor_parallel,
-            host=("rollout", index),
+            bundle=("rollout", index),
         )
         return StudentProxy(remote, spec.consumer)
 
@@ -145,7 +147,8 @@ class ActorFactory:
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             gpus=teacher.tensor_parallel,
-            place=self.placements.get((teacher.host or "", index)),
+            bundle=(teacher.host or f"teachers.{teacher_name}", index),
+            guest=teacher.host is not None,
         )
         return TeacherProxy(remote)
 
@@ -166,18 +169,20 @@ class ActorFactory:
 
     async def _start_all_asleep(self, host: str, index: int, remote: Remote) -> None:
         """Starts the teachers on the GPUs of one process; on GPUs each sleeps before the next."""
-        colocated = [
+        guests = [
             name
             for name, teacher in self.config.teachers.items()
             if teacher.host == host and index < teacher.replicas
-            if index not in self.colocated.get(name, {})  # a teacher outlives its host
         ]
+        colocated = [name for name in guests if index not in self.colocated.get(name, {})]
         if self.device == "cpu":
             await gather_or_cancel(*(self._start_asleep(name, index) for name in colocated))
             return
-        if colocated:
-            bound_s = self.config.timeouts.engine_start_s
-            self.placements[host, index] = await remote.place(bound_s)
+        if len(colocated) < len(guests):  # a teacher outlives its host
+            remote.shared_place = self.placements[host, index]
+        elif guests:
+            place = await remote.place(self.config.timeouts.engine_start_s)
+            remote.shared_place = self.placements[host, index] = place
         for name in colocated:
             await self._start_asleep(name, index)
 
@@ -204,6 +209,7 @@ class ActorFactory:
                 actor_names.trainer(rank),
                 env={"OMP_NUM_THREADS": str(self.config.train.threads)},
                 gpus=int(self.device == "cuda"),
+                bundle=("train", rank),
                 restarts=True,
             )
             for rank in range(self.config.train.ranks)
@@ -250,22 +256,20 @@ class ActorFactory:
         args: tuple[Any, ...],
         *,
         gpus: int,
-        place: ActorPlacement | None = None,
-        host: tuple[str, int] | None = None,
+        bundle: tuple[str, int],
+        guest: bool = False,
     ) -> Remote:
-        """Starts and builds an engine. ``place``: the GPUs of another actor, which it shares.
-
-        ``host``: its pool and index, if colocated teachers may share its GPUs.
-        """
-        reserved = gpus if self.device == "cuda" and place is None else 0
+        """Starts and builds an engine in a bundle. A guest uses the GPUs of the bundle's host."""
+        reserved = gpus if self.device == "cuda" and not guest else 0
+        place = self.placements.get(bundle) if guest else None
         env = engine_env(self.device)
-        remote = await self.create(actor, env=env, gpus=reserved, place=place)
+        remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
-            if host is None:
+            if guest:
                 await build()
             else:
-                await self._build_after_teachers(host[0], {host[1]: remote}, build)
+                await self._build_after_teachers(bundle[0], {bundle[1]: remote}, build)
         except BaseException:
             remote.kill()
             raise
@@ -278,16 +282,18 @@ class ActorFactory:
         *,
         env: dict[str, str] | None = None,
         gpus: int = 0,
+        bundle: tuple[str, int] | None = None,
         restarts: bool = False,
         place: ActorPlacement | None = None,
     ) -> Remote:
-        """Starts an actor's process, which ``close`` will end."""
+        """Starts an actor's process, which ``close`` will end. ``bundle``: see GpuBundles."""
         create = partial(
             Remote.create,
             actor.name,
             timeout_s=self.config.timeouts.request_s,
             env=(env or {}) if self.config.cluster.address else {**(env or {}), **LOOPBACK},
             gpus=gpus,
+            bundle=self.bundles.strategy(*bundle) if bundle else None,
             restarts=restarts,
             place=place,
             actor=f"{run_name(self.config)}/{actor.path}",

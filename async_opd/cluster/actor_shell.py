@@ -20,7 +20,6 @@ from types import ModuleType
 from typing import Any, cast
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from async_opd.cluster.faults import to_stage_error
 from async_opd.core.errors import (
@@ -55,6 +54,9 @@ class ActorPlacement:
 
     node: str
     gpus: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"GPU {', '.join(self.gpus)} of node {self.node}"
 
 
 LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -143,6 +145,8 @@ class Remote:
 
     def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
         self.name = name
+        self.shared_place: ActorPlacement | None = None
+        """The place of processes that share its GPUs: ``build`` refuses any other."""
         self._restarts = restarts
         self._handle = handle
         self._timeout_s = timeout_s
@@ -155,6 +159,7 @@ class Remote:
         timeout_s: float,
         env: dict[str, str] | None = None,
         gpus: int = 0,
+        bundle: Any = None,
         restarts: bool = False,
         place: ActorPlacement | None = None,
         actor: str | None = None,
@@ -165,8 +170,9 @@ class Remote:
         Ray shows it as ``actor`` of class ``kind``. Raises ActorAlreadyExistsError while Ray has
         another actor of this name.
 
-        It reserves no CPU: actors that mostly wait would block others. With a ``place`` it reserves
-        no GPU either, and uses those of the placement.
+        It reserves no CPU: actors that mostly wait would block others. ``bundle`` is the strategy
+        of ``GpuBundles`` by which Ray chooses its node and its ``gpus``. A process that shares
+        those of another one reserves none, and uses the GPUs of that one's ``place``.
 
         ``ASYNC_OPD_ACTOR`` is its name in its environment and its children's. None of these
         processes imports from the working directory by default.
@@ -174,8 +180,9 @@ class Remote:
         options: dict[str, Any] = {"name": actor, "num_cpus": 0, "max_concurrency": 10_000}
         options["enable_task_events"] = False  # Ray's server would store one for every call
         env = {**(env or {}), "ASYNC_OPD_ACTOR": name, SAFE_PATH: "1"}
+        if bundle is not None:
+            options["scheduling_strategy"] = bundle
         if place is not None:
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(place.node, soft=False)
             env |= {"CUDA_VISIBLE_DEVICES": ",".join(place.gpus), LEAVE_GPUS_ALONE: "1"}
         options["runtime_env"] = {"env_vars": env}
         if gpus:
@@ -194,6 +201,8 @@ class Remote:
         """Builds the object; EngineStartError with the process's last error lines if that fails."""
         try:
             pid = await self._started(timeout_s)
+            if self.shared_place is not None:
+                self._compare(await self.place(timeout_s), self.shared_place)
             build = partial(self._handle.build.remote, factory, args)
             await self._bounded(build, timeout_s, "building", START_KEY)
         except StageError as error:
@@ -204,6 +213,12 @@ class Remote:
                 + (f"\n    its last error lines:\n{words}" if words else ""),
                 error.remedy,
             ) from error
+
+    def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
+        """StageError if Ray has started the process elsewhere, as after the death of its node."""
+        if found != shared:
+            cause = f"Ray has started it on {found}, but its colocated teachers are on {shared}"
+            raise StageError(self.name, cause, "its node was lost: stop the run, and --resume it")
 
     async def _started(self, timeout_s: float) -> int:
         """The process's id; while Ray ends an earlier process, that of the next one."""

@@ -14,11 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.checks.resources import pools
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
+from async_opd.cluster.gpu_bundles import GpuBundles, reserve
 from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
@@ -30,7 +28,7 @@ from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import SelfTeacher
-from async_opd.core.errors import ConfigError, Problem, ProcessDied, first_cause
+from async_opd.core.errors import ProcessDied, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
 from async_opd.waiting.race import gather_or_cancel
@@ -82,9 +80,9 @@ async def launch(
     Raises EngineStartError with the name of the first actor that did not start.
     """
     async with ray_session(config) as reaper:
-        if device == "cuda":
-            _enough_gpus(config)
-        actor_factory = ActorFactory(config, device, eos_ids, factories or Factories(), notify)
+        bundles = await reserve(config, notify) if device == "cuda" else GpuBundles()
+        made = factories or Factories()
+        actor_factory = ActorFactory(config, device, eos_ids, made, notify, bundles)
         try:
             stages = await _build(actor_factory)
             if reaper is not None:
@@ -92,6 +90,7 @@ async def launch(
             yield stages
         finally:
             await actor_factory.close()
+            bundles.remove()
 
 
 async def _build(actor_factory: ActorFactory) -> LaunchedStages:
@@ -185,13 +184,3 @@ def _refreshing(
         lambda: [config.version_after(step) for step in store.begun()],
     )
     return RefreshingSync(sync, every, trainer.save, load, copies, actor_factory.notify)
-
-
-def _enough_gpus(config: RunConfig) -> None:
-    """ConfigError if the cluster has fewer GPUs than the pools take: actors would never start."""
-    wanted = sum(pool.gpus for pool in pools(config))
-    found = int(ray.cluster_resources().get("GPU", 0))
-    if wanted > found:
-        message = f"the pools take {wanted} GPUs, the Ray cluster has {found}"
-        remedy = "take fewer replicas, or join a larger cluster"
-        raise ConfigError([Problem("cluster", "cluster.address", message, remedy)])

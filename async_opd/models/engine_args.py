@@ -45,6 +45,8 @@ def engine_kwargs(
         "disable_log_stats": True,
         "enable_prefix_caching": True,
     }
+    if tensor_parallel > 1:  # in a placement group vLLM would choose Ray, without a GPU left
+        kwargs["distributed_executor_backend"] = "mp"
     if engine.max_model_len is not None:
         kwargs["max_model_len"] = engine.max_model_len
     if engine.max_num_batched_tokens is not None:

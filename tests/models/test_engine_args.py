@@ -42,3 +42,18 @@ def test_overrides_of_the_user_are_added_and_win(device: Device) -> None:
     ours = {"head_dtype": "float32"} if device == "cuda" else {}
     given = {"hf_overrides": {"architectures": ["A"]}}
     assert overrides(device, extra=given) == ours | given["hf_overrides"]
+
+
+@pytest.mark.parametrize(("tensor_parallel", "expected"), [(1, None), (2, "mp")])
+def test_an_engine_of_several_gpus_starts_its_own_worker_processes(
+    tensor_parallel: int, expected: str | None
+) -> None:
+    found = engine_kwargs(
+        EngineConfig(),
+        model="m",
+        device="cuda",
+        tensor_parallel=tensor_parallel,
+        seed=0,
+        trust_remote_code=False,
+    )
+    assert found.get("distributed_executor_backend") == expected

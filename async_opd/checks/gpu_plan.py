@@ -1,0 +1,156 @@
+"""From which node each engine and each rank takes its GPUs. Nodes and pools are numbers here.
+
+    unit: GPUs that have to be on one node ──assign──► node
+      └─ bundle: the GPUs of one process, its colocated teachers included
+
+``async_opd.cluster.gpu_bundles`` reserves what is planned here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from async_opd.checks.resources import Pool
+
+RANKS = "train"
+"""The pool whose units are kept on few nodes: ranks talk to each other in every layer."""
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """The GPUs of one process: replica or rank ``index`` of ``pool``, and its guests."""
+
+    pool: str
+    index: int
+    gpus: int
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Bundles on one node: an engine never spans two."""
+
+    bundles: tuple[Bundle, ...]
+
+    @property
+    def pool(self) -> str:
+        """The pool of its bundles."""
+        return self.bundles[0].pool
+
+    @property
+    def gpus(self) -> int:
+        """GPUs of all of its bundles."""
+        return sum(bundle.gpus for bundle in self.bundles)
+
+
+@dataclass(frozen=True)
+class GpuNode:
+    """A node of the cluster: its id, a name for messages, its GPUs and how many nobody has."""
+
+    id: str
+    name: str
+    gpus: int
+    free: int
+
+
+def units(pools: Iterable[Pool]) -> list[Unit]:
+    """A unit for each replica and each rank that has GPUs of its own."""
+    return [
+        Unit((Bundle(pool.name, index, pool.gpus_per_replica),))
+        for pool in pools
+        if pool.gpus
+        for index in range(pool.replicas)
+    ]
+
+
+def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | None:
+    """The node of each unit, or None if one finds no node. ``free``: free GPUs by node.
+
+    Larger units come first, each to the fullest node with room for it. All ranks together come as
+    one unit; if no node has room for it, they come last, each to the node of the rank before or,
+    when that is full, to the emptiest one.
+
+    If each size divides the next larger one (1, 2, 4, 8), an assignment is found whenever there is
+    one: a unit can then always change places with smaller ones of exactly its size.
+    """
+    ranks = [unit for unit in units if unit.pool == RANKS]
+    others = [[unit] for unit in units if unit.pool != RANKS]
+    together = _largest_first([*others, ranks] if ranks else others, dict(free))
+    return together or _ranks_last(others, ranks, dict(free))
+
+
+def _largest_first(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
+    """Assigns whole blocks, and takes their GPUs out of ``free``."""
+    found: dict[Unit, str] = {}
+    for block in sorted(blocks, key=_gpus, reverse=True):
+        room = [node for node, gpus in free.items() if gpus >= _gpus(block)]
+        if not room:
+            return None
+        node = min(room, key=free.__getitem__)
+        free[node] -= _gpus(block)
+        found |= dict.fromkeys(block, node)
+    return found
+
+
+def _ranks_last(
+    others: list[list[Unit]], ranks: list[Unit], free: dict[str, int]
+) -> dict[Unit, str] | None:
+    found = _largest_first(others, free)
+    if found is None:
+        return None
+    node = max(free, key=free.__getitem__, default="")
+    for rank in ranks:
+        if free.get(node, 0) < rank.gpus:
+            node = max(free, key=free.__getitem__, default="")
+        if free.get(node, 0) < rank.gpus:
+            return None
+        free[node] -= rank.gpus
+        found[rank] = node
+    return found
+
+
+def _gpus(block: Sequence[Unit]) -> int:
+    return sum(unit.gpus for unit in block)
+
+
+def fits(units: Collection[Unit], nodes: Collection[GpuNode]) -> bool:
+    """Whether the cluster has room for the units once nobody else uses its GPUs."""
+    return assign(units, {node.id: node.gpus for node in nodes}) is not None
+
+
+def shortage(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
+    """Two tables: the GPUs that each pool needs, and the available and free ones of each node."""
+    pools: dict[str, list[Unit]] = {}
+    for unit in units:
+        pools.setdefault(unit.pool, []).append(unit)
+    needed = [
+        (name, " + ".join(_terms([unit.gpus for unit in found])), str(_gpus(found)))
+        for name, found in pools.items()
+    ]
+    found = [(node.name, str(node.gpus), str(node.free)) for node in nodes]
+    total, available = _gpus(list(units)), sum(node.gpus for node in nodes)
+    free = sum(node.free for node in nodes)
+    head = f"the pools need {total} GPUs, each engine's on one node; the cluster has {available}"
+    return "\n".join(
+        (
+            f"{head}, of which {free} are free",
+            *_table([("pool", "engines × GPUs", "needed"), *needed]),
+            *_table([("node", "available", "free"), *found]),
+        )
+    )
+
+
+def _terms(sizes: Sequence[int]) -> list[str]:
+    """``2 × 4`` for two engines of four GPUs each; the largest first."""
+    return [f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)]
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """The rows as lines of one width each column, indented; the first column to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "      "
+        + row[0].ljust(widths[0])
+        + "".join(f"  {cell.rjust(width)}" for cell, width in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    ]

@@ -1,0 +1,136 @@
+"""From which node each engine and each rank takes its GPUs."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.checks.gpu_plan import RANKS, Bundle, GpuNode, Unit, assign, fits, shortage, units
+from async_opd.checks.resources import Pool
+from tests.properties import examples
+
+
+def engines(*sizes: int, pool: str = "rollout") -> list[Unit]:
+    return [Unit((Bundle(pool, index, size),)) for index, size in enumerate(sizes)]
+
+
+def ranks(count: int) -> list[Unit]:
+    return engines(*[1] * count, pool=RANKS)
+
+
+def room(*free: int) -> dict[str, int]:
+    return {f"n{index}": gpus for index, gpus in enumerate(free)}
+
+
+def possible(sizes: tuple[int, ...], free: tuple[int, ...]) -> bool:
+    """Whether there is any assignment, by trying all."""
+    if not sizes:
+        return True
+    first, *others = sizes
+    return any(
+        possible(tuple(others), (*free[:i], gpus - first, *free[i + 1 :]))
+        for i, gpus in enumerate(free)
+        if gpus >= first
+    )
+
+
+a_node = st.integers(0, 8)
+any_size, power_of_two = st.integers(1, 8), st.sampled_from((1, 2, 4, 8))
+
+
+@given(st.lists(any_size, max_size=6), st.integers(0, 6), st.lists(a_node, max_size=4))
+def test_no_node_gives_more_gpus_than_are_free(
+    sizes: list[int], count: int, free: list[int]
+) -> None:
+    wanted = [*engines(*sizes), *ranks(count)]
+    found = assign(wanted, room(*free))
+    if found is not None:
+        assert set(found) == set(wanted)
+        taken = Counter[str]()
+        for unit, node in found.items():
+            taken[node] += unit.gpus
+        assert all(taken[node] <= gpus for node, gpus in room(*free).items())
+
+
+@examples(200)
+@given(
+    st.lists(power_of_two, max_size=5),
+    st.integers(0, 3),
+    st.lists(a_node, max_size=3).map(tuple),
+)
+def test_sizes_that_divide_each_other_are_assigned_whenever_that_is_possible(
+    sizes: list[int], count: int, free: tuple[int, ...]
+) -> None:
+    found = assign([*engines(*sizes), *ranks(count)], room(*free))
+    assert (found is not None) == possible((*sizes, *[1] * count), free)
+
+
+@given(st.integers(1, 16), st.lists(a_node, min_size=1, max_size=4))
+def test_ranks_are_on_as_few_nodes_as_possible(count: int, free: list[int]) -> None:
+    found = assign(ranks(count), room(*free))
+    if found is not None:
+        largest = sorted(free, reverse=True)
+        fewest = next(n for n in range(len(free) + 1) if sum(largest[:n]) >= count)
+        assert len(set(found.values())) == fewest
+
+
+def test_ranks_that_fit_on_one_node_are_on_one_beside_engines() -> None:
+    found = assign([*engines(4, 4), *ranks(8)], room(8, 8))
+    assert found is not None
+    assert len({found[rank] for rank in ranks(8)}) == 1
+
+
+def test_an_engine_is_not_put_where_a_larger_one_has_to_be() -> None:
+    found = assign([*engines(1, 1, 8)], room(8, 2))
+    assert found == dict(zip(engines(1, 1, 8), ("n1", "n1", "n0"), strict=True))
+
+
+def test_ranks_that_no_node_can_hold_are_split_behind_the_engines() -> None:
+    found = assign([*engines(4), *ranks(12)], room(8, 8))
+    assert found is not None
+    assert Counter(found[rank] for rank in ranks(12)) == {"n1": 8, "n0": 4}
+
+
+def test_neighbouring_ranks_are_on_one_node() -> None:
+    found = assign(ranks(12), room(8, 8))
+    assert found is not None
+    assert [found[rank] for rank in ranks(12)] == ["n0"] * 8 + ["n1"] * 4
+
+
+def test_bundles_of_one_unit_are_never_on_two_nodes() -> None:
+    unit = Unit((Bundle("rollout", 0, 2), Bundle("rollout", 1, 2)))
+    assert assign([unit], room(3, 3)) is None
+    assert assign([unit], room(3, 4)) == {unit: "n1"}
+
+
+def test_pools_that_share_gpus_or_take_none_have_no_unit() -> None:
+    pools = [
+        Pool("rollout", 2, 4, "m"),
+        Pool("teachers.t", 2, 4, "m", "rollout"),
+        Pool("teachers.server", 3, 0, "m"),
+        Pool("train", 1, 1, "m"),
+    ]
+    assert units(pools) == [*engines(4, 4), *ranks(1)]
+
+
+def test_gpus_of_others_do_not_make_a_cluster_too_small() -> None:
+    assert fits(engines(8), [GpuNode("a", "a", 8, 0)])
+    assert not fits(engines(8), [GpuNode("a", "a", 4, 4), GpuNode("b", "b", 4, 4)])
+
+
+def test_a_shortage_is_a_table_of_needed_available_and_free_gpus() -> None:
+    wanted = [*engines(4, 4), *engines(8, pool="teachers.math"), *ranks(2)]
+    nodes = [GpuNode("a", "gpu-a (10.0.0.1)", 8, 4), GpuNode("b", "gpu-b (10.0.0.2)", 8, 8)]
+    assert shortage(wanted, nodes).splitlines() == [
+        "the pools need 18 GPUs, each engine's on one node; the cluster has 16, of which 12 are "
+        "free",
+        "      pool           engines × GPUs  needed",
+        "      rollout                 2 × 4       8",
+        "      teachers.math           1 × 8       8",
+        "      train                   2 × 1       2",
+        "      node              available  free",
+        "      gpu-a (10.0.0.1)          8     4",
+        "      gpu-b (10.0.0.2)          8     8",
+    ]

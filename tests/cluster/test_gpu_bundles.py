@@ -1,0 +1,167 @@
+"""GPUs are reserved on a Ray cluster of two nodes with eight pretended GPUs each."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+
+from async_opd.cluster import actor_names
+from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
+from async_opd.cluster.actor_shell import ActorPlacement, Remote
+from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError
+
+pytestmark = pytest.mark.engine
+
+BOUND_S = 60.0
+
+
+class Engine:
+    """Tells which GPUs its process may use."""
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+    async def sleep(self) -> None:
+        """It has no memory to free."""
+
+    async def gpus(self) -> str:
+        return os.environ["CUDA_VISIBLE_DEVICES"]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Two nodes, each of which says that it has eight GPUs."""
+    node = {"num_cpus": 1, "num_gpus": 8, "object_store_memory": 80 << 20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        cluster = Cluster(initialize_head=True, head_node_args=node)
+        cluster.add_node(**node)
+        ray.init(address=cluster.address, log_to_driver=False)
+        try:
+            yield
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
+
+
+def config(*, rollout: int = 4, ranks: int = 4, start_s: float = BOUND_S) -> RunConfig:
+    """Two engines of the student with a colocated teacher each, one of another, and ranks."""
+    colocated = {"placement": "colocated", "with": "rollout", "tensor_parallel": rollout}
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "student"},
+            "teachers": {
+                "guest": {"model": "t", "replicas": 2, **colocated},
+                "own": {"model": "t", "tensor_parallel": 2},
+            },
+            "rollout": {"replicas": 2, "tensor_parallel": rollout},
+            "train": {"ranks": ranks},
+            "data": {"train": "prompts.jsonl"},
+            "cluster": {"address": "auto", "device": "cuda"},
+            "sync": {"backend": "gloo"},
+            "timeouts": {"engine_start_s": start_s},
+        }
+    )
+
+
+@pytest.fixture
+async def factory(cluster: None) -> AsyncIterator[ActorFactory]:
+    """Starts processes in the bundles of ``config()``."""
+    engine = Factory(f"{__name__}:Engine")
+    bundles = await reserve(config(), print)
+    made = ActorFactory(config(), "cuda", (), Factories(engine, engine), print, bundles)
+    try:
+        yield made
+    finally:
+        for remote in made.started:
+            remote.kill()
+        bundles.remove()
+        await all_free()
+
+
+async def all_free() -> None:
+    async with asyncio.timeout(BOUND_S):
+        while [node.free for node in gpu_nodes()] != [8, 8]:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def place(remote: Remote) -> ActorPlacement:
+    return await remote.place(BOUND_S)
+
+
+async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(factory: ActorFactory) -> None:
+    nothing: Any = None
+    student, *others = await asyncio.gather(
+        factory.student(0, nothing),
+        factory.create(actor_names.teacher("own", 0), gpus=2, bundle=("teachers.own", 0)),
+        *(
+            factory.create(actor_names.trainer(rank), gpus=1, bundle=("train", rank))
+            for rank in range(4)
+        ),
+    )
+    at = await place(student.remote)
+    teacher, *ranks = [await place(other) for other in others]
+    guest = factory.colocated["guest"][0].remote
+    assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1, 1, 1]
+    assert len({rank.node for rank in ranks}) == 1
+    taken = [(found.node, gpu) for found in (at, teacher, *ranks) for gpu in found.gpus]
+    assert len(set(taken)) == len(taken)
+    assert (await place(guest)).node == at.node
+    assert await guest.call("gpus") == await student.remote.call("gpus") == ",".join(at.gpus)
+    student.kill()
+    again = await factory.student(0, nothing, 1)
+    assert await place(again.remote) == at
+
+
+async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
+    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
+    await others.ready()
+    said = asyncio.Event()
+    words: list[str] = []
+
+    def notify(text: str) -> None:
+        words.append(text)
+        said.set()
+
+    waiting = asyncio.create_task(reserve(config(), notify))
+    await asyncio.wait_for(said.wait(), BOUND_S)
+    remove_placement_group(others)
+    bundles = await asyncio.wait_for(waiting, BOUND_S)
+    bundles.remove()
+    assert words[0].startswith("cluster: waiting for GPUs that others use")
+    await all_free()
+
+
+async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -> None:
+    others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
+    await others.ready()
+    try:
+        with pytest.raises(ConfigError, match=r"need 14 GPUs.*has 16, of which 8 are free"):
+            await reserve(config(start_s=0.5), print)
+    finally:
+        remove_placement_group(others)
+    await all_free()
+
+
+async def test_a_cluster_without_a_node_for_the_largest_engine_is_refused_at_once(
+    cluster: None,
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        await reserve(config(rollout=9, ranks=1), pytest.fail)
+    head, *rows = refused.value.problems[0].message.splitlines()
+    assert head.startswith("the pools need 21 GPUs, each engine's on one node; the cluster has 16")
+    assert [row.split()[-2:] for row in rows[-2:]] == [["8", "8"]] * 2
+    await all_free()
+
+
+async def test_without_bundles_ray_chooses_the_node() -> None:
+    assert GpuBundles().strategy("rollout", 0) is None
