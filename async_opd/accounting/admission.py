@@ -15,17 +15,6 @@ import asyncio
 import math
 from fractions import Fraction
 
-from async_opd.config.run_config import RunConfig
-
-
-def max_samples_in_flight(config: RunConfig) -> int:
-    """Samples that may be admitted and not yet trained at one time: ⌊(1 + s) · K · B⌋.
-
-    The budget gives this bound: v · K · B samples are trained when the engines have version v.
-    """
-    share = 1 + Fraction(str(config.async_.staleness_threshold))
-    return math.floor(share * config.async_.sync_steps * config.train.batch_size)
-
 
 class Admission:
     """Counts samples against the budget and wakes waiting callers. One event loop, no locks."""

@@ -11,7 +11,7 @@ responses; the loss need not show it. Each value is an exponential mean over ``w
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -35,9 +35,8 @@ class Guardrail:
     """Compares each step's metrics with the limits; reports a limit when it becomes exceeded."""
 
     config: GuardrailConfig
-    _means: dict[str, float] = field(default_factory=dict)
-    _lengths: list[float] = field(default_factory=list)
-    _exceeded: set[str] = field(default_factory=set)
+    state: GuardrailState = GuardrailState()
+    """The state after the last step; a checkpoint has it."""
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
         """Sentences about the limits that this step exceeds and the step before did not."""
@@ -49,26 +48,19 @@ class Guardrail:
             "drift": self._drift(metrics["train/mean_response_tokens"]),
         }
         share = 2 / (self.config.window + 1)
-        for key, value in values.items():
-            self._means[key] = value * share + self._means.get(key, value) * (1 - share)
-        exceeded = {key for key, limit in self._limits.items() if self._means[key] > limit}
-        new, self._exceeded = sorted(exceeded - self._exceeded), exceeded
-        return [self._sentence(key) for key in new]
-
-    def state(self) -> GuardrailState:
-        """The state after the last step, for a checkpoint."""
-        exceeded = tuple(sorted(self._exceeded))
-        return GuardrailState(dict(self._means), tuple(self._lengths), exceeded)
-
-    def restore(self, state: GuardrailState) -> None:
-        """Takes over the state of a checkpoint."""
-        self._means, self._lengths = dict(state.means), list(state.lengths)
-        self._exceeded = set(state.exceeded)
+        before = self.state
+        means = {
+            key: value * share + before.means.get(key, value) * (1 - share)
+            for key, value in values.items()
+        }
+        exceeded = sorted(key for key, limit in self._limits.items() if means[key] > limit)
+        self.state = replace(before, means=means, exceeded=tuple(exceeded))
+        return [self._sentence(key) for key in exceeded if key not in before.exceeded]
 
     @property
     def metrics(self) -> dict[str, float]:
         """The smoothed values."""
-        return {f"guardrail/{key}": value for key, value in self._means.items()}
+        return {f"guardrail/{key}": value for key, value in self.state.means.items()}
 
     @property
     def _limits(self) -> dict[str, float]:
@@ -80,13 +72,14 @@ class Guardrail:
         }
 
     def _drift(self, length: float) -> float:
-        if len(self._lengths) < self.config.baseline_steps:
-            self._lengths.append(length)
+        lengths = self.state.lengths
+        if len(lengths) < self.config.baseline_steps:
+            self.state = replace(self.state, lengths=(*lengths, length))
             return 1.0
-        return length / max(sum(self._lengths) / len(self._lengths), 1.0)
+        return length / max(sum(lengths) / len(lengths), 1.0)
 
     def _sentence(self, key: str) -> str:
-        value = self._means[key]
+        value = self.state.means[key]
         finding = {
             "truncated": f"{value:.0%} of the responses are cut off at rollout.max_tokens",
             "repetition": f"{value:.0%} of the responses' {GRAM}-grams repeat earlier ones",

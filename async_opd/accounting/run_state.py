@@ -82,7 +82,7 @@ class RunState:
         self.step = cut.step
         self.ledger.restore(cut.ledger, self._prompts.find)
         self.dead_letters.restore(cut.dead_letters)
-        self.guardrail.restore(cut.guardrail)
+        self.guardrail.state = cut.guardrail
         self.admission.restore(cut.version, cut.admitted)
 
     def settle(self, report: StepReport) -> None:
@@ -114,7 +114,7 @@ class RunState:
             admitted=self.admission.admitted,
             ledger=self.ledger.state(),
             dead_letters=self.dead_letters.state(),
-            guardrail=self.guardrail.state(),
+            guardrail=self.guardrail.state,
         )
 
     @property

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import ray
 
-from async_opd.accounting.admission import max_samples_in_flight
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.remote_ranks import RemoteRankGroup
 from async_opd.config.run_config import RunConfig
@@ -50,7 +49,7 @@ def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
         batch_size=config.train.batch_size,
         max_version_lag=config.async_.max_version_lag if requeue else None,
         group_size=config.rollout.n if config.reward is not None else 1,
-        remembered=max(MIN_REMEMBERED, REMEMBERED_BUDGETS * max_samples_in_flight(config)),
+        remembered=max(MIN_REMEMBERED, REMEMBERED_BUDGETS * config.max_in_flight),
     )
 
 

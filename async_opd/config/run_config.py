@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -23,7 +24,7 @@ from async_opd.config.reliability import (
     SupervisionConfig,
     TimeoutConfig,
 )
-from async_opd.config.section import Section
+from async_opd.config.section import ModelSection, Section
 from async_opd.config.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
 from async_opd.config.train import AsyncConfig, SyncConfig, TrainConfig
 
@@ -36,17 +37,8 @@ class SizesError(ValueError):
         self.faults = faults
 
 
-class StudentConfig(Section):
+class StudentConfig(ModelSection):
     """The model that is trained."""
-
-    model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id. A name is a directory if its first part is a
-    folder beside the config."""
-    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
-    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
-    required, and a commit."""
-    trust_remote_code: bool = False
-    """Runs code that comes with the model. Only for models you trust."""
 
 
 class RolloutConfig(Section):
@@ -270,6 +262,15 @@ class RunConfig(Section):
     def versions(self) -> int:
         """Number of weight versions of the run: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Samples that may be admitted and not yet trained at one time: ⌊(1 + s) · K · B⌋.
+
+        The budget gives this bound: v · K · B samples are trained when the engines have version v.
+        """
+        share = 1 + Fraction(str(self.async_.staleness_threshold))
+        return math.floor(share * self.async_.sync_steps * self.train.batch_size)
 
     def version_after(self, step: int) -> int:
         """The newest weight version whose weights are complete after a step."""

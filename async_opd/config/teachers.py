@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.engine import EngineConfig
-from async_opd.config.section import Section
+from async_opd.config.section import ModelSection, Section
 
 
 class CallHealth(Section):
@@ -130,18 +130,10 @@ class EngineTeacher(Teacher):
         return self.engine.max_num_seqs
 
 
-class VllmTeacher(EngineTeacher):
+class VllmTeacher(EngineTeacher, ModelSection):
     """A model in the run's own vLLM engines."""
 
     kind: Literal["vllm"] = "vllm"
-    model: str = Field(min_length=1)
-    """Directory of a Hugging Face model, or a hub id. A name is a directory if its first part is a
-    folder beside the config."""
-    revision: str | None = Field(default=None, pattern=r"^[\w./-]{1,200}$")
-    """Commit, tag or branch of a hub id; by default the newest. With ``trust_remote_code`` it is
-    required, and a commit."""
-    trust_remote_code: bool = False
-    """Runs code that comes with the model. Only for models you trust."""
 
 
 class SelfTeacher(EngineTeacher):

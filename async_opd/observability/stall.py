@@ -70,12 +70,10 @@ def most_tokens(config: RunConfig, evaluated: int) -> int:
 
     They are those of the (1 + s) K B samples in flight, or of the evaluation's prompts.
     """
-    run = config.async_
-    samples = (1 + run.staleness_threshold) * run.sync_steps * config.train.batch_size
     prompt = config.data.max_prompt_tokens or LONGEST_PROMPT
     longest = max(config.rollout.max_tokens, config.eval.max_tokens or 0)
     length = config.rollout.engine.max_model_len or prompt + longest
-    return int(max(samples, evaluated)) * length * STAGES
+    return max(config.max_in_flight, evaluated) * length * STAGES
 
 
 def teachers_s(config: RunConfig, evaluation: Evaluation) -> float:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import floor
 
 from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
@@ -130,9 +129,7 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     topic = min(samples * rollout, max(most, rollout, MESSAGE_BYTES))
     scored = min(samples * sample, max(most, sample, MESSAGE_BYTES))
     topics = (len(config.teachers) + 1) * topic + max(scored, 2 * batch * sample)
-    share = 1 + config.async_.staleness_threshold
-    in_flight = floor(share * config.async_.sync_steps * batch)
-    queue = min(topics, in_flight * max(rollout, sample))
+    queue = min(topics, config.max_in_flight * max(rollout, sample))
     return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
 
 

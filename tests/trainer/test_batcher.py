@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 
-from async_opd.accounting.admission import max_samples_in_flight
 from async_opd.cluster.trainer_actor import build_batcher
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, cut, unpack
@@ -150,7 +149,7 @@ async def test_the_memory_of_trained_samples_follows_from_the_budget(scored: Mes
             "async": {"staleness_threshold": 2.5, "sync_steps": 8},
         }
     )
-    budget = max_samples_in_flight(config)
+    budget = config.max_in_flight
     assert budget == 3.5 * 8 * 4096
     assert build_batcher(config, scored).remembered >= 2 * budget
 
