@@ -5,7 +5,6 @@ directory ──load_student──► model ──(join, shard)──► Learner
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +16,7 @@ from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
-from trainer.student.check import check_student
+from trainer.student.check import check_rank, check_student
 from trainer.student.loading import load_student
 from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import load_heads
@@ -59,10 +58,9 @@ def build_rank(config: RunConfig, device_name: str, spec: RankSpec | None) -> Ra
     heads = load_heads(config, len(model.get_output_embeddings().weight), device)
     settings = model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
-    if spec is None:
-        rank = Rank(model, objective, config.train, device, heads)
-        check_student(model, device, rank.precision(), longest)
-        return rank
-    if spec.rank == 0:  # before sharding: a shard has no logits to compare
-        check_student(model, torch.device("cpu"), nullcontext(), longest)
-    return Rank(model, objective, config.train, device, heads, join_mesh(spec, device))
+    # before sharding: of a shard no whole model computes logits to compare with
+    exact = check_student(model, longest) if spec is None or spec.rank == 0 else None
+    mesh = None if spec is None else join_mesh(spec, device)
+    rank = Rank(model, objective, config.train, device, heads, mesh)
+    check_rank(rank, exact, longest)
+    return rank

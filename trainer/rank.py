@@ -18,16 +18,17 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from async_opd.core.samples import Sample
-from trainer.batches.packing import Vocabularies, pack
+from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.batches.token_weights import TokenWeight
 from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
 from trainer.saving.state import Tensors, copy_state, load_state, model_state, training_state
+from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
-from trainer.student.sharding import full_tensor, shard
+from trainer.student.sharding import full_tensor, reshard, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
 from trainer.work_thread import WorkThread
 
@@ -89,9 +90,9 @@ class Rank:
         """
         self.train = train
         self.device = device
-        half = train.dtype == "bfloat16" or (train.dtype == "auto" and device.type == "cuda")
+        self.half = half = in_bfloat16(train.dtype, device)
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
-        self._ranks = 1 if mesh is None else mesh.size()
+        self.ranks = 1 if mesh is None else mesh.size()
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
@@ -146,7 +147,7 @@ class Rank:
 
     def full_state(self) -> Tensors | None:
         """The full student in host memory by parameter name; None if it is not sharded."""
-        if self._ranks == 1:
+        if self.ranks == 1:
             return None
         return {name: full_tensor(t.detach()).cpu() for name, t in model_state(self.model)}
 
@@ -174,13 +175,20 @@ class Rank:
         packed = pack(micro_batch.samples, micro_batch.token_weights)
         metrics: Metrics = {}
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
-        if self._ranks > 1 or len(packed.rows):
+        if self.ranks > 1 or len(packed.rows):
             with self.precision():
                 loss, metrics = self._student_loss(packed.to(self.device))
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
-            torch.autograd.backward(loss * self._ranks)
+            torch.autograd.backward(loss * self.ranks)
         self.tokens += sum(sample.rollout.tokens for sample in micro_batch.samples)
         return metrics if micro_batch.counts else {}
+
+    def logits(self, row: Row) -> torch.Tensor:
+        """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""
+        with torch.no_grad(), self.precision():
+            logits, _ = self._student_loss(row.to(self.device))
+        reshard(self._student_loss)
+        return logits  # type: ignore[no-any-return]
 
     def precision(self) -> AbstractContextManager[Any]:
         """The context of the forward pass: autocast to bfloat16, or nothing."""

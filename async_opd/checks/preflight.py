@@ -102,6 +102,9 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         found.add(key, f"found {fault}", remedy)
     if resolve_device(config, gpus) == "cpu":
         models.head_sizes()
+        if config.train.attention not in ("auto", "sdpa"):
+            message = f"{config.train.attention} computes on GPUs only, this run is on a CPU"
+            found.add("train.attention", message, "set it to auto")
         return
     if config.cluster.address:
         return  # only Ray knows the GPUs of the cluster that the run joins

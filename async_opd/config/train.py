@@ -46,6 +46,11 @@ class TrainConfig(Section):
     padding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
+    attention: Literal["auto", "varlen", "flash", "flex", "sdpa"] = "auto"
+    """What computes attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
+    torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
+    in it. ``auto`` is the first of varlen, flash and flex that computes all that the student's
+    attention needs (docs/objectives.md). A CPU has ``sdpa`` only."""
     gradient_checkpointing: bool = False
     """Recomputes activations in the backward pass: less memory, about a third more time."""
     ranks: PositiveInt = 1

@@ -295,3 +295,9 @@ def test_a_quantized_head_in_float32_is_refused(tmp_path: Path) -> None:
     problem = one(f"teachers.sort.model={path}")
     assert (problem.key, problem.remedy) == ("teachers.sort.engine.head_dtype", "set it to model")
     assert found(f"teachers.sort.model={path}", "teachers.sort.engine.head_dtype=model") == []
+
+
+def test_an_attention_of_gpus_is_refused_on_a_cpu() -> None:
+    problem = one("train.attention=varlen")
+    assert (problem.key, "GPUs only" in problem.message) == ("train.attention", True)
+    assert found("train.attention=sdpa") == []

@@ -33,7 +33,7 @@ def made(name: str, **settings: Any) -> Any:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    kind = "Llama4Text" if name == "Llama4" else name
+    kind = f"{name}Text" if name in ("Llama4", "Gemma3") else name
     config = getattr(transformers, f"{kind}Config")(**{**SIZES, **settings})
     return getattr(transformers, f"{name}ForCausalLM")(config).eval()
 
@@ -118,4 +118,41 @@ def llama4() -> Any:
         num_local_experts=2,
         attention_chunk_size=8,
         num_hidden_layers=4,
+    )
+
+
+def mistral(window: int) -> Any:
+    """Sliding windows in all layers."""
+    return made("Mistral", head_dim=16, sliding_window=window)
+
+
+def gemma3() -> Any:
+    """A sliding window in the first of two layers."""
+    kinds = ["sliding_attention", "full_attention"]
+    return made("Gemma3", head_dim=16, sliding_window=3, layer_types=kinds)
+
+
+def gpt_oss() -> Any:
+    """Sinks, which take a share of every query's attention."""
+    kinds = ["sliding_attention", "full_attention"]
+    settings = {"sliding_window": 3, "layer_types": kinds, "num_experts_per_tok": 2}
+    return made("GptOss", head_dim=16, num_local_experts=2, **settings)
+
+
+def deepseek() -> Any:
+    """Latent attention: values are narrower than queries."""
+    return made(
+        "DeepseekV3",
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        moe_intermediate_size=16,
+        first_k_dense_replace=1,
     )

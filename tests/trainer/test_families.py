@@ -10,18 +10,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample, TopK
-from tests.trainer import families
-from tests.trainer.models import random_sample
+from tests.trainer import attention, families
+from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.rank import MicroBatch, Rank
-from trainer.student.check import check_student
+from trainer.student.attention import VARLEN, register, register_kernel
+from trainer.student.check import LENGTHS, check_rank, check_student
 from trainer.student.loading import recompute_activations
 
 CPU = torch.device("cpu")
@@ -110,19 +109,19 @@ def test_a_model_without_layers_to_recompute_is_refused() -> None:
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_check_sees_what_is_random_in_the_mode_that_trains(name: str) -> None:
     with pytest.raises(StageError, match="is random while it trains"):
-        check_student(RANDOM[name]().train(), CPU, nullcontext())
+        check_student(RANDOM[name]().train())
 
 
 @pytest.mark.parametrize("name", RANDOM | SHAPED)
 def test_the_check_takes_every_family_in_eval_mode(name: str) -> None:
-    check_student((RANDOM | SHAPED)[name](), CPU, nullcontext())
+    check_student((RANDOM | SHAPED)[name]())
 
 
 def test_the_check_leaves_modes_and_attention_as_they_were() -> None:
     model = families.granite()
     model.base_model.layers[0].training = True
     before = [module.training for module in model.modules()]
-    check_student(model, CPU, nullcontext())
+    check_student(model)
     assert [module.training for module in model.modules()] == before
     assert model.config._attn_implementation == "sdpa"
 
@@ -135,14 +134,14 @@ def test_an_attention_that_leaves_out_a_soft_cap_is_refused() -> None:
     model = families.gemma2()
     assert model.config._attn_implementation == "sdpa"
     with pytest.raises(StageError, match="Gemma2ForCausalLM"):
-        check_student(model, CPU, nullcontext())
+        check_student(model)
     model.set_attn_implementation("eager")
-    check_student(model, CPU, nullcontext())
+    check_student(model)
 
 
 def test_chunked_attention_is_refused_by_name() -> None:
     with pytest.raises(StageError, match="Llama4ForCausalLM"):
-        check_student(families.llama4(), CPU, nullcontext())
+        check_student(families.llama4())
 
 
 def sharp(error: float) -> Any:
@@ -163,12 +162,17 @@ def sharp(error: float) -> Any:
     return model
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_half_a_nat_is_seen_at_large_logits(autocast: bool) -> None:
-    precision = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
-    check_student(sharp(0.0), CPU, precision)
+def half_rank(model: Any) -> Rank:
+    """A rank that trains in bfloat16."""
+    objective = Objective(OnTopK(ForwardKL(), "ignore", None))
+    return Rank(model, objective, TrainConfig(dtype="bfloat16"), CPU)
+
+
+def test_half_a_nat_is_seen_at_large_logits() -> None:
+    model = sharp(0.0)
+    check_rank(half_rank(model), check_student(model))
     with pytest.raises(StageError, match="Granite"):
-        check_student(sharp(0.5), CPU, precision)
+        check_student(sharp(0.5))
 
 
 def test_what_goes_wrong_only_in_the_precision_of_training_is_seen() -> None:
@@ -176,42 +180,34 @@ def test_what_goes_wrong_only_in_the_precision_of_training_is_seen() -> None:
 
     def leak(module: Any, given: Any, out: Any) -> None:
         """A kernel whose packed sequences see each other."""
-        if torch.is_autocast_enabled("cpu") and out.last_hidden_state.shape[1] == 12:
+        if torch.is_autocast_enabled("cpu") and out.last_hidden_state.shape[1] > sum(LENGTHS):
             out.last_hidden_state = out.last_hidden_state.roll(1, dims=1)
 
-    precision = torch.autocast("cpu", torch.bfloat16)
-    check_student(model, CPU, precision)
+    rank = half_rank(model)
+    check_rank(rank, check_student(model))
     model.base_model.register_forward_hook(leak)
     with pytest.raises(StageError, match="in the precision and with the attention of training"):
-        check_student(model, CPU, precision)
+        check_rank(rank, check_student(model))
 
 
-def test_several_ranks_check_a_student_with_flash_attention_on_the_cpu(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It computes on GPUs only: what is compared before sharding is eager attention."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_kernel_that_differs_from_the_eager_definition_is_refused(dtype: Any) -> None:
+    """It computes a sequence alone as it does in a row: only the definition shows the fault."""
+    objective = Objective(OnTopK(ForwardKL(), "ignore", None))
+    model = families.mistral(window=64)
+    rank = Rank(model, objective, TrainConfig(dtype=dtype), CPU)
+    exact = check_student(model)
+    for kernel, good in ((attention.reference, True), (attention.double_scale, False)):
+        register_kernel("packed_test", kernel)
+        model.set_attn_implementation("packed_test")
+        with nullcontext() if good else pytest.raises(StageError, match="MistralForCausalLM"):
+            check_rank(rank, exact)
 
-    def refused(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("FlashAttention only supports fp16 and bf16 on GPUs")
 
-    model = Qwen3ForCausalLM(
-        Qwen3Config(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=16,
-            vocab_size=99,
-            max_position_embeddings=128,
-        )
-    ).eval()
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flash_attention_2", refused)
-
-    def choose(attention: str) -> None:
-        model.config._attn_implementation_internal = attention
-
-    monkeypatch.setattr(model, "set_attn_implementation", choose)
-    choose("flash_attention_2")
-    check_student(model, CPU, nullcontext(), 128)
-    assert model.config._attn_implementation == "flash_attention_2"
+def test_a_student_whose_attention_needs_a_gpu_is_checked_on_the_cpu_too() -> None:
+    """What is compared before sharding is eager attention."""
+    register()
+    model = tiny_model()
+    model.set_attn_implementation(VARLEN)
+    check_student(model, 64)
+    assert model.config._attn_implementation == VARLEN

@@ -12,9 +12,11 @@ import torch
 
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
-from async_opd.core.errors import CheckpointError
+from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
 from benchmarks.local_ranks import in_processes
+from tests.trainer import families
+from tests.trainer.attention import double_scale, reference
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
@@ -22,6 +24,8 @@ from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.saving.state import Tensors
+from trainer.student.attention import register_kernel
+from trainer.student.check import check_rank, check_student
 from trainer.student.sharding import join_mesh
 
 RANKS, STEPS = 2, 3
@@ -189,6 +193,36 @@ def test_in_bfloat16_the_inputs_of_the_loss_are_not_rounded(half: Any) -> None:
     one, two = half
     assert math.isclose(two["loss/teacher_topk_mass"], one["loss/teacher_topk_mass"], rel_tol=1e-6)
     assert math.isclose(two["loss/total"], two["loss/distillation"], rel_tol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_rank_checks_the_path_that_trains(dtype: str, tmp_path: Path) -> None:
+    """The first passes and trains; the kernel of the second differs from eager attention."""
+    train = TRAIN.model_copy(update={"dtype": dtype})
+    objective = build_objective(ForwardKLConfig())
+
+    def rank_of(spec: RankSpec, kernel: Any) -> tuple[Any, Rank]:
+        made = families.mistral(window=64)
+        exact = check_student(made) if spec.rank == 0 else None
+        register_kernel("packed_test", kernel)
+        made.set_attn_implementation("packed_test")
+        return exact, Rank(made, objective, train, CPU, mesh=join_mesh(spec, CPU))
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> float:
+        assert spec is not None
+        exact, rank = rank_of(spec, reference)
+        check_rank(rank, exact)
+        return Learner(rank, rank_group=rank_group).train_batch(BATCHES[0]).metrics["loss/total"]
+
+    def follow(spec: RankSpec) -> Follower:
+        _, rank = rank_of(spec, double_scale)
+        with pytest.raises(StageError) as error:
+            check_rank(rank, None)
+        (tmp_path / "refused").write_text(error.value.cause)
+        return Follower(rank)
+
+    assert math.isfinite(in_processes(RANKS, lead, follow, 120))
+    assert "of MistralForCausalLM differ from the model's own" in (tmp_path / "refused").read_text()
 
 
 def test_a_state_of_another_model_is_refused(found: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -35,14 +34,14 @@ def logits(model: Any, count: int) -> torch.Tensor:
 @pytest.mark.parametrize("name", LONG)
 def test_the_check_sees_factors_that_depend_on_the_longest_position(name: str) -> None:
     with pytest.raises(StageError, match="packed logits"):
-        check_student(LONG[name](), CPU, nullcontext())
+        check_student(LONG[name]())
 
 
 @pytest.mark.parametrize("length", [None, 32, 33, 128])
 @pytest.mark.parametrize("name", LONG)
 def test_pinned_factors_pass_the_check(name: str, length: int | None) -> None:
     model = LONG[name]()
-    check_student(model, CPU, nullcontext(), pin_rotary(model, length))
+    check_student(model, pin_rotary(model, length))
 
 
 @pytest.mark.parametrize("name", LONG)
@@ -79,9 +78,9 @@ def test_the_models_own_config_is_the_same_as_before() -> None:
 def test_dynamic_frequencies_never_grow() -> None:
     model = families.dynamic_ntk()
     with pytest.raises(StageError, match="packed logits"):
-        check_student(model, CPU, nullcontext(), 64)
+        check_student(model, 64)
     pin_rotary(model, 32)
-    check_student(model, CPU, nullcontext(), 64)
+    check_student(model, 64)
 
 
 def test_dynamic_scaling_beyond_the_positions_of_the_model_is_refused() -> None:

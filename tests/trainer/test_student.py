@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -51,12 +50,12 @@ def test_the_quickstarts_student_is_built_in_float32(quickstart: str) -> None:
 
 
 def test_an_ordinary_model_passes_the_check() -> None:
-    check_student(tiny_model(), CPU, nullcontext())
+    check_student(tiny_model())
 
 
 def test_a_state_that_leaks_between_packed_samples_is_refused() -> None:
     with pytest.raises(StageError, match="cannot be packed"):
-        check_student(recurrent(), CPU, nullcontext())
+        check_student(recurrent())
 
 
 def test_weights_that_are_not_finite_are_refused() -> None:
@@ -64,7 +63,7 @@ def test_weights_that_are_not_finite_are_refused() -> None:
     with torch.no_grad():
         model.model.norm.weight.fill_(torch.nan)
     with pytest.raises(StageError, match="nan"):
-        check_student(model, CPU, nullcontext())
+        check_student(model)
 
 
 def test_recomputing_activations_changes_no_weight(quickstart: str) -> None:

@@ -3,15 +3,16 @@
     samples ──first fit, longest first──► groups ──► Packed(input_ids [1, T], rows [N], tokens [N])
 
 Position ids restart with every sample. Given these and no attention mask, transformers keeps packed
-samples from attending to each other (a test compares packed logits with each sample's own).
+samples from attending to each other (a test compares packed logits with each sample's own); kernels
+for ragged rows take ``starts`` and ``longest`` instead (``student/attention.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -31,25 +32,53 @@ from trainer.losses.base import TeacherStates, Tokens
 
 
 @dataclass(frozen=True)
-class Packed:
-    """One micro-batch. T: tokens of all samples; N: those that the student sampled, in order.
+class Row:
+    """Sequences one after the other, T tokens in all: input ids and position ids [1, T].
 
-    ``rows`` [N] are the positions whose logits predict the response ``tokens``.
+    ``starts`` int32 [n + 1] are the first token of each sequence, and T; ``longest`` is the number
+    of tokens of the longest one.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
+    starts: torch.Tensor
+    longest: int
+
+    @classmethod
+    def of(cls, ids: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> Row:
+        """The row of these sequences, with the positions of their tokens."""
+        lengths = [len(one) for one in ids]
+        starts = torch.from_numpy(np.cumsum([0, *lengths], dtype=np.int32))
+        return cls(
+            _tensor(ids, np.int64)[None],
+            _tensor(positions, np.int64)[None],
+            starts,
+            max(lengths, default=0),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """The same row on another device."""
+        moved: dict[str, Any] = {
+            f.name: value.to(device, non_blocking=True)
+            for f in fields(self)
+            if isinstance(value := getattr(self, f.name), torch.Tensor)
+        }
+        return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Packed(Row):
+    """One micro-batch: a row of all samples, of which the student sampled N tokens, in order.
+
+    ``rows`` [N] are the positions whose logits predict the response ``tokens``.
+    """
+
     rows: torch.Tensor
     tokens: Tokens
 
-    def to(self, device: torch.device) -> Packed:
+    def to(self, device: torch.device) -> Self:
         """The same micro-batch on another device."""
-        return Packed(
-            self.input_ids.to(device, non_blocking=True),
-            self.position_ids.to(device, non_blocking=True),
-            self.rows.to(device, non_blocking=True),
-            self.tokens.to(device),
-        )
+        return replace(super().to(device), tokens=self.tokens.to(device))
 
 
 def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -113,15 +142,14 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
     start = 0
     for sample in samples:
         rollout = sample.rollout
-        ids += [rollout.prompt.token_ids, rollout.continuation]
+        ids.append(np.concatenate([rollout.prompt.token_ids, rollout.continuation]))
         positions.append(np.arange(rollout.tokens))
         rows.append(start + indices(rollout.rows))
         start += rollout.tokens
     refuse_mixed_scores(samples)
     tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples))
     return Packed(
-        input_ids=_tensor(ids, np.int64)[None],
-        position_ids=_tensor(positions, np.int64)[None],
+        **vars(Row.of(ids, positions)),
         rows=_tensor(rows, np.int64),
         tokens=replace(tokens, **_scores(samples)),
     )

@@ -85,6 +85,23 @@ def chunked_loss(
     return loss, chunk_pass.metrics
 
 
+def head_logits(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    compute: torch.dtype | None = None,
+    shape: LogitShape = PLAIN,
+) -> torch.Tensor:
+    """Logits [N, V] of few hidden rows, as ``chunked_loss`` computes them; without gradient."""
+    compute = compute or torch.promote_types(hidden.dtype, weight.dtype)
+    precise = torch.promote_types(compute, torch.float32)
+    out = hidden.new_empty((len(hidden), weight.shape[0]), dtype=precise)
+    with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
+        project(hidden.to(compute), weight.to(compute), bias, out)
+        return shape_logits(out, shape)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, run: _ChunkPass) -> torch.Tensor:

@@ -1,27 +1,33 @@
 """Checks that packed rows, computed as in training, have the logits of the model itself.
 
     two sequences, one at the start, one at the end of the positions
-        ├─ alone: whole model, eval mode, eager attention, float32 ──► logits ─┐ differ by
-        └─ packed: decoder, then head, as it trains ─────────────────► logits ─┘ rounding?
+        ├─ alone: whole model, eager attention, float32, CPU ──────────► exact ──┐ differ by
+        ├─ packed: decoder, then head, float32, CPU, before sharding ────────────┤ rounding?
+        └─ packed: every rank, sharded, its device, its attention, as it trains ─┘
 
-The first comparison is in float32, where rounding explains little. The second is made if training
-is not in float32: both sides have the precision and the attention of training, and the rounding of
-that precision is measured. With several ranks, rank 0 makes the first comparison only, on the CPU,
-before the student is sharded.
+In float32 rounding explains little. The path that trains may compute in bfloat16: then its packed
+rows are compared with the same sequences alone, in bfloat16 on the same path but with eager
+attention, and what bfloat16 changes in those is the measure of rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from async_opd.core.errors import StageError
+from trainer.batches.packing import Row
 from trainer.losses.logits import shape_logits
 from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead
+from trainer.student.sharding import from_first_rank
+
+if TYPE_CHECKING:
+    from trainer.rank import Rank
 
 LENGTHS = (5, 7)
 MAX_RELATIVE_DIFFERENCE, MAX_DIFFERENCE = 1e-3, 0.1
@@ -31,40 +37,68 @@ MAX_MEAN_NATS, MAX_TIMES_ROUNDING = 0.05, 2.0
 multiple of the difference that the precision itself makes for the same sequences alone."""
 DEFAULT_POSITIONS = 4096
 """Positions of a model whose config has no max_position_embeddings."""
+REPEATED = 20
+"""Times the second sequence stands in the row of the path that trains: below 128 tokens torch's
+flex attention is another kernel."""
+ON_CPU = ("sdpa", "eager")
+"""Attention implementations that compute on a CPU."""
 
 
-def check_student(
-    model: Any,
-    device: torch.device,
-    precision: AbstractContextManager[Any],
-    longest: int | None = None,
-) -> None:
+def check_student(model: Any, longest: int | None = None) -> torch.Tensor:
     """Compares two packed sequences (decoder, then head) with each alone through the whole model.
 
-    Packed rows are computed in the model's current mode. ``longest``: tokens of the longest
-    sequence of the engines, by default the model's positions. StageError if the logits differ: the
-    architecture changes its logits after the head in an unknown way, lets packed sequences attend
-    to each other (recurrent state), lets the longest one change the others (rotary factors),
-    computes something random, or has an attention kernel that differs from its eager definition.
-    Each of these would train on wrong logits without an error. At most six forward passes of at
-    most 12 tokens.
+    On the model's device, a CPU, in float32, before sharding; packed rows in the model's current
+    mode, with eager attention if the chosen one needs a GPU. ``longest``: tokens of the longest
+    sequence of the engines, by default the model's positions. Returns the logits of both, alone.
+    StageError if the logits differ: the architecture changes its logits after the head in an
+    unknown way, lets packed sequences attend to each other (recurrent state), lets the longest one
+    change the others (rotary factors), or computes something random. Each of these would train on
+    wrong logits without an error. At most three forward passes of at most 12 tokens.
     """
     modules = DecoderAndHead.of(model)
-    probe = _Probe.of(model, modules, device, longest)
-    flash = "flash" in (model.config._attn_implementation or "")
+    probe = _Probe.of(model, modules.linear.weight.shape[0], longest)
+    chosen = model.config._attn_implementation
+    with torch.no_grad(), _refusing(model):
+        with _attending(model, None if chosen in ON_CPU else "eager"):
+            packed = probe.packed_logits(modules)
+        with _attending(model, "eager"), _evaluating(model):
+            alone = probe.logits_alone(model)
+        _compare_logits(model, packed, alone)
+    return alone
+
+
+def check_rank(rank: Rank, exact: torch.Tensor | None, longest: int | None = None) -> None:
+    """Compares packed sequences on the path that trains with ``check_student``'s logits.
+
+    A collective: every rank compares its own, with the first rank's ``exact``. StageError if they
+    differ: packed sequences attend to each other there, the attention kernel differs from its eager
+    definition, or a parameter is gathered wrongly. One forward pass of 145 tokens, and two short
+    ones in bfloat16.
+    """
+    model, rows = rank.model, rank.vocabularies.student
+    probe = _Probe.of(model, rows, longest)
+    exact = from_first_rank(exact, (sum(LENGTHS), rows), rank.device, rank.ranks)
+    first, second = probe.sequences
+    with _refusing(model):
+        packed = rank.logits(probe.row(first, *[second] * REPEATED)).float()
+        if not rank.half:
+            _compare_logits(model, packed, _repeated(exact))
+            return
+        with _attending(model, "eager"):
+            alone = torch.cat([rank.logits(probe.row(one)).float() for one in (first, second)])
+        _compare_rows(model, packed, _repeated(alone), _repeated(exact))
+
+
+def _repeated(logits: torch.Tensor) -> torch.Tensor:
+    """Logits of the first sequence and, ``REPEATED`` times, of the second."""
+    return torch.cat([logits[: LENGTHS[0]], *[logits[LENGTHS[0] :]] * REPEATED])
+
+
+@contextmanager
+def _refusing(model: Any) -> Iterator[None]:
+    """A StageError for what a model that cannot compute packed rows raises."""
     try:
-        with torch.no_grad():
-            with _attending(model, "eager" if flash else None):
-                packed = probe.packed()
-            with _attending(model, "eager"), _evaluating(model):
-                alone = probe.alone()
-            _compare_logits(model, packed, alone)
-            if not isinstance(precision, nullcontext) or (flash and device.type == "cuda"):
-                with precision:
-                    packed = probe.packed()
-                    with _evaluating(model):
-                        rounded = probe.alone()
-                _compare_rows(model, packed, rounded, alone)
+        yield
     except (TypeError, AttributeError, NotImplementedError) as error:
         message = f"{type(model).__name__} cannot compute packed rows: {error}"
         raise StageError("trainer", message, UNSUPPORTED) from error
@@ -72,38 +106,36 @@ def check_student(
 
 @dataclass(frozen=True)
 class _Probe:
-    """Two sequences: inputs of the model by name, [1, n] each."""
+    """Two sequences: token ids and positions of each."""
 
-    model: Any
-    modules: DecoderAndHead
-    sequences: tuple[dict[str, torch.Tensor], ...]
+    sequences: tuple[tuple[np.ndarray, np.ndarray], ...]
 
     @classmethod
-    def of(
-        cls, model: Any, modules: DecoderAndHead, device: torch.device, longest: int | None
-    ) -> _Probe:
-        rows = modules.linear.weight.shape[0]
+    def of(cls, model: Any, rows: int, longest: int | None) -> _Probe:
+        """Sequences whose ids are below ``rows``."""
         positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         limit = longest or positions or DEFAULT_POSITIONS
         starts = (max(limit - LENGTHS[0], 0), 0)  # falls: transformers separates them by that
-        ranges = (torch.arange(length, device=device)[None] for length in LENGTHS)
-        sequences = (
-            {"input_ids": (one + 1) % rows, "position_ids": one + start}
-            for one, start in zip(ranges, starts, strict=True)
-        )
-        return cls(model, modules, tuple(sequences))
+        ranges = [np.arange(length) for length in LENGTHS]
+        return cls(tuple(((r + 1) % rows, r + s) for r, s in zip(ranges, starts, strict=True)))
 
-    def packed(self) -> torch.Tensor:
-        """Logits [12, V], float32, as the trainer computes them."""
-        first, second = self.sequences
-        inputs = {name: torch.cat([first[name], second[name]], dim=1) for name in first}
-        states = self.modules.decoder(**inputs, use_cache=False).last_hidden_state[0]
-        return shape_logits(self.modules.linear(states).float(), self.modules.shape)
+    @staticmethod
+    def row(*sequences: tuple[np.ndarray, np.ndarray]) -> Row:
+        """These sequences as one row."""
+        return Row.of([ids for ids, _ in sequences], [positions for _, positions in sequences])
 
-    def alone(self) -> torch.Tensor:
+    def packed_logits(self, modules: DecoderAndHead) -> torch.Tensor:
+        """Logits [12, V] of both in one row, by decoder and head; float32."""
+        row = self.row(*self.sequences)
+        given = {"input_ids": row.input_ids, "position_ids": row.position_ids}
+        states = modules.decoder(**given, use_cache=False).last_hidden_state[0]
+        return shape_logits(modules.linear(states).float(), modules.shape)
+
+    def logits_alone(self, model: Any) -> torch.Tensor:
         """Logits [12, V], float32, as the model itself computes them, one sequence at a time."""
-        logits = [self.model(**one, use_cache=False).logits[0] for one in self.sequences]
-        return torch.cat(logits).float()
+        rows = [self.row(one) for one in self.sequences]
+        given = [{"input_ids": r.input_ids, "position_ids": r.position_ids} for r in rows]
+        return torch.cat([model(**one, use_cache=False).logits[0] for one in given]).float()
 
 
 def _compare_logits(model: Any, packed: torch.Tensor, alone: torch.Tensor) -> None:
@@ -133,7 +165,7 @@ def _compare_rows(
             f"{difference:.3g} nats in the mean of a row, both in the precision and with the "
             f"attention of training ({model.config._attn_implementation}); rounding explains "
             f"{tolerance:.3g}",
-            "set train.dtype: float32, or uninstall flash-attn for another attention",
+            "set train.attention to another one, or train.dtype: float32",
         )
 
 

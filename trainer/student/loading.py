@@ -16,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from async_opd.core.errors import StageError
 from async_opd.models.rope import max_model_len
+from trainer.student.attention import FLASH, VARLEN, register
+from trainer.student.attention_choice import Attention, Platform, choose_attention
+from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.rotary import pin_rotary
 
 if TYPE_CHECKING:
@@ -23,28 +26,45 @@ if TYPE_CHECKING:
 
 
 def load_student(config: RunConfig, device: torch.device) -> Any:
-    """The model in float32, on the CPU, in eval mode.
+    """The model in float32, on the CPU, in eval mode, with the attention that trains on ``device``.
 
-    Attention is flash_attention_2 on a GPU under bfloat16 if it is installed; otherwise
-    transformers' choice for the model (sdpa if it has it), or eager where sdpa would be wrong.
+    StageError if no attention can compute packed rows of it there.
     """
     from transformers import AutoModelForCausalLM
 
-    flash = _has_flash(device, config.train.dtype)
     model = AutoModelForCausalLM.from_pretrained(
         config.student.model,
         dtype=torch.float32,
-        attn_implementation="flash_attention_2" if flash else None,
         trust_remote_code=config.student.trust_remote_code,
         use_safetensors=True,  # loading a pickle would run its code
     )
     pin_rotary(model, max_model_len(config.rollout.engine))
-    settings = model.config.get_text_config()
-    if not flash and getattr(settings, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
+    half = in_bfloat16(config.train.dtype, device)
+    set_attention(model, config.train.attention, platform_of(device, half))
     if config.train.gradient_checkpointing:
         recompute_activations(model)
     return model.eval()
+
+
+def set_attention(model: Any, wanted: Attention, platform: Platform) -> None:
+    """Sets what computes the model's attention; see choose_attention.
+
+    ``sdpa`` is eager where transformers has no sdpa for the model, or sdpa would be wrong.
+    """
+    settings = model.config.get_text_config()
+    if wanted == "sdpa" or (wanted == "auto" and platform.device == "cpu"):
+        if getattr(settings, "attn_logit_softcapping", None):
+            model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
+        return
+    kind = choose_attention(wanted, platform, attention_needs(model))
+    register()
+    names = {"varlen": VARLEN, "flash": FLASH, "flex": "flex_attention"}
+    model.set_attn_implementation(names[kind])
+
+
+def in_bfloat16(dtype: str, device: torch.device) -> bool:
+    """Whether a student with this ``train.dtype`` computes in bfloat16 on the device."""
+    return dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
 
 
 def recompute_activations(model: Any) -> None:
@@ -65,10 +85,3 @@ def recompute_activations(model: Any) -> None:
     for layer in layers:
         recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
         layer.forward = partial(recomputed, layer.forward)
-
-
-def _has_flash(device: torch.device, dtype: str) -> bool:
-    from transformers.utils import is_flash_attn_2_available
-
-    half = device.type == "cuda" and dtype != "float32"
-    return half and bool(is_flash_attn_2_available())

@@ -19,11 +19,12 @@ import torch
 from async_opd.core.errors import StageError
 from async_opd.models.lm_head import LogitShape
 from async_opd.models.model_files import ModelError
-from trainer.batches.packing import Packed
+from trainer.batches.packing import Packed, Row
 from trainer.losses.base import Tokens
-from trainer.losses.chunked import Head, chunked_loss
+from trainer.losses.chunked import Head, chunked_loss, head_logits
 from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics
+from trainer.student.attention import row_lengths
 
 UNSUPPORTED = "this architecture is not supported: choose another student.model"
 
@@ -61,15 +62,24 @@ class LossHead(torch.nn.Module):
     """The head of the student, and the loss of its logits."""
 
     def __init__(
-        self, linear: torch.nn.Linear, loss: Callable[..., tuple[torch.Tensor, Metrics]]
+        self,
+        linear: torch.nn.Linear,
+        loss: Callable[..., tuple[torch.Tensor, Metrics]],
+        logits: Callable[..., torch.Tensor],
     ) -> None:
-        """``loss`` takes hidden rows, the head's weight and bias, and ``tokens``."""
+        """Both take hidden rows, the head's weight and bias; ``loss`` takes ``tokens`` too."""
         super().__init__()
         self.linear = linear
         self._loss = loss
+        self._logits = logits
 
-    def forward(self, hidden: torch.Tensor, tokens: Tokens) -> tuple[torch.Tensor, Metrics]:
-        """The loss of hidden rows [N, H] (a scalar with gradient), and metrics [N]."""
+    def forward(self, hidden: torch.Tensor, tokens: Tokens | None) -> tuple[torch.Tensor, Metrics]:
+        """The loss of hidden rows [N, H] (a scalar with gradient), and metrics [N].
+
+        Without tokens the logits [N, V] of the rows, float32 without gradient, and no metrics.
+        """
+        if tokens is None:
+            return self._logits(hidden, self.linear.weight, self.linear.bias), {}
         return self._loss(hidden, self.linear.weight, self.linear.bias, tokens=tokens)
 
 
@@ -87,16 +97,22 @@ class StudentLoss(torch.nn.Module):
         super().__init__()
         modules = DecoderAndHead.of(model)
         self.decoder = modules.decoder
-        loss = partial(
-            chunked_loss, objective=objective, heads=heads, compute=compute, shape=modules.shape
-        )
-        self.head = LossHead(modules.linear, loss)
+        shared: dict[str, Any] = {"compute": compute, "shape": modules.shape}
+        loss = partial(chunked_loss, objective=objective, heads=heads, **shared)
+        self.head = LossHead(modules.linear, loss, partial(head_logits, **shared))
         self.vocabulary = int(modules.linear.weight.shape[0])
 
-    def forward(self, packed: Packed) -> tuple[torch.Tensor, Metrics]:
-        """The loss of the micro-batch, which has at least one response token."""
+    def forward(self, row: Row) -> tuple[torch.Tensor, Metrics]:
+        """The loss of a micro-batch, which has at least one response token.
+
+        Of a row without tokens to learn from, the logits of all its tokens (see LossHead).
+        """
         states = self.decoder(
-            input_ids=packed.input_ids, position_ids=packed.position_ids, use_cache=False
+            input_ids=row.input_ids,
+            position_ids=row.position_ids,
+            use_cache=False,
+            **row_lengths(self.decoder.config._attn_implementation, row),
         ).last_hidden_state[0]
-        loss, metrics = self.head(states[packed.rows], packed.tokens)
-        return loss, metrics
+        if not isinstance(row, Packed):
+            return self.head(states, None)  # type: ignore[no-any-return]
+        return self.head(states[row.rows], row.tokens)  # type: ignore[no-any-return]

@@ -88,6 +88,26 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def from_first_rank(
+    tensor: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, ranks: int
+) -> torch.Tensor:
+    """The first rank's float32 tensor of this shape, on this rank's device; others pass None."""
+    if ranks == 1:
+        assert tensor is not None
+        return tensor.to(device)
+    found = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
+    torch.distributed.broadcast(found, 0)
+    return found
+
+
+def reshard(student: StudentLoss) -> None:
+    """Frees the gathered parameters that a forward pass without a backward pass has left."""
+    sharded: Any
+    for sharded in student.modules():
+        if hasattr(sharded, "reshard"):
+            sharded.reshard()
+
+
 def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A copy of rank 0's full tensor, sharded as ``like``; the other ranks pass it on ``meta``."""
     if not is_sharded(like):

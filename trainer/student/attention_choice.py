@@ -1,0 +1,130 @@
+"""Chooses what computes the student's attention: a function of settings, device and model.
+
+    varlen ──cannot──► flash ──cannot──► flex ──cannot──► StageError with all reasons   (on a GPU)
+
+On a GPU no choice but ``sdpa``, which the user has to name, makes a mask of a whole packed row, T²
+entries for each layer: 512 MiB at 16,384 tokens. A CPU has sdpa only: torch's other kernels have no
+backward pass there, and its rows are short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from async_opd.core.errors import StageError
+
+Kind = Literal["varlen", "flash", "flex", "sdpa"]
+Attention = Literal["auto", "varlen", "flash", "flex", "sdpa"]
+AUTO_ON_GPU: tuple[Kind, ...] = ("varlen", "flash", "flex")
+"""In order of preference. varlen and flash are the same algorithm: varlen comes with torch, flash
+also knows soft caps. flex is slower, compiles itself, and knows sinks."""
+
+MAX_HEAD_DIM, HEAD_DIM_STEP, MIN_FLEX_HEAD_DIM = 256, 8, 16
+FLEX_KNOWS = frozenset({"s_aux", "position_bias"})
+"""Arguments of transformers' attention interface that its flex attention computes with."""
+
+DENSE = "train.attention: sdpa makes a mask of each whole packed row, T² entries for each layer"
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Where the student trains.
+
+    ``capability``: CUDA's compute capability. ``half``: attention is computed in 16 bits.
+    ``varlen`` and ``flash_attn``: torch, and the package flash-attn, have functions for ragged rows
+    with all arguments that are used.
+    """
+
+    device: str
+    capability: tuple[int, int] = (0, 0)
+    half: bool = False
+    varlen: bool = False
+    flash_attn: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionNeeds:
+    """What a model asks of its attention, over all layers.
+
+    ``layers``: calls of transformers' attention interface. ``lengths``: keyword arguments of the
+    decoder reach every call. ``head_dims``: widths of queries and of values. ``windows_known``: the
+    masks are causal, and every window of a mask is named in calls too. ``soft_cap``: scores are
+    capped. ``others``: further arguments that change the result. ``flex``: transformers has
+    flex attention for the model. ``fault``: why the model could not be asked.
+    """
+
+    layers: int
+    lengths: bool
+    head_dims: tuple[int, int]
+    windows_known: bool = True
+    soft_cap: bool = False
+    others: frozenset[str] = frozenset()
+    flex: bool = True
+    fault: str = ""
+
+
+def choose_attention(wanted: Attention, platform: Platform, needs: AttentionNeeds) -> Kind:
+    """What computes the attention. StageError, with reasons, if ``wanted`` or nothing can."""
+    gpu = platform.device == "cuda"
+    if wanted == "auto" and not gpu:
+        return "sdpa"
+    candidates = AUTO_ON_GPU if wanted == "auto" else (wanted,)
+    reasons = {kind: "; ".join(_faults(kind, platform, needs)) for kind in candidates}
+    for kind, reason in reasons.items():
+        if not reason:
+            return kind
+    told = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
+    remedy = "choose another student.model" if wanted == "auto" else "set train.attention: auto"
+    raise StageError(
+        "trainer",
+        f"no attention for packed rows of this student: {told}",
+        f"{remedy}; {DENSE}" if gpu else remedy,
+    )
+
+
+def _faults(kind: Kind, platform: Platform, needs: AttentionNeeds) -> Iterator[str]:
+    """Why this kind cannot compute what the model needs."""
+    if kind == "sdpa":
+        return
+    if platform.device != "cuda":
+        yield "it trains on GPUs only"
+    if not needs.layers:
+        yield needs.fault or "the model does not call transformers' attention interface"
+    elif kind == "flex":
+        yield from _flex_faults(needs)
+    else:
+        yield from _ragged_faults(kind, platform, needs)
+
+
+def _flex_faults(needs: AttentionNeeds) -> Iterator[str]:
+    if not needs.flex:
+        yield "transformers has none for the model"
+    if min(needs.head_dims) < MIN_FLEX_HEAD_DIM:
+        yield f"heads of {min(needs.head_dims)} are narrower than {MIN_FLEX_HEAD_DIM}"
+    if unknown := needs.others - FLEX_KNOWS:
+        yield f"it does not know {', '.join(sorted(unknown))}"
+
+
+def _ragged_faults(kind: Kind, platform: Platform, needs: AttentionNeeds) -> Iterator[str]:
+    """Faults of flash attention's functions for ragged rows, torch's own and the package's."""
+    if kind == "varlen" and not platform.varlen:
+        yield "this torch has no varlen_attn with windows"
+    if kind == "flash" and not platform.flash_attn:
+        yield "flash-attn >= 2.6 is not installed"
+    if platform.capability < (8, 0):
+        yield f"the GPU's compute capability is {platform.capability}, not (8, 0) or higher"
+    if not platform.half:
+        yield "it computes in 16 bits only, not under train.dtype: float32"
+    if not needs.lengths:
+        yield "the model does not pass the lengths of sequences on to its layers"
+    width = max(needs.head_dims)
+    if width > MAX_HEAD_DIM or width % HEAD_DIM_STEP:
+        yield f"heads of {width}: at most {MAX_HEAD_DIM}, in steps of {HEAD_DIM_STEP}"
+    if needs.soft_cap and kind == "varlen":
+        yield "it has no soft cap"
+    if not needs.windows_known:
+        yield "the model's masks are not the causal windows that its layers name"
+    if needs.others:
+        yield f"it does not know {', '.join(sorted(needs.others))}"
