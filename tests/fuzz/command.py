@@ -6,6 +6,7 @@ import contextlib
 import io
 import re
 import signal
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,18 +59,31 @@ class TooLong(BaseException):
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """TooLong in what takes too long."""
+    """TooLong in what takes too long: ``LONGEST_S`` of processor time, or ten times as long.
+
+    The signal may come at an instruction that has no line, and pytest ends its whole run with an
+    internal error when it shows such a frame: the error has the frames as text.
+    """
 
     def stop(*_: Any) -> None:
-        raise TooLong(f"it took longer than {LONGEST_S} s")
+        raise TooLong
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(LONGEST_S)
+    timers = (
+        (signal.SIGPROF, signal.ITIMER_PROF, LONGEST_S),
+        (signal.SIGALRM, signal.ITIMER_REAL, 10 * LONGEST_S),
+    )
+    before = [signal.signal(number, stop) for number, _, _ in timers]
     try:
+        for _, timer, seconds in timers:
+            signal.setitimer(timer, seconds)
         yield
+    except TooLong as late:
+        where = "".join(traceback.format_tb(late.__traceback__))
+        raise TooLong(f"it took longer than {LONGEST_S} s, here:\n{where}") from None
     finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
+        for (number, timer, _), handler in zip(timers, before, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(number, handler)
 
 
 def good(folder: Path) -> dict[str, Any]:
