@@ -16,6 +16,7 @@ from datetime import timedelta
 from typing import Any
 
 from async_opd.core.errors import WeightSyncError
+from async_opd.weight_sync.layout import Rendezvous
 from async_opd.weight_sync.rendezvous import (
     RendezvousClient,
     RendezvousServer,
@@ -34,32 +35,23 @@ class GlooGroup:
     store: Any
 
 
-@dataclass(frozen=True)
-class GroupMember:
-    """One rank of ``size``, which gloo reaches at ``address``."""
-
-    rank: int
-    size: int
-    address: str
-    secret: bytes
-    timeout_s: float
-
-
-def gloo_group(torch: Any, member: GroupMember, addresses: Addresses) -> GlooGroup:
+def gloo_group(
+    torch: Any, at: Rendezvous, rank: int, address: str, addresses: Addresses
+) -> GlooGroup:
     """Connects all members. WeightSyncError or RuntimeError if one is missing, or is a stranger.
 
-    gloo listens on the member's own address only.
+    This one is ``rank``; its gloo listens on its own ``address`` only.
     """
     dist = torch.distributed
-    store = _store(dist, addresses, member.timeout_s)
+    store = _store(dist, addresses, at.timeout_s)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = timedelta(seconds=member.timeout_s)
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=member.address)]
-    made = GlooGroup(dist.ProcessGroupGloo(store, member.rank, member.size, options), store)
-    if not all_know_secret(torch, made.group, member.rank, member.size, member.secret):
+    options._timeout = timedelta(seconds=at.timeout_s)
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    made = GlooGroup(dist.ProcessGroupGloo(store, rank, at.world_size, options), store)
+    if not all_know_secret(torch, made.group, rank, at.world_size, at.secret):
         raise WeightSyncError(
             "weight sync",
-            f"a rank of the group of {member.size} does not know its secret",
+            f"a rank of the group of {at.world_size} does not know its secret",
             "another process on this network or machine connected in a member's place",
         )
     return made

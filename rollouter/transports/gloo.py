@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from async_opd.weight_sync.gloo_group import GlooGroup, GroupMember, gloo_group
+from async_opd.weight_sync.gloo_group import GlooGroup, gloo_group
 from async_opd.weight_sync.layout import Rendezvous
 from async_opd.weight_sync.rendezvous import RendezvousClient, RendezvousServer, new_secret
 from rollouter.transports import chunks
@@ -37,9 +37,10 @@ class GlooSender(chunks.Sender):
         import torch
 
         assert self._server is not None, "opened first"
-        member = GroupMember(0, self.world_size, self.host, self.secret, self.timeout_s)
+        sizes = (self.world_size, self.timeout_s, self.chunk_bytes)
+        at = Rendezvous(self.host, self._server.port, *sizes, self.secret)
         try:
-            self._made = gloo_group(torch, member, self._server)
+            self._made = gloo_group(torch, at, 0, self.host, self._server)
         finally:
             self._server.close()
 
@@ -62,9 +63,8 @@ class GlooReceiver:
         import torch
 
         client = RendezvousClient(at.host, at.port, at.secret, at.timeout_s)
-        member = GroupMember(rank, at.world_size, client.address, at.secret, at.timeout_s)
         try:
-            self._made = gloo_group(torch, member, client)
+            self._made = gloo_group(torch, at, rank, client.address, client)
         finally:
             client.close()
 

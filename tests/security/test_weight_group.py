@@ -26,7 +26,7 @@ from async_opd.cluster.actor_shell import Remote
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError, WeightSyncError
 from async_opd.models.engine_args import LOOPBACK
-from async_opd.weight_sync.gloo_group import GroupMember, gloo_group
+from async_opd.weight_sync.gloo_group import gloo_group
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from async_opd.weight_sync.rendezvous import (
     RendezvousClient,
@@ -210,10 +210,10 @@ def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
     """gloo itself believed it: it came before the member, to the right connection."""
     at = transport.open(3)
     book = RendezvousClient(at.host, at.port, at.secret, BOUND_S)
-    impostor = GroupMember(1, 3, HERE, new_secret(), BOUND_S)
+    stranger = replace(at, secret=new_secret(), timeout_s=BOUND_S)
     sender, _, honest = together(
         transport.connect,
-        lambda: gloo_group(torch, impostor, book),
+        lambda: gloo_group(torch, stranger, 1, HERE, book),
         lambda: joins(at, 2),
     )
     book.close()
