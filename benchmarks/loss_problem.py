@@ -87,15 +87,21 @@ def ours(x: Problem) -> torch.Tensor:
 
 def straightforward(x: Problem) -> torch.Tensor:
     """Forward and backward over all logits; the loss."""
-    log_q = (x.hidden @ x.weight.t()).float().log_softmax(-1)
+    log_q = _logits(x.hidden, x.weight).log_softmax(-1)
     if x.teacher is None:
         loss = _topk(x.tokens, log_q)
     else:
         states = x.tokens.teacher_states[0].states
-        log_p = (states @ x.teacher.weight.t()).float().log_softmax(-1)
+        log_p = _logits(states, x.teacher.weight).log_softmax(-1)
         loss = torch.nn.functional.kl_div(log_q, log_p, reduction="sum", log_target=True)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.detach()
+
+
+def _logits(states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """At least float32; float64 of float64."""
+    logits = states @ weight.t()
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _topk(tokens: Tokens, log_q: torch.Tensor) -> torch.Tensor:

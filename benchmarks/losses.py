@@ -11,7 +11,7 @@ in turn; peak memory is the rise of the resident set's high-water mark over what
 ``python -m benchmarks.losses`` prints one JSON object last; ratios are ours over straightforward,
 of medians; ``cpu_ratio`` is that of processor time, which a busy machine changes less than the
 clock's. ``difference`` is the largest relative one of loss and gradients between the two.
-``--gpu`` runs ``benchmarks/gpu/losses.py`` instead.
+``python -m benchmarks.gpu.losses`` measures it on a GPU.
 """
 
 from __future__ import annotations
@@ -96,15 +96,10 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--measure", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    if arguments.gpu:
-        from benchmarks.gpu.losses import main as on_gpu
-
-        on_gpu()
-    elif arguments.measure:
+    if arguments.measure:
         sizes = (arguments.tokens, arguments.vocabulary, arguments.hidden)
         print(json.dumps(measure(*arguments.measure, *sizes)))
     else:

@@ -1,42 +1,52 @@
-"""The chunked loss on a GPU, beside the matrix products that nothing can do without.
+"""The chunked loss, beside the matrix products that nothing can do without.
 
-bfloat16, 8192 tokens, hidden 2048, vocabulary 151,936. The floor is the time of the products alone,
-at full size and without anything in between: student's logits and both gradients, and for the full
-vocabulary the teacher's logits too. Target: at most 1.3 times the floor.
+Forward KL over the teacher's top 64 with a bucket for the rest, and over the full vocabulary from
+the teacher's hidden states; bfloat16 products, 151,936 columns. Three kinds of cell:
 
-Not yet run on a GPU. ``python -m benchmarks.losses --gpu`` prints one JSON object last: for each
-case ``floor_ratio``, ``ours_ms``, ``floor_ms``, ``straightforward_ms``, ``peak_mib``,
-``straightforward_peak_mib`` and ``difference`` (largest relative one of loss and gradients).
+    speed      ``ours_ms`` against ``floor_ms``, the products alone at full size (logits and both
+               gradients; for the full vocabulary the teacher's logits too), and against
+               ``straightforward_ms``, autograd over all logits. Target: ``floor_ratio`` 1.3.
+    numerics   loss and gradients against the same computation in float64 from the same numbers:
+               the largest difference relative to the largest entry, of ours and of the
+               straightforward way; in float32 and in bfloat16
+    recompiles ragged numbers of rows one after the other: graphs that torch compiled, and seconds
+               of the slowest call after the first
 """
 
 from __future__ import annotations
 
-import json
-import statistics
+import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from benchmarks.loss_problem import Problem, difference, ours, problem, straightforward
+from benchmarks.gpu.measuring import (
+    Figures,
+    Report,
+    Skip,
+    device_of,
+    finish,
+    milliseconds,
+    parser,
+    peak_gib,
+    positive,
+    rounded,
+)
+from benchmarks.loss_problem import Problem, TeacherHead, ours, problem, straightforward
+from trainer.losses.base import TeacherStates
 
-TOKENS, HIDDEN, VOCABULARY = 8192, 2048, 151_936
+CASES = ("topk", "full_vocab")
+SIZES = {"cuda": (8192, 151_936, (2560, 5120)), "cpu": (64, 2048, (32, 64))}
+"""Tokens, vocabulary, hidden sizes."""
+EXACT = {"cuda": 512, "cpu": 32}
+"""Tokens that are computed in float64 as well."""
+RAGGED = (17, 1000, 313, 4096, 1, 2047, 777, 64)
+Way = Callable[[Problem], torch.Tensor]
 
 
-def milliseconds(work: Callable[[], object], repeats: int = 10, warm_up: int = 3) -> float:
-    """Median time of the work on the device."""
-    times = []
-    for repeat in range(warm_up + repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        work()
-        end.record()
-        torch.cuda.synchronize()
-        if repeat >= warm_up:
-            times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def floor(x: Problem) -> float:
+def floor(device: torch.device, x: Problem) -> float:
     """Milliseconds of the products alone."""
     hidden, weight = x.hidden.detach(), x.weight.detach()
     logits = hidden @ weight.t()
@@ -47,47 +57,132 @@ def floor(x: Problem) -> float:
     ]
     if x.teacher is not None:
         products.append(products[0])
-    return sum(milliseconds(product) for product in products)
+    return sum(milliseconds(device, product) for product in products)
 
 
-def peak_mib(work: Callable[[], object]) -> float:
-    """Most memory above what was there before."""
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    work()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+def speed(case: str, sizes: tuple[int, int, int], device: torch.device) -> Figures:
+    """Time and memory; the straightforward way may not fit, which ``straightforward`` then says."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    x = problem(case, *sizes, device.type, dtype)
 
-
-def measure(case: str) -> dict[str, float]:
-    """All figures of a case."""
-    x = problem(case, TOKENS, VOCABULARY, HIDDEN, "cuda", torch.bfloat16)
-
-    def fresh(way: Callable[[Problem], object]) -> Callable[[], object]:
+    def fresh(way: Way) -> Callable[[], object]:
         def work() -> None:
             x.hidden.grad = x.weight.grad = None
             way(x)
 
         return work
 
-    found = {
-        "floor_ms": floor(x),
-        "ours_ms": milliseconds(fresh(ours)),
-        "straightforward_ms": milliseconds(fresh(straightforward)),
-        "peak_mib": peak_mib(fresh(ours)),
-        "straightforward_peak_mib": peak_mib(fresh(straightforward)),
-        "difference": difference(x),
+    found: Figures = {
+        "floor_ms": floor(device, x),
+        "ours_ms": milliseconds(device, fresh(ours)),
+        "ours_peak_gib": peak_gib(device, fresh(ours)),
     }
     found["floor_ratio"] = found["ours_ms"] / found["floor_ms"]
-    return {key: round(value, 4) for key, value in found.items()}
+    try:
+        found["straightforward_ms"] = milliseconds(device, fresh(straightforward), repeats=3)
+        found["straightforward_peak_gib"] = peak_gib(device, fresh(straightforward))
+    except torch.OutOfMemoryError:
+        found["straightforward"] = "out of memory"
+    return rounded(found)
 
 
-def main() -> None:
+def numerics(
+    case: str, sizes: tuple[int, int, int], device: torch.device, dtype: torch.dtype
+) -> Figures:
+    """Errors of loss, gradient of hidden states and gradient of the head."""
+    x = problem(case, *sizes, device.type, dtype)
+    exact = gradients(straightforward, _double(x))
+    found: Figures = {}
+    for name, way in (("ours", ours), ("straightforward", straightforward)):
+        seen = gradients(way, x)
+        for what, one, other in zip(("loss", "hidden", "weight"), seen, exact, strict=True):
+            error = (one.double() - other).abs().max() / other.abs().max()
+            found[f"{name}_{what}"] = float(error)
+    return rounded(found, 3)
+
+
+def gradients(way: Way, x: Problem) -> list[torch.Tensor]:
+    """Loss, and gradients of hidden states and head."""
+    x.hidden.grad = x.weight.grad = None
+    loss = way(x)
+    assert x.hidden.grad is not None
+    assert x.weight.grad is not None
+    return [loss, x.hidden.grad.clone(), x.weight.grad.clone()]
+
+
+def _double(x: Problem) -> Problem:
+    """The same numbers in float64."""
+
+    def leaf(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().double().requires_grad_()
+
+    teacher = None if x.teacher is None else TeacherHead(x.teacher.weight.double())
+    states = tuple(
+        TeacherStates(s.teacher, s.start, s.states.double()) for s in x.tokens.teacher_states
+    )
+    fields = ("teacher_topk_logprobs", "teacher_rest_logprobs", "teacher_logprobs")
+    scores = {name: getattr(x.tokens, name) for name in fields}
+    scores = {name: None if s is None else s.double() for name, s in scores.items()}
+    return Problem(
+        leaf(x.hidden), leaf(x.weight), replace(x.tokens, teacher_states=states, **scores), teacher
+    )
+
+
+def recompiles(
+    case: str, vocabulary: int, hidden: int, rows: tuple[int, ...], device: torch.device
+) -> Figures:
+    """Graphs that torch compiled for so many numbers of rows. Skip where nothing is compiled."""
+    if device.type != "cuda":
+        raise Skip("the objective is compiled on GPUs only")
+    from torch._dynamo.utils import counters
+
+    before, slowest = counters["stats"]["unique_graphs"], 0.0
+    for place, count in enumerate(rows):
+        x = problem(case, count, vocabulary, hidden, device.type, torch.bfloat16)
+        finish(device)
+        started = time.perf_counter()
+        ours(x)
+        finish(device)
+        if place:
+            slowest = max(slowest, time.perf_counter() - started)
+    graphs = counters["stats"]["unique_graphs"] - before
+    return rounded({"graphs": graphs, "sizes": len(rows), "slowest_s": slowest})
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Needs a GPU with 32 GiB: the straightforward way takes most of it."""
-    if not torch.cuda.is_available():
-        raise SystemExit("no GPU: leave out --gpu to measure on the CPU")
-    print(json.dumps({case: measure(case) for case in ("topk", "full_vocab")}))
+    made = parser(__doc__)
+    made.add_argument("--hidden", type=positive, help="hidden sizes; by commas")
+    options = made.parse_args(arguments)
+    device = device_of(options)
+    tokens, vocabulary, sizes = SIZES[device.type]
+    hidden = options.hidden or sizes
+    report = Report("losses", device, options.seconds)
+    for case in CASES:  # first: nothing is compiled yet
+        report.cell(
+            partial(recompiles, case, vocabulary, hidden[0], RAGGED, device),
+            what="recompiles",
+            case=case,
+            hidden=hidden[0],
+        )
+    for width in hidden:
+        for case in CASES:
+            report.cell(
+                partial(speed, case, (tokens, vocabulary, width), device),
+                what="speed",
+                case=case,
+                hidden=width,
+                tokens=tokens,
+            )
+            for dtype in (torch.float32, torch.bfloat16):
+                report.cell(
+                    partial(numerics, case, (EXACT[device.type], vocabulary, width), device, dtype),
+                    what="numerics",
+                    case=case,
+                    hidden=width,
+                    dtype=str(dtype).removeprefix("torch."),
+                )
+    report.end()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,173 @@
+"""Training steps of one rank: tokens/s, utilization, memory.
+
+``trainer.rank.Rank`` with students of Qwen3's shapes and random weights, forward KL over the top
+64, one packed row of sequences a step; weights float32, computed in bfloat16. Varied: shape, tokens
+of the row, recomputed activations, kind of attention. Random weights change no product's time.
+
+    tokens_per_s   tokens of the row over the time of forward and backward pass
+    utilization    model FLOPs (trainer/flops.py) over that time, as a share of ``matmul_tflops``
+    matmul_tflops  a product of two 8192 x 8192 bfloat16 matrices, measured in the same call
+    peak_gib       most memory of torch's tensors: weights, moments and gradients included
+    first_ms       the first pass, in which kernels are compiled
+    check          seconds of ``trainer.student.check`` on the device, which raises where packed
+                   logits differ from the model's own
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from benchmarks.gpu.measuring import (
+    GIB,
+    Figures,
+    Report,
+    Skip,
+    device_of,
+    finish,
+    matmul_tflops,
+    milliseconds,
+    parser,
+    positive,
+    rounded,
+)
+from benchmarks.gpu.students import SHAPES, rank_of, samples, student
+from trainer.batches.token_weights import TokenWeight
+from trainer.rank import MicroBatch, Rank
+from trainer.student.check import check_student
+from trainer.student.loading import recompute_activations
+
+ATTENTION = ("sdpa", "eager", "flash_attention_2")
+SIZES = {"cuda": ((4096, 16384, 32768), 4096), "cpu": ((64, 128), 64)}
+"""Tokens of the rows, and of each sequence in them."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is varied. ``attention`` None is the trainer's own choice."""
+
+    shape: str
+    tokens: int
+    recompute: bool
+    sequence: int
+    attention: str | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of the sequences that fill the row."""
+        count, rest = divmod(self.tokens, self.sequence)
+        return [self.sequence] * count + [rest] * (rest > 1)
+
+
+def built(cell: Cell, device: torch.device) -> Rank:
+    """A rank with a new student. Skip where the kind of attention is not installed."""
+    model = student(cell.shape, device)
+    if cell.attention == "flash_attention_2":
+        from transformers.utils import is_flash_attn_2_available
+
+        if not is_flash_attn_2_available():
+            raise Skip("flash-attn is not installed, or not for this device")
+    if cell.attention is not None:
+        model.set_attn_implementation(cell.attention)
+    if cell.recompute:
+        recompute_activations(model)
+    return rank_of(model, device)
+
+
+def step(cell: Cell, device: torch.device, peak: float) -> Figures:
+    """Figures of one cell; ``peak``: TFLOP/s."""
+    rank = built(cell, device)
+    batch = samples(rank.vocabularies.student, cell.lengths)
+    micro_batch = MicroBatch(tuple(batch), (TokenWeight(1 / cell.tokens),) * len(batch))
+
+    def backward() -> None:
+        rank.backward([micro_batch])
+        rank.optimizer.zero_grad(set_to_none=True)
+
+    started = time.perf_counter()
+    rank.backward([micro_batch])
+    finish(device)
+    first_ms = 1e3 * (time.perf_counter() - started)
+    started = time.perf_counter()
+    rank.apply(1e-5)  # AdamW allocates its moments here
+    finish(device)
+    ms = milliseconds(device, backward, repeats=3, warm_up=1)
+    rank.backward([micro_batch])
+    apply_ms = milliseconds(device, rank.optimizer.step, repeats=3, warm_up=1)
+    used = rank.apply(None)
+    answered = [len(sample.rollout.response_ids) for sample in batch]
+    tflops = rank.size.training_flops(cell.lengths, answered) / ms / 1e9
+    return rounded(
+        {
+            "attends": rank.model.config._attn_implementation,
+            "tokens_per_s": sum(cell.lengths) / ms * 1e3,
+            "tflops": tflops,
+            "utilization": tflops / peak,
+            "backward_ms": ms,
+            "apply_ms": apply_ms,
+            "first_ms": first_ms,
+            "peak_gib": None if used is None else used.peak / GIB,
+        }
+    )
+
+
+def checked(shape: str, attention: str | None, device: torch.device) -> Figures:
+    """Seconds of the check of packed logits, on the device and in the precision of training."""
+    rank = built(Cell(shape, 0, False, 1, attention), device)
+    started = time.perf_counter()
+    check_student(rank.model, device, rank.precision())
+    return rounded({"check_s": time.perf_counter() - started})
+
+
+def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> Iterator[Cell]:
+    """The trainer's own attention at every size, then each other kind at two sizes."""
+    sequence = SIZES[device.type][1]
+    for shape in shapes:
+        for recompute in (True, False):
+            for count in tokens:
+                yield Cell(shape, count, recompute, sequence)
+    yield Cell(shapes[0], tokens[-1], True, tokens[-1])  # one long sequence
+    for attention in ATTENTION:
+        for count in tokens[:2]:
+            yield Cell(shapes[0], count, False, sequence, attention)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    made = parser(__doc__)
+    made.add_argument("--shapes", help=f"of {', '.join(SHAPES)}; by commas")
+    made.add_argument("--tokens", type=positive, help="tokens of a row; by commas")
+    options = made.parse_args(arguments)
+    device = device_of(options)
+    default = "qwen3-0.6b,qwen3-4b" if device.type == "cuda" else "tiny"
+    shapes = (options.shapes or default).split(",")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    report = Report("rank", device, options.seconds)
+    peak = matmul_tflops(device, dtype)
+    report.cell(lambda: rounded({"matmul_tflops": peak}), what="peak", dtype=str(dtype))
+    for attention in (None, *ATTENTION):
+        report.cell(
+            partial(checked, shapes[0], attention, device),
+            what="check",
+            shape=shapes[0],
+            attention=attention or "auto",
+        )
+    for one in cells(device, shapes, options.tokens or SIZES[device.type][0]):
+        report.cell(
+            partial(step, one, device, peak),
+            what="step",
+            shape=one.shape,
+            tokens=one.tokens,
+            sequence=one.sequence,
+            recompute=one.recompute,
+            attention=one.attention or "auto",
+        )
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Two races of the trainer's threads, reproduced and gone: which tensors are wrong.
+
+The trainer's stage and publisher run as in a run; the learner's steps and the transport are
+replaced. A step reads all weights, computes for a while and writes them plus one, so that after k
+steps every entry is k. The transport connects as PyNccl does (vLLM's ``current_stream`` sets a new
+stream on the thread) and sends by vLLM's packed producer, both as ``vllm_streams`` has them, to a
+group that keeps copies.
+
+    threads   pool: all work on asyncio's pool, as it was; own: one thread trains, one sends
+    event     none: as it was; waits: the sender waits for the end of the snapshot's copies
+    wrong_trained    tensors of the trainer that are wrong after the last step: steps on different
+                     streams overwrote each other
+    wrong_received   tensors that were received with other values than the snapshot's
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+from benchmarks.gpu.measuring import Figures, Report, device_of, finish, parser
+from benchmarks.gpu.vllm_streams import current_stream, packed_producer
+from trainer.publisher import Publisher
+from trainer.stage import TrainerStage
+
+SIZES = {"cuda": (64, 1 << 20), "cpu": (4, 1 << 10)}
+"""Tensors, and entries of each."""
+VERSIONS, STEPS = 8, 2
+"""Weight versions, and steps before the snapshot of each; one more runs beside its broadcast."""
+BUSY_CYCLES = 50_000_000
+"""Cycles of a GPU that a step computes: some 30 ms."""
+BUFFER_BYTES = 16 << 20
+Named = list[tuple[str, torch.Tensor]]
+
+
+class Steps:
+    """A learner whose weights count its steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        count, entries = SIZES[device.type]
+        self.device = device
+        self.count = 0
+        self.weights = [torch.zeros(entries, device=device) for _ in range(count)]
+
+    def train_batch(self, samples: object) -> Any:
+        """One step: like an optimizer's, its writes are queued when it returns."""
+        read = [weight.clone() for weight in self.weights]
+        float(read[0][0])  # the gradient norm: waits for this thread's stream
+        if self.device.type == "cuda":
+            torch.cuda._sleep(BUSY_CYCLES)  # type: ignore[no-untyped-call]
+        for weight, before in zip(self.weights, read, strict=True):
+            torch.add(before, 1, out=weight)
+        self.count += 1
+        return SimpleNamespace(metrics={}, skipped="")
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies in the engines' dtype, which holds the counts exactly."""
+        for index, weight in enumerate(self.weights):
+            yield str(index), weight.to(torch.bfloat16, copy=True)
+
+    def wrong(self) -> int:
+        """Tensors with an entry that is not the number of steps."""
+        finish(self.device)
+        return _other_than(self.count, self.weights)
+
+
+def _other_than(value: int, tensors: list[torch.Tensor]) -> int:
+    return sum(not bool((tensor == value).all()) for tensor in tensors)
+
+
+class Keeping:
+    """A group whose members keep copies of the chunks, made on the stream that sends them."""
+
+    def __init__(self) -> None:
+        self.chunks: list[torch.Tensor] = []
+
+    def broadcast(self, chunk: torch.Tensor, src: int) -> None:
+        """Queues a copy."""
+        self.chunks.append(chunk.clone())
+
+    def received(self, meta: WeightMeta) -> list[torch.Tensor]:
+        """The tensors in the chunks."""
+        packed = torch.split(torch.cat(self.chunks), list(meta.sizes))
+        return [piece.view(torch.bfloat16) for piece in packed]
+
+
+class Transport:
+    """See ``trainer.publisher.Transport``; ``group`` is replaced by each broadcast."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.group = Keeping()
+
+    def open(self, world_size: int) -> Rendezvous:
+        """Nobody else comes."""
+        return Rendezvous("", 0, world_size, 1.0, BUFFER_BYTES, b"")
+
+    def connect(self) -> None:
+        """As PyNccl's first call."""
+        if self._device.type == "cuda":
+            current_stream()
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def broadcast(self, weights: Named, meta: WeightMeta) -> None:
+        """As ``rollouter.transports.nccl``."""
+        self.group = Keeping()
+        packed_producer(iter(weights), self.group, BUFFER_BYTES, self._device)
+        finish(self._device)
+
+
+class Pool:
+    """What the stage's threads were: asyncio's pool."""
+
+    async def run(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        """The result of the work on any of its threads."""
+        return await asyncio.to_thread(work, *args, **named)
+
+
+class Hasty(Publisher):
+    """The publisher as it was: it sends without waiting for its copies."""
+
+    def send(self, group: int) -> None:
+        """See Publisher.send."""
+        self._copied = None
+        super().send(group)
+
+
+class Batcher:
+    """Endless empty batches."""
+
+    duplicates = 0
+
+    async def take(self, version: int) -> Any:
+        """A batch."""
+        return SimpleNamespace(headers=(), samples=(), requeued=())
+
+    async def done(self) -> None:
+        """Nothing was leased."""
+
+
+async def synced(learner: Any, *, pool: bool, hasty: bool) -> Figures:
+    """Trains and syncs; counts wrong tensors."""
+    transport = Transport(learner.device)
+    kind = Hasty if hasty else Publisher
+    publisher = kind(learner.named_weights, lambda: transport)
+    batcher: Any = Batcher()
+    stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
+    if pool:
+        stage._computing = stage._sending = Pool()  # type: ignore[assignment]
+    await stage.open(0, 2)
+    await asyncio.gather(stage.connect(0), stage.step())  # on two threads of a pool
+    wrong = 0
+    for version in range(1, VERSIONS + 1):
+        for _ in range(STEPS):
+            await stage.step()
+        expected = learner.count
+        meta = await stage.snapshot(version)
+        await asyncio.gather(stage.send(0), stage.step())
+        wrong += _other_than(expected, transport.group.received(meta))
+    tensors = len(learner.weights)
+    return {
+        "wrong_trained": learner.wrong(),
+        "of_trained": tensors,
+        "wrong_received": wrong,
+        "of_received": tensors * VERSIONS,
+    }
+
+
+def after_syncs(device: torch.device, *, pool: bool, hasty: bool) -> Figures:
+    """Wrong tensors of a new trainer."""
+    return asyncio.run(synced(Steps(device), pool=pool, hasty=hasty))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """See the module."""
+    options = parser(__doc__).parse_args(arguments)
+    device = device_of(options)
+    report = Report("streams", device, options.seconds)
+    for pool in (True, False):
+        for hasty in (True, False):
+            report.cell(
+                partial(after_syncs, device, pool=pool, hasty=hasty),
+                threads="pool" if pool else "own",
+                event="none" if hasty else "waits",
+            )
+    report.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""The measurements for a GPU run at small sizes on a CPU, and say what they did not measure."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import importlib
+import json
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.train import TrainConfig
+from benchmarks.gpu import all as runner
+from benchmarks.gpu import fsdp, streams, tables
+from benchmarks.gpu.measuring import Report, Skip
+from benchmarks.gpu.students import TrainSettings
+
+CPU = torch.device("cpu")
+NEEDS_GPU = {
+    "scoring": {"float32_logits"},
+    "snapshot": {"pinned, made once"},
+    "losses": {"recompiles"},
+    "rank": {"flash_attention_2"},
+    "streams": set(),
+}
+"""What each script skips on a CPU."""
+
+
+@pytest.mark.parametrize("name", NEEDS_GPU)
+def test_a_script_measures_every_other_cell_on_a_cpu(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    threads = torch.get_num_threads()
+    importlib.import_module(f"benchmarks.gpu.{name}").main(["--device", "cpu"])
+    torch.set_num_threads(threads)
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (found["name"], found["device"]) == (name, "cpu")
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["device_name"]
+    skipped = [cell for cell in found["cells"] if tables.reason(cell)]
+    assert all(NEEDS_GPU[name] & {str(value) for value in cell.values()} for cell in skipped)
+    assert len(skipped) < len(found["cells"])
+
+
+def in_a_fork(path: Path) -> None:
+    """Runs the script with its output in a file."""
+    with path.open("w") as sys.stdout:
+        fsdp.main(["--device", "cpu"])
+        sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort an interpreter that is finalized
+
+
+@pytest.mark.slow
+def test_a_mesh_of_one_trains_as_no_mesh(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    process = context.Process(target=in_a_fork, args=(tmp_path / "said",))
+    process.start()
+    process.join(120)
+    process.kill()
+    cells = json.loads((tmp_path / "said").read_text().splitlines()[-1])["cells"]
+    assert [cell["mesh"] for cell in cells] == ["none", "one, gloo"]
+    assert cells[1]["difference"] < 1e-3
+
+
+def test_the_settings_without_pydantic_are_those_of_the_config() -> None:
+    assert dataclasses.asdict(TrainSettings()) == TrainConfig().model_dump()
+
+
+# ── cells ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def raising(error: Exception) -> Callable[[], dict[str, Any]]:
+    def work() -> dict[str, Any]:
+        raise error
+
+    return work
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "code"),
+    [
+        (Skip("no GPU"), {"skipped": "no GPU"}, 0),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB. GPU 0 has"),
+            {"out_of_memory": "CUDA out of memory. Tried to allocate 9 GiB"},
+            0,
+        ),
+        (ValueError("wrong"), {"failed": "ValueError: wrong"}, 1),
+    ],
+)
+def test_a_cell_without_figures_says_why_and_the_next_one_is_measured(
+    error: Exception,
+    expected: dict[str, str],
+    code: int,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    report = Report("some", CPU)
+    report.cell(raising(error), size=1)
+    report.cell(lambda: {"ms": 2.0}, size=2)
+    try:
+        report.end()
+        ended = 0
+    except SystemExit as end:
+        ended = int(str(end.code))
+    assert ended == code
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found["cells"] == [{"size": 1, **expected}, {"size": 2, "ms": 2.0}]
+
+
+def test_no_cell_begins_after_the_time_of_its_script() -> None:
+    report = Report("some", CPU, seconds=5.0)
+    report.started -= 6
+    report.cell(raising(AssertionError("it began")), size=1)
+    assert report.cells == [{"size": 1, "skipped": "its 5 seconds were over"}]
+
+
+# ── races of streams ───────────────────────────────────────────────────────────────────────────
+
+
+class Late(streams.Steps):
+    """As on a GPU: a copy gets its values only after ``named_weights`` has returned it."""
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, weight in super().named_weights():
+            yield name, torch.zeros_like(weight) if name == "1" else weight
+
+
+def test_a_tensor_that_was_sent_before_its_copy_was_made_is_counted() -> None:
+    found = asyncio.run(streams.synced(Late(CPU), pool=False, hasty=True))
+    assert found["wrong_received"] == streams.VERSIONS
+    assert found["wrong_trained"] == 0
+
+
+def test_a_tensor_whose_update_was_lost_is_counted() -> None:
+    steps = streams.Steps(CPU)
+    steps.train_batch(())
+    before = steps.weights[0].clone()
+    steps.train_batch(())
+    steps.weights[0].copy_(before)
+    assert steps.wrong() == 1
+
+
+# ── all of them, and their tables ──────────────────────────────────────────────────────────────
+
+
+def saying(*lines: str, then: str = "") -> list[str]:
+    code = "".join(f"print({line!r}, flush=True);" for line in lines)
+    return [sys.executable, "-c", f"import sys, time;{code}{then}"]
+
+
+CELL, WHOLE = '{"cell": {"size": 1}}', '{"name": "some", "cells": [{"size": 1}]}'
+
+
+def test_a_script_that_ends_leaves_its_last_line(tmp_path: Path) -> None:
+    found = runner.outcome(saying("a warning", CELL, WHOLE), 60, tmp_path / "log")
+    assert found == {"name": "some", "cells": [{"size": 1}], "ended": "done"}
+
+
+def test_a_script_at_its_limit_leaves_the_cells_it_measured(tmp_path: Path) -> None:
+    found = runner.outcome(saying(CELL, then="time.sleep(60)"), 1.5, tmp_path / "log")
+    assert found == {"cells": [{"size": 1}], "ended": "killed after 2 s"}
+
+
+def test_a_script_that_fails_leaves_its_cells_and_its_last_words(tmp_path: Path) -> None:
+    found = runner.outcome(saying(CELL, "no driver", then="sys.exit(3)"), 60, tmp_path / "log")
+    assert found == {"cells": [{"size": 1}], "ended": "exit code 3: no driver"}
+
+
+RESULTS = {
+    "rank": {
+        "cells": [
+            {"what": "peak", "tflops": 700.0},
+            {"what": "step", "tokens": 4096, "tokens_per_s": 12345.6, "peak_gib": None},
+            {"what": "step", "tokens": 32768, "out_of_memory": "tried 9 GiB | more"},
+        ],
+        "device_name": "some GPU",
+        "device_gib": 79.2,
+        "date": "2026-01-02",
+        "versions": {"torch": "2.13"},
+        "ended": "done",
+    },
+    "fsdp": {"cells": [], "ended": "killed after 60 s"},
+}
+
+
+def test_tables_have_a_row_for_each_cell_and_a_reason_for_one_without_figures() -> None:
+    text = tables.document(RESULTS)
+    assert "some GPU (79.2 GiB), 2026-01-02; torch 2.13" in text
+    assert "| tokens | tokens_per_s | note |" in text
+    assert "| 4096 | 1.235e+04 |  |" in text
+    assert "| 32768 |  | out of memory: tried 9 GiB / more |" in text
+
+
+def test_what_did_not_run_is_named() -> None:
+    assert tables.unmeasured(RESULTS) == [
+        "rank, what step, tokens 32768: out of memory: tried 9 GiB / more",
+        "fsdp: killed after 60 s",
+    ]
+
+
+def test_only_the_tables_of_a_document_are_replaced() -> None:
+    text = f"before\n{tables.BEGIN}\nold\n{tables.END}\nafter\n"
+    assert tables.written(text, "new") == f"before\n{tables.BEGIN}\nnew\n{tables.END}\nafter\n"
+    with pytest.raises(ValueError, match="figures: begin"):
+        tables.written("nothing", "new")
+
+
+def test_the_document_of_the_figures_can_be_written() -> None:
+    page = Path(__file__).parents[2] / "docs" / "gpu.md"
+    assert "new" in tables.written(page.read_text(), "new")
