@@ -9,8 +9,8 @@ of the row, recomputed activations, kind of attention. Random weights change no 
     matmul_tflops  a product of two 8192 x 8192 bfloat16 matrices, measured in the same call
     peak_gib       most memory of torch's tensors: weights, moments and gradients included
     first_ms       the first pass, in which kernels are compiled
-    check          seconds of ``trainer.student.check`` on the device, which raises where packed
-                   logits differ from the model's own
+    check_s        the check of packed logits on the device (``trainer.student.check``), which
+                   raises where they differ from the model's own
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
+from async_opd.core.errors import StageError
 from benchmarks.gpu.measuring import (
     GIB,
     Figures,
@@ -35,26 +37,28 @@ from benchmarks.gpu.measuring import (
     positive,
     rounded,
 )
-from benchmarks.gpu.students import SHAPES, rank_of, samples, student
+from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank import MicroBatch, Rank
-from trainer.student.check import check_student
-from trainer.student.loading import recompute_activations
+from trainer.student.attention_choice import Attention
+from trainer.student.attention_probe import platform_of
+from trainer.student.check import check_rank, check_student
+from trainer.student.loading import in_bfloat16, recompute_activations, set_attention
 
-ATTENTION = ("sdpa", "eager", "flash_attention_2")
+ATTENTION: tuple[Attention, ...] = ("varlen", "flash", "flex", "sdpa")
 SIZES = {"cuda": ((4096, 16384, 32768), 4096), "cpu": ((64, 128), 64)}
 """Tokens of the rows, and of each sequence in them."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What is varied. ``attention`` None is the trainer's own choice."""
+    """What is varied. ``attention``: as ``train.attention``; by ``auto`` the trainer chooses."""
 
     shape: str
     tokens: int
     recompute: bool
     sequence: int
-    attention: str | None = None
+    attention: Attention = "auto"
 
     @property
     def lengths(self) -> list[int]:
@@ -63,16 +67,20 @@ class Cell:
         return [self.sequence] * count + [rest] * (rest > 1)
 
 
-def built(cell: Cell, device: torch.device) -> Rank:
-    """A rank with a new student. Skip where the kind of attention is not installed."""
-    model = student(cell.shape, device)
-    if cell.attention == "flash_attention_2":
-        from transformers.utils import is_flash_attn_2_available
+def attend(model: Any, wanted: Attention, device: torch.device) -> None:
+    """Sets the kind of attention as the trainer does. Skip where it cannot be had."""
+    model.set_attn_implementation("sdpa")  # what a new model has
+    half = in_bfloat16(TrainSettings().dtype, device)
+    try:
+        set_attention(model, wanted, platform_of(device, half))
+    except StageError as error:
+        raise Skip(error.cause.partition(": ")[2]) from error
 
-        if not is_flash_attn_2_available():
-            raise Skip("flash-attn is not installed, or not for this device")
-    if cell.attention is not None:
-        model.set_attn_implementation(cell.attention)
+
+def built(cell: Cell, device: torch.device) -> Rank:
+    """A rank with a new student."""
+    model = student(cell.shape, device)
+    attend(model, cell.attention, device)
     if cell.recompute:
         recompute_activations(model)
     return rank_of(model, device)
@@ -115,12 +123,26 @@ def step(cell: Cell, device: torch.device, peak: float) -> Figures:
     )
 
 
-def checked(shape: str, attention: str | None, device: torch.device) -> Figures:
-    """Seconds of the check of packed logits, on the device and in the precision of training."""
-    rank = built(Cell(shape, 0, False, 1, attention), device)
-    started = time.perf_counter()
-    check_student(rank.model, device, rank.precision())
-    return rounded({"check_s": time.perf_counter() - started})
+class Checked:
+    """A student whose packed logits are right on a CPU, and which is then checked on the device."""
+
+    def __init__(self, shape: str, device: torch.device) -> None:
+        self._shape, self._device = shape, device
+
+    @cached_property
+    def _on_cpu(self) -> tuple[Rank, torch.Tensor]:
+        """The rank, and the exact logits."""
+        model = student(self._shape, torch.device("cpu"))
+        exact = check_student(model)
+        return rank_of(model, self._device), exact
+
+    def measure(self, attention: Attention) -> Figures:
+        """Seconds of the check with this attention, which raises where logits differ."""
+        rank, exact = self._on_cpu
+        attend(rank.model, attention, self._device)
+        started = time.perf_counter()
+        check_rank(rank, exact)
+        return rounded({"check_s": time.perf_counter() - started})
 
 
 def cells(device: torch.device, shapes: list[str], tokens: tuple[int, ...]) -> Iterator[Cell]:
@@ -149,13 +171,12 @@ def main(arguments: list[str] | None = None) -> None:
     report = Report("rank", device, options.seconds)
     peak = matmul_tflops(device, dtype)
     report.cell(lambda: rounded({"matmul_tflops": peak}), what="peak", dtype=str(dtype))
-    for attention in (None, *ATTENTION):
+    check = Checked(shapes[0], device)
+    for attention in ATTENTION:
         report.cell(
-            partial(checked, shapes[0], attention, device),
-            what="check",
-            shape=shapes[0],
-            attention=attention or "auto",
+            partial(check.measure, attention), what="check", shape=shapes[0], attention=attention
         )
+    del check
     for one in cells(device, shapes, options.tokens or SIZES[device.type][0]):
         report.cell(
             partial(step, one, device, peak),
@@ -164,7 +185,7 @@ def main(arguments: list[str] | None = None) -> None:
             tokens=one.tokens,
             sequence=one.sequence,
             recompute=one.recompute,
-            attention=one.attention or "auto",
+            attention=one.attention,
         )
     report.end()
 

@@ -72,6 +72,7 @@ class TrainSettings:
     max_skipped: int = 3
     tokens_per_micro_batch: int = 16384
     dtype: str = "auto"
+    attention: str = "auto"
     gradient_checkpointing: bool = False
     ranks: int = 1
     threads: int = 1

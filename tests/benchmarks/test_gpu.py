@@ -27,7 +27,7 @@ NEEDS_GPU = {
     "scoring": {"float32_logits"},
     "snapshot": {"pinned, made once"},
     "losses": {"recompiles"},
-    "rank": {"flash_attention_2"},
+    "rank": {"varlen", "flash", "flex"},
     "streams": set(),
 }
 """What each script skips on a CPU."""
