@@ -19,7 +19,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.config.load import load_config
 from async_opd.models.tokenizer import Text
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]  # slow: first, beside all other engines
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
