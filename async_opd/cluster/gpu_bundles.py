@@ -26,6 +26,7 @@ from async_opd.cluster.actor_names import run_name
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel
 
 POLL_S = 1.0
 """Seconds between two looks at a cluster whose GPUs others use."""
@@ -68,7 +69,7 @@ async def reserve(config: RunConfig, notify: Callable[[str], None]) -> GpuBundle
                     name=f"{run_name(config)}/{unit.pool}/{unit.bundles[0].index}",
                     _soft_target_node_id=node,
                 )
-            await asyncio.gather(*(_ready(group) for group in groups.values()))
+            await gather_or_cancel(*(_ready(group) for group in groups.values()))
     except BaseException as error:
         _remove(groups.values())
         if isinstance(error, TimeoutError):
