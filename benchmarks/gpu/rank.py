@@ -15,6 +15,7 @@ of the row, recomputed activations, kind of attention. Random weights change no 
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,12 +70,36 @@ class Cell:
 
 def attend(model: Any, wanted: Attention, device: torch.device) -> None:
     """Sets the kind of attention as the trainer does. Skip where it cannot be had."""
+    let_varlen_be_told_of_grouped_queries()
     model.set_attn_implementation("sdpa")  # what a new model has
     half = in_bfloat16(TrainSettings().dtype, device)
     try:
         set_attention(model, wanted, platform_of(device, half))
     except StageError as error:
         raise Skip(error.cause.partition(": ")[2]) from error
+
+
+def let_varlen_be_told_of_grouped_queries() -> None:
+    """Adds the argument ``enable_gqa`` to torch's ``varlen_attn`` where it is older than 2.13.
+
+    There it has none, and its kernel (flash attention 2) takes fewer keys than queries untold. The
+    trainer refuses such a torch; here it is measured all the same.
+    """
+    from torch.nn.attention import varlen
+
+    older = varlen.varlen_attn
+    if "enable_gqa" in inspect.signature(older).parameters:
+        return
+
+    def varlen_attn(
+        *given: Any,
+        scale: float | None = None,
+        window_size: tuple[int, int] = (-1, -1),
+        enable_gqa: bool = False,
+    ) -> Any:
+        return older(*given, scale=scale, window_size=window_size)
+
+    varlen.varlen_attn = varlen_attn
 
 
 def built(cell: Cell, device: torch.device) -> Rank:

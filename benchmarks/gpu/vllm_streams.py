@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from itertools import cycle
 from typing import Any, Protocol
 
@@ -46,6 +47,13 @@ class _NoStream:
         """There is nothing to wait for."""
 
 
+@cache
+def _streams(device: torch.device) -> tuple[Any, ...]:
+    """The same streams in every call: memory that is freed is kept for its stream."""
+    cuda = device.type == "cuda"
+    return tuple(torch.cuda.Stream(device) if cuda else _NoStream() for _ in range(BUFFERS))
+
+
 def _on(stream: Any) -> AbstractContextManager[Any]:
     return nullcontext() if isinstance(stream, _NoStream) else torch.cuda.stream(stream)
 
@@ -58,8 +66,7 @@ def packed_producer(
     Each chunk is packed and sent on one of two streams of its own, which wait for nothing but their
     own last chunk.
     """
-    cuda = device.type == "cuda"
-    streams = [torch.cuda.Stream(device) if cuda else _NoStream() for _ in range(BUFFERS)]
+    streams = _streams(device)
     in_flight: dict[int, torch.Tensor] = {}  # a chunk that is still being sent keeps its memory
     for slot in cycle(range(BUFFERS)):
         streams[slot].synchronize()

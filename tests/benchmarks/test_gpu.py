@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import varlen
 
 from async_opd.config.train import TrainConfig
 from benchmarks.gpu import all as runner
-from benchmarks.gpu import fsdp, streams, tables
+from benchmarks.gpu import fsdp, rank, streams, tables
 from benchmarks.gpu.measuring import Report, Skip
 from benchmarks.gpu.students import TrainSettings
 
@@ -71,6 +72,21 @@ def test_a_mesh_of_one_trains_as_no_mesh(tmp_path: Path) -> None:
 
 def test_the_settings_without_pydantic_are_those_of_the_config() -> None:
     assert dataclasses.asdict(TrainSettings()) == TrainConfig().model_dump()
+
+
+def test_an_older_varlen_attn_is_called_without_the_argument_that_it_lacks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def older(query: str, scale: float | None = None, window_size: tuple[int, int] = (0, 0)) -> Any:
+        return query, scale, window_size
+
+    monkeypatch.setattr(varlen, "varlen_attn", older)
+    rank.let_varlen_be_told_of_grouped_queries()
+    told = varlen.varlen_attn("query", scale=0.5, window_size=(3, 0), enable_gqa=True)
+    assert told == ("query", 0.5, (3, 0))
+    found = varlen.varlen_attn
+    rank.let_varlen_be_told_of_grouped_queries()
+    assert varlen.varlen_attn is found
 
 
 # ── cells ──────────────────────────────────────────────────────────────────────────────────────

@@ -97,11 +97,13 @@ def test_the_packed_producer_is_that_of_vllm(sizes: list[int], log: Log) -> None
     of_vllm(weights, Group(log), 8)
     expected, numbers = log[:], len([one for one in log if one[0] == "made"])
     log.clear()
+    vllm_streams._streams.cache_clear()
     vllm_streams.packed_producer(iter(weights), Group(log), 8, torch.device("cuda"))
     renamed = [
         (what, which - numbers if what != "broadcast" else which, *rest)
         for what, which, *rest in log
     ]
+    vllm_streams._streams.cache_clear()
     assert renamed == expected
 
 
