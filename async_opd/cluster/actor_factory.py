@@ -6,6 +6,7 @@ One actor is one process. A colocated teacher runs on the GPUs of another actor,
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +16,7 @@ from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles
+from async_opd.cluster.network import shared_environment
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.loss import score_kind, scored_top_k
@@ -23,7 +25,7 @@ from async_opd.config.teachers import EndpointTeacher, VllmTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
-from async_opd.models.engine_args import LOOPBACK, Device, engine_env, engine_kwargs
+from async_opd.models.engine_args import Device, engine_env, engine_kwargs
 from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import chosen
@@ -70,6 +72,10 @@ class ActorFactory:
     stages: list[Remote] = field(default_factory=list)
     placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
     colocated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Reads the driver's environment: teachers are rebuilt in a process with another one."""
+        self.env = shared_environment(self.config.cluster, os.environ)
 
     async def queue(self) -> QueueActor:
         """The message queue."""
@@ -291,7 +297,7 @@ class ActorFactory:
             Remote.create,
             actor.name,
             timeout_s=self.config.timeouts.request_s,
-            env=(env or {}) if self.config.cluster.address else {**(env or {}), **LOOPBACK},
+            env={**(env or {}), **self.env},
             gpus=gpus,
             bundle=self.bundles.strategy(*bundle) if bundle else None,
             restarts=restarts,

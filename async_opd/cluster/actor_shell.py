@@ -12,7 +12,6 @@ import gc
 import importlib
 import inspect
 import os
-import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
@@ -22,6 +21,8 @@ from typing import Any, cast
 import ray
 
 from async_opd.cluster.faults import to_stage_error
+from async_opd.cluster.network import own_address
+from async_opd.config.run_config import ClusterConfig
 from async_opd.core.errors import (
     EngineStartError,
     ProcessRestarts,
@@ -31,6 +32,7 @@ from async_opd.core.errors import (
 )
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import PRIVATE_UMASK, regular_file
+from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.waiting.deadline import Deadline
@@ -108,11 +110,10 @@ class ActorShell:
         gpus = context.get_accelerator_ids().get("GPU", [])
         return ActorPlacement(context.get_node_id(), tuple(map(str, gpus)))
 
-    async def listen(self, address: str | None) -> tuple[str, int, int]:
+    async def listen(self, cluster: ClusterConfig) -> tuple[str, int, int]:
         """Opens a socket for the object to build: its address, port and file descriptor."""
-        address = address or ray.util.get_node_ip_address()
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listener = socket.create_server((address, 0), family=family)
+        address = own_address(cluster)
+        listener = listening_socket(address, cluster.port_range)
         return address, int(listener.getsockname()[1]), listener.detach()
 
     async def build(self, factory: str, args: tuple[Any, ...]) -> None:
@@ -239,13 +240,10 @@ class Remote:
             )
             raise StageTimeout(self.name, cause, f"raise {START_KEY} if it is only slow") from late
 
-    async def listen(self, address: str | None, timeout_s: float) -> tuple[str, int, int]:
-        """Opens a socket in its process: address, port and file descriptor.
-
-        ``address`` None is the address of its node in the cluster.
-        """
+    async def listen(self, cluster: ClusterConfig, timeout_s: float) -> tuple[str, int, int]:
+        """Opens a socket in its process: address, port and file descriptor."""
         await self._started(timeout_s)
-        listen = partial(self._handle.listen.remote, address)
+        listen = partial(self._handle.listen.remote, cluster)
         found = await self._bounded(listen, timeout_s, "listening", START_KEY)
         return cast(tuple[str, int, int], found)
 

@@ -112,8 +112,7 @@ class TrainerActor(SingletonActor):
 
     async def _rank_specs(self, bound: float) -> list[RankSpec]:
         """A spec for each rank; their rendezvous is the socket of the first one."""
-        address = None if self.config.cluster.address else "127.0.0.1"
-        host, port, listener = await self.remote.listen(address, bound)
+        host, port, listener = await self.remote.listen(self.config.cluster, bound)
         collective_s = self.config.timeouts.collective_s
         spec = RankSpec(0, len(self.ranks), host, port, collective_s, bound, new_secret(), listener)
         others = (replace(spec, rank=i, listener=None) for i in range(1, len(self.ranks)))

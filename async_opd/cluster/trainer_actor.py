@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import ray
-
 from async_opd.cluster.actor_shell import Remote
+from async_opd.cluster.network import own_address
 from async_opd.cluster.remote_ranks import RemoteRankGroup
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Queue
@@ -63,6 +62,7 @@ def _transport(config: RunConfig, device: Device) -> Transport:
         config.sync.chunk_mib << 20,
         config.sync.timeout_s * COLLECTIVE_TIMEOUT_SHARE,
     )
-    host = ray.util.get_node_ip_address() if config.cluster.address else "127.0.0.1"
     made = transport(chosen(config.sync.backend, device))
-    return made.sender(host, timeout_s, chunk_bytes)
+    sender = made.sender(own_address(config.cluster), timeout_s, chunk_bytes)
+    sender.ports = config.cluster.port_range
+    return sender

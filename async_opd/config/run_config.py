@@ -163,6 +163,36 @@ class ClusterConfig(Section):
     """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of all pools; ``auto``: GPUs if there are any."""
+    interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
+    """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
+    connect; every node needs it. By default that of the node's address in Ray; NCCL chooses for
+    itself. A local run listens on the loopback only."""
+    ports: str | None = Field(default=None, pattern=r"^\d{4,5}-\d{4,5}$")
+    """Ports, as ``20000-20099``, on which the run's own servers listen: the rendezvous of a weight
+    sync and that of ranks, on the trainer's node. By default any free port."""
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports of ``ports``; None for any."""
+        if self.ports is None:
+            return None
+        low, high = map(int, self.ports.split("-"))
+        return range(low, high + 1)
+
+    @field_validator("ports")
+    @classmethod
+    def _are_ports(cls, value: str | None) -> str | None:
+        if value is not None:
+            low, high = map(int, value.split("-"))
+            if not 1024 <= low <= high <= 65535:
+                raise ValueError("two ports from 1024 to 65535, the lower one first")
+        return value
+
+    @model_validator(mode="after")
+    def _interface_is_of_a_cluster(self) -> Self:
+        if self.interface is not None and self.address is None:
+            raise ValueError("'interface' with 'address' only: a local run uses the loopback")
+        return self
 
 
 class RunConfig(Section):

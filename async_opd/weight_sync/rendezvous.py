@@ -24,6 +24,7 @@ from io import BufferedRWPair
 from typing import Any
 
 from async_opd.core.errors import WeightSyncError
+from async_opd.processes.listening import listening_socket
 
 NONCE_BYTES = TAG_BYTES = 32
 HANDSHAKE_S = 10.0
@@ -51,9 +52,15 @@ def hmac_tag(secret: bytes, role: str, *seen: bytes) -> bytes:
 class RendezvousServer:
     """The sender's addresses, and the socket on which members reach them, opened at once."""
 
-    def __init__(self, host: str, secret: bytes, members: int, timeout_s: float) -> None:
-        """OSError if ``host`` is no address of this machine."""
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    def __init__(
+        self,
+        host: str,
+        secret: bytes,
+        members: int,
+        timeout_s: float,
+        ports: range | None = None,
+    ) -> None:
+        """Raises what ``listening_socket`` raises."""
         self.refused = 0
         self._secret = secret
         self._timeout_s = timeout_s
@@ -63,7 +70,7 @@ class RendezvousServer:
         self._max_unauthenticated = members + MAX_UNAUTHENTICATED
         self._unauthenticated: dict[socket.socket, None] = {}  # oldest first
         self._members: set[socket.socket] = set()
-        self._listener = socket.create_server((host, 0), family=family)
+        self._listener = listening_socket(host, ports)
         self.port = int(self._listener.getsockname()[1])
         threading.Thread(target=self._receive, name="meeting", daemon=True).start()
 

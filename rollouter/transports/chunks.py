@@ -24,6 +24,9 @@ BACKEND = "async_opd_chunks"
 class Sender(ABC):
     """The trainer's end of one group; implements ``trainer.publisher.Transport``."""
 
+    ports: range | None = None
+    """The ports to listen on; None for any."""
+
     def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
         """``host``: the address to listen on. ``timeout_s`` bounds each wait for the others."""
         self.host = host

@@ -29,7 +29,8 @@ class GlooSender(chunks.Sender):
     def listen(self) -> tuple[str, int, bytes]:
         """Listens on a free port of this host."""
         secret = new_secret()
-        self._server = RendezvousServer(self.host, secret, self.world_size, self.timeout_s)
+        args = (self.host, secret, self.world_size, self.timeout_s)
+        self._server = RendezvousServer(*args, ports=self.ports)
         return self.host, self._server.port, secret
 
     def connect(self) -> None:

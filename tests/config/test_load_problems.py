@@ -126,3 +126,20 @@ def test_no_removed_key_is_a_key(pattern: str) -> None:
     known = keys_below(parent)
     assert known
     assert name not in known
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("cluster.ports=20100-20000", "cluster.ports"),
+        ("cluster.ports=80-90", "cluster.ports"),
+        ("cluster.ports=60000-70000", "cluster.ports"),
+        ("cluster.interface=eth0,eth1", "cluster.interface"),
+        ("cluster.interface=eth0", "cluster"),
+    ],
+)
+def test_ports_and_interfaces_that_no_process_could_listen_on_are_problems(
+    tmp_path: Path, override: str, key: str
+) -> None:
+    (problem,) = problems(tmp_path, "", override)
+    assert problem.key == key

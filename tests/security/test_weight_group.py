@@ -330,11 +330,12 @@ def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
     assert in_processes(2, meets, follows, 60.0) == "met"
 
 
-@pytest.mark.parametrize(("address", "expected"), [(None, LOOPBACK), ("auto", {})])
+@pytest.mark.parametrize(("address", "expected"), [(None, LOOPBACK), ("auto", {"HF_HOME": "/h"})])
 async def test_collectives_of_a_local_run_listen_on_the_loopback(
     monkeypatch: pytest.MonkeyPatch, address: str | None, expected: dict[str, str]
 ) -> None:
     seen: list[dict[str, str]] = []
+    monkeypatch.setattr(os, "environ", {"HF_HOME": "/h", "HF_TOKEN": "hf_0", "HOME": "/"})
     monkeypatch.setattr(Remote, "create", lambda name, *, env, **rest: seen.append(env))
     config = RunConfig.model_validate(
         {

@@ -1,0 +1,70 @@
+"""Sockets of the run's own servers."""
+
+from __future__ import annotations
+
+import socket
+from collections import namedtuple
+from typing import Any
+
+import psutil
+import pytest
+
+from async_opd.core.errors import StageError
+from async_opd.processes.listening import interface_address, listening_socket
+
+HERE = "127.0.0.1"
+Address = namedtuple("Address", "family address")
+
+
+def port(listener: socket.socket) -> int:
+    return int(listener.getsockname()[1])
+
+
+def test_a_socket_listens_from_the_moment_that_its_port_is_known() -> None:
+    with listening_socket(HERE) as listener:
+        socket.create_connection((HERE, port(listener)), 5).close()
+
+
+def test_the_first_free_port_of_the_range_is_taken() -> None:
+    with listening_socket(HERE) as taken:
+        ports = range(port(taken), min(port(taken) + 50, 65536))
+        with listening_socket(HERE, ports) as listener:
+            assert port(listener) in ports[1:]
+
+
+def test_a_range_without_a_free_port_is_named_with_its_key() -> None:
+    with listening_socket(HERE) as taken:
+        only = range(port(taken), port(taken) + 1)
+        with pytest.raises(StageError, match=rf"all ports from {port(taken)} .*127.0.0.1") as error:
+            listening_socket(HERE, only)
+    assert "cluster.ports" in error.value.remedy
+
+
+def test_an_address_of_another_machine_is_an_error_of_its_own() -> None:
+    with pytest.raises(OSError, match="assign"):
+        listening_socket("198.51.100.1", range(20000, 20010))
+
+
+@pytest.fixture
+def interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with an IPv4 and an IPv6 network, and one without addresses."""
+    v4, v6, link = socket.AF_INET, socket.AF_INET6, psutil.AF_LINK
+    found: dict[str, list[Any]] = {
+        "eth0": [Address(link, "00:00"), Address(v6, "fe80::1"), Address(v4, "10.0.0.7")],
+        "ib0": [Address(v6, "fd00::7")],
+        "down": [Address(link, "00:01")],
+    }
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: found)
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize(("name", "address"), [("eth0", "10.0.0.7"), ("ib0", "fd00::7")])
+def test_an_interfaces_ipv4_address_comes_first(name: str, address: str) -> None:
+    assert interface_address(name) == address
+
+
+@pytest.mark.usefixtures("interfaces")
+@pytest.mark.parametrize("name", ["eth1", "down"])
+def test_a_node_without_the_interface_names_those_that_it_has(name: str) -> None:
+    with pytest.raises(StageError, match=rf"no interface '{name}' .* it has down, eth0, ib0"):
+        interface_address(name)
