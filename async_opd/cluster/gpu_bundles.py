@@ -88,7 +88,7 @@ async def _room(
     wanted: list[Unit], notify: Callable[[str], None], deadline: Deadline
 ) -> dict[Unit, str]:
     """The planned node of each unit, as soon as enough GPUs are free."""
-    said = False
+    looks = 0
     while True:
         nodes = gpu_nodes()
         if not fits(wanted, nodes):
@@ -96,9 +96,9 @@ async def _room(
         found = assign(wanted, {node.id: node.free for node in nodes})
         if found is not None:
             return found
-        if not said:
+        if looks == 1:  # the first look may be older than the end of another run
             notify(f"cluster: waiting for GPUs that others use: {shortage(wanted, nodes)}")
-            said = True
+        looks += 1
         await deadline.pause(POLL_S)
 
 

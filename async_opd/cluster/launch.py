@@ -17,6 +17,7 @@ from typing import Any
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
 from async_opd.cluster.gpu_bundles import GpuBundles, reserve
+from async_opd.cluster.node_checks import check_nodes
 from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
@@ -80,6 +81,7 @@ async def launch(
     Raises EngineStartError with the name of the first actor that did not start.
     """
     async with ray_session(config) as reaper:
+        await check_nodes(config, device)
         bundles = await reserve(config, notify) if device == "cuda" else GpuBundles()
         made = factories or Factories()
         actor_factory = ActorFactory(config, device, eos_ids, made, notify, bundles)

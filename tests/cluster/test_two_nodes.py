@@ -1,10 +1,11 @@
-"""GPUs are reserved on a Ray cluster of two nodes with eight pretended GPUs each."""
+"""GPUs are reserved and nodes compared on a Ray cluster of two nodes with eight pretended GPUs."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,16 +13,19 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group, remove_placement_group
 
+from async_opd.checks import nodes
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve
+from async_opd.cluster.node_checks import check_nodes
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError
 
 pytestmark = pytest.mark.engine
 
 BOUND_S = 60.0
+QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart" / "models" / "student"
 
 
 class Engine:
@@ -39,12 +43,12 @@ class Engine:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Two nodes, each of which says that it has eight GPUs."""
+    """Two nodes, each of which says that it has eight GPUs; the second has a setting of NCCL."""
     node = {"num_cpus": 1, "num_gpus": 8, "object_store_memory": 80 << 20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         cluster = Cluster(initialize_head=True, head_node_args=node)
-        cluster.add_node(**node)
+        cluster.add_node(**node, env_vars={"NCCL_CUMEM_ENABLE": "0"})
         ray.init(address=cluster.address, log_to_driver=False)
         try:
             yield
@@ -53,7 +57,7 @@ def cluster() -> Iterator[None]:
             cluster.shutdown()
 
 
-def config(*, rollout: int = 4, ranks: int = 4, start_s: float = BOUND_S) -> RunConfig:
+def config(*, rollout: int = 4, ranks: int = 2, start_s: float = BOUND_S) -> RunConfig:
     """Two engines of the student with a colocated teacher each, one of another, and ranks."""
     colocated = {"placement": "colocated", "with": "rollout", "tensor_parallel": rollout}
     return RunConfig.model_validate(
@@ -105,13 +109,13 @@ async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(factory: Act
         factory.create(actor_names.teacher("own", 0), gpus=2, bundle=("teachers.own", 0)),
         *(
             factory.create(actor_names.trainer(rank), gpus=1, bundle=("train", rank))
-            for rank in range(4)
+            for rank in range(2)
         ),
     )
     at = await place(student.remote)
     teacher, *ranks = [await place(other) for other in others]
     guest = factory.colocated["guest"][0].remote
-    assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1, 1, 1]
+    assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1]
     assert len({rank.node for rank in ranks}) == 1
     taken = [(found.node, gpu) for found in (at, teacher, *ranks) for gpu in found.gpus]
     assert len(set(taken)) == len(taken)
@@ -145,7 +149,7 @@ async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -
     others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
     await others.ready()
     try:
-        with pytest.raises(ConfigError, match=r"need 14 GPUs.*has 16, of which 8 are free"):
+        with pytest.raises(ConfigError, match=r"need 12 GPUs.*has 16, of which 8 are free"):
             await reserve(config(start_s=0.5), print)
     finally:
         remove_placement_group(others)
@@ -161,6 +165,43 @@ async def test_a_cluster_without_a_node_for_the_largest_engine_is_refused_at_onc
     assert head.startswith("the pools need 21 GPUs, each engine's on one node; the cluster has 16")
     assert [row.split()[-2:] for row in rows[-2:]] == [["8", "8"]] * 2
     await all_free()
+
+
+def on(run_dir: Path, model: str) -> RunConfig:
+    """A run with one model for all."""
+    given = config().model_dump(by_alias=True)
+    given["run_dir"], given["student"]["model"] = str(run_dir), model
+    for teacher in given["teachers"].values():
+        teacher["model"] = model
+    return RunConfig.model_validate(given)
+
+
+async def test_nodes_that_have_all_folders_and_agree_with_the_driver_are_accepted(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(nodes, "MIN_SHM_MIB", 0)
+    monkeypatch.setenv("NCCL_CUMEM_ENABLE", "1")  # the second node gets this, too
+    await check_nodes(on(tmp_path, str(QUICKSTART)), "cuda")
+    assert os.listdir(tmp_path) == []
+
+
+async def test_all_that_is_wrong_with_nodes_is_found_before_an_engine_starts(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their processes start in another directory than the driver's, where no model is."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(nodes, "MIN_SHM_MIB", 1 << 40)
+    monkeypatch.delenv("NCCL_CUMEM_ENABLE", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        await check_nodes(on(tmp_path / "run", "model"), "cuda")
+    problems = {(one.key, one.message.partition(" ")[0]) for one in refused.value.problems}
+    assert problems == {
+        ("student.model", "model"),
+        ("cluster.address", "NCCL_CUMEM_ENABLE"),
+        ("cluster.address", "/dev/shm"),
+    }
 
 
 async def test_without_bundles_ray_chooses_the_node() -> None:

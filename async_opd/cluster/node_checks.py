@@ -1,0 +1,106 @@
+"""Compares the nodes of a joined cluster with the driver's, before any engine starts there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from async_opd.checks.nodes import NodeReport, Probe, files_of, node_problems, report
+from async_opd.cluster.actor_shell import START_KEY
+from async_opd.cluster.faults import to_stage_error
+from async_opd.cluster.network import shared_environment
+from async_opd.config.run_config import RunConfig
+from async_opd.config.teachers import EngineTeacher
+from async_opd.core.errors import ConfigError, StageError
+from async_opd.files.safe_open import make_folder, regular_file
+from async_opd.models.engine_args import Device
+from async_opd.processes.parent_death import SAFE_PATH
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel
+
+
+async def check_nodes(config: RunConfig, device: Device) -> None:
+    """Runs a task on every node of a joined cluster with several nodes: any may get an actor.
+
+    ConfigError with all problems: a folder that a node cannot use, versions and settings of NCCL
+    that differ from the driver's, too little shared memory, a node that does not answer.
+    """
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    if config.cluster.address is None or len(nodes) < 2:
+        return
+    keys = _folders(config)
+    with _probe(config, keys) as probe:
+        driver = await asyncio.to_thread(report, "the driver", probe, False)
+        asked = (_ask(config, node, probe, device) for node in nodes)
+        found = await gather_or_cancel(*asked)
+    problems = node_problems(driver, found, keys)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _folders(config: RunConfig) -> dict[str, str]:
+    """The folders that every node has to have, with their config keys."""
+    models = {
+        config.teacher_model(name): f"teachers.{name}.model"
+        for name, teacher in config.teachers.items()
+        if isinstance(teacher, EngineTeacher)
+    }
+    models[config.student.model] = "student.model"
+    found = {path: key for path, key in models.items() if os.path.isdir(path)}
+    return found | ({} if config.run_dir is None else {config.run_dir: "run_dir"})
+
+
+@contextmanager
+def _probe(config: RunConfig, folders: dict[str, str]) -> Iterator[Probe]:
+    """A file in the run directory, removed at the end."""
+    models = {path: files_of(path) for path, key in folders.items() if key != "run_dir"}
+    token = secrets.token_hex(8)
+    probe = Probe(config.run_dir, f".probe-{token}", token, models)
+    if config.run_dir is None:
+        yield probe
+        return
+    path = Path(config.run_dir) / probe.name
+    make_folder(path.parent)
+    try:
+        with open(path, "x", opener=regular_file) as file:
+            file.write(token)
+        yield probe
+    finally:
+        path.unlink(missing_ok=True)
+
+
+async def _ask(config: RunConfig, node: dict[str, Any], probe: Probe, device: Device) -> NodeReport:
+    """The node's report, or one with the error of the task there."""
+    name = f"{node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
+    gpus = device == "cuda" and "GPU" in node["Resources"]
+    task = ray.remote(report).options(
+        num_cpus=0,
+        max_retries=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False),
+        runtime_env={
+            "env_vars": {**shared_environment(config.cluster, os.environ), SAFE_PATH: "1"}
+        },
+    )
+    ask = partial(task.remote, name, probe, gpus)
+    try:
+        return await _answer(ask, config.timeouts.engine_start_s)
+    except StageError as error:
+        return NodeReport(name, error=f"no report: {error.cause}")
+
+
+async def _answer(ask: Any, timeout_s: float) -> NodeReport:
+    try:
+        waiting = Deadline("node").within(timeout_s, "a report", ask(), f"raise {START_KEY}")
+        found: NodeReport = await waiting
+        return found
+    except ray.exceptions.RayError as error:
+        raise to_stage_error("node", "its report", error, False) from error
