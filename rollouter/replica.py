@@ -44,7 +44,7 @@ from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
-from rollouter.transports.engine import WEIGHTS_UNCHANGED, register
+from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -94,6 +94,7 @@ class StudentReplica:
         self._total_paused_s = 0.0  # all pauses since the start
         self._pause_started = 0.0
         self._syncs = 0
+        self._mixed = ""  # why it has weights of two versions, if it does
         self._unpaused = asyncio.Event()
         self._syncing = asyncio.Event()
         self._unpaused.set()
@@ -209,6 +210,8 @@ class StudentReplica:
         New requests wait outside of the engine: one that entered now would have the cache salt of
         the old version, and could find prefix-cache blocks of the old weights.
         """
+        if self._mixed:
+            return  # paused since then
         self._unpaused.clear()
         self._syncing.set()
         self._pause_started = self._activity.clock()
@@ -217,7 +220,8 @@ class StudentReplica:
     async def receive(self, meta: WeightMeta) -> None:
         """Receives the new weights while the trainer sends them.
 
-        TransferAborted if the transfer failed and the engine still has all of its old weights.
+        TransferAborted if the transfer broke off. The engine still has all of its old weights then,
+        or it generates no more until another transfer was complete.
         """
         await self._exit_watch.within(self._engine.start_weight_update())
         update = {
@@ -229,10 +233,12 @@ class StudentReplica:
             request = WeightTransferUpdateRequest(update_info=update)
             await self._exit_watch.within(self._engine.update_weights(request))
         except Exception as error:
-            # of several workers others may have replaced some of theirs
-            if WEIGHTS_UNCHANGED in str(error) and self._workers == 1:
-                raise TransferAborted(self._spec.name, str(error)) from error
-            raise
+            unchanged = WEIGHTS_UNCHANGED in str(error)
+            if not unchanged and WEIGHTS_MIXED not in str(error):
+                raise
+            if not unchanged or self._workers > 1:  # other workers may have replaced some of theirs
+                self._mixed = str(error)
+            raise TransferAborted(self._spec.name, str(error)) from error
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""
@@ -242,11 +248,13 @@ class StudentReplica:
         if found != str(version):
             cause = f"the engine reports version {found} after the sync to {version}"
             raise WeightSyncError(self._spec.name, cause)
-        self._version = version
+        self._version, self._mixed = version, ""
         self._syncs += 1
 
     async def resume(self) -> None:
-        """Continues sampling after ``pause``."""
+        """Continues sampling after ``pause``. TransferAborted with weights of two versions."""
+        if self._mixed:
+            raise TransferAborted(self._spec.name, f"it stays paused: {self._mixed}")
         await self._exit_watch.within(self._engine.resume_generation())
         self._syncing.clear()
         self._unpaused.set()

@@ -85,8 +85,8 @@ joining = threading.Thread(target=lambda: got.append(module.receiver(at, 1)))
 joining.start(); publisher.connect(0); joining.join()
 sizes = publisher.snapshot().sizes
 publisher.send(0)
-assert got[0].receive(sizes[0]).view(torch.float32).equal(weights[0][1].view(-1))
-assert got[0].receive(sizes[1]).view(torch.bfloat16).equal(weights[1][1])
+assert got[0].receive(sizes[0], 30.0).view(torch.float32).equal(weights[0][1].view(-1))
+assert got[0].receive(sizes[1], 30.0).view(torch.bfloat16).equal(weights[1][1])
 """,
     )
 

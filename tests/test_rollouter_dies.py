@@ -82,7 +82,7 @@ class Sender:
     def __init__(self, trainer: FakeTrainer) -> None:
         self.trainer = trainer
 
-    async def open(self, group: int, world_size: int) -> Rendezvous:
+    async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
     async def connect(self, group: int) -> None:

@@ -9,7 +9,7 @@ The transport is passed in (``rollouter.transports``), so that this package need
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
 import torch
@@ -52,10 +52,10 @@ class Publisher:
         self._snapshot: list[tuple[str, torch.Tensor]] = []
         self._copied: torch.cuda.Event | None = None
 
-    def open(self, group: int, world_size: int) -> Rendezvous:
-        """A new group for a sync group, in place of the one it had; see Transport.open."""
-        if group in self._transports:
-            self._transports.pop(group).close()
+    def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
+        """A new group for a sync group; see Transport.open. Closes all but the ``connected``."""
+        for number in self._transports.keys() - set(connected):
+            self._transports.pop(number).close()
         self._transports[group] = self._new_transport()
         return self._transports[group].open(world_size)
 

@@ -13,7 +13,7 @@ the event loop answers calls during a step, and no transport changes the CUDA st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -199,9 +199,9 @@ class TrainerStage:
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
-    async def open(self, group: int, world_size: int) -> Rendezvous:
-        """Opens the rendezvous for the engines' workers of one sync group."""
-        return await self._sending.run(self._publisher.open, group, world_size)
+    async def open(self, group: int, world_size: int, connected: Collection[int]) -> Rendezvous:
+        """Opens the rendezvous for the engines' workers of one sync group; see WeightSender."""
+        return await self._sending.run(self._publisher.open, group, world_size, connected)
 
     async def connect(self, group: int) -> None:
         """Joins the transfer group of that sync group as rank 0."""

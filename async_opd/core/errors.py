@@ -91,7 +91,10 @@ class ProcessRestarts(ProcessDied):
 
 
 class TransferAborted(WeightSyncError):
-    """A transfer of weights broke off before any weight was replaced."""
+    """A transfer of weights broke off, for no fault of the replica that raises it.
+
+    It has all of its old weights, or stays paused until another transfer has set all of them.
+    """
 
 
 class LeaseExpired(StageError):

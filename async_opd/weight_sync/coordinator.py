@@ -9,10 +9,10 @@
     READY       the trainer has copied its weights out and trains on
     CONNECTED   the group is a collective group, until a member of it fails
     PAUSED      every replica of the group holds its requests in flight (on_sync says how)
-    FAILURES    replicas whose weights are unchanged generate on with the old ones and are behind;
-    HANDLED     a replica that failed, did not answer in time, or may hold half of the new weights
-                fails as a member of its pool: it is never resumed, but rebuilt, and ``rejoin``s
-                with the newest snapshot
+    FAILURES    replicas for whose fault the part did not fail are behind: they generate on with the
+    HANDLED     old weights, or stay paused if the broadcast broke off when some were replaced; a
+                replica that failed or did not answer in time fails as a member of its pool: it is
+                never resumed, but rebuilt, and ``rejoin``s with the newest snapshot
 
 All replicas are one group. With ``rolling`` each replica is a group of its own, and the others go
 on generating with their old weights meanwhile. A push without any replica left succeeds: replicas
@@ -181,7 +181,7 @@ class BroadcastSync:
     async def _handle_failures(self, number: int, failures: Failures) -> bool:
         """Disbands the group and fails the members at fault. Whether there were any.
 
-        A member whose error is TransferAborted is not at fault: its weights are unchanged.
+        A member whose error is TransferAborted is not at fault: the next round updates it.
         """
         self._groups.disband(number)
         dead = {i for i, e in failures.items() if not isinstance(e, TransferAborted)} - {SENDER}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from async_opd.core.errors import (
@@ -36,8 +36,11 @@ SENDER = -1
 class WeightSender(Protocol):
     """The trainer's end. ``group`` numbers the collective groups it is rank 0 of."""
 
-    async def open(self, group: int, world_size: int) -> Rendezvous:
-        """Opens the rendezvous of a group, which accepts connections when this returns."""
+    async def open(self, group: int, world_size: int, connected: Collection[int]) -> Rendezvous:
+        """Opens the rendezvous of a group, which accepts connections when this returns.
+
+        The sender leaves all groups but those that are still ``connected``.
+        """
         ...
 
     async def connect(self, group: int) -> None:
@@ -66,10 +69,11 @@ class WeightReceiver(Protocol):
         ...
 
     async def receive(self, meta: WeightMeta) -> None:
-        """Receives the new weights. TransferAborted if it failed and all old weights are intact."""
+        """Receives the new weights. TransferAborted if that broke off, for no fault of its own."""
 
     async def finish(self, version: int) -> None: ...
-    async def resume(self) -> None: ...
+    async def resume(self) -> None:
+        """Generates again. TransferAborted if it has weights of two versions: it stays paused."""
 
 
 Failures = dict[int, Exception]
@@ -103,6 +107,10 @@ class SyncGroups:
     def replace_receiver(self, index: int, receiver: WeightReceiver, workers: int) -> None:
         """Puts another receiver in place of a removed one; its groups have to connect again."""
         self.receivers[index], self._workers[index] = receiver, workers
+        self._leave(index)
+
+    def _leave(self, index: int) -> None:
+        """Forgets the group that the member is in: a receiver is in one group only."""
         self._connected = {n: group for n, group in self._connected.items() if index not in group}
 
     def disband(self, number: int) -> None:
@@ -155,10 +163,12 @@ class SyncGroups:
         await watchdog.within("finishing", receiver.pause(self._on_sync), receiver.progress)
 
     async def rendezvous(self, number: int, group: list[int]) -> Failures:
-        """Connects a group. A failed rendezvous changes no weights."""
+        """Connects a group, in place of those that its members had. It changes no weights."""
         self.disband(number)
+        for index in group:
+            self._leave(index)
         who, sizes = _names(group), [self._workers[index] for index in group]
-        opening = self._sender.open(number, 1 + sum(sizes))
+        opening = self._sender.open(number, 1 + sum(sizes), tuple(self._connected))
         try:
             rendezvous = await self._bounded(f"opening the rendezvous of {who}", opening)
         except (WeightSyncError, ProcessDied) as error:
@@ -175,8 +185,9 @@ class SyncGroups:
     async def _receive(self, index: int, version: int, meta: WeightMeta, started: float) -> None:
         """One receiver's part of an update, after which it generates again.
 
-        It is not resumed after an error in the middle of a transfer, when old and new weights may
-        be mixed; after TransferAborted it has all of the old ones.
+        After TransferAborted it resumes with the old weights, or refuses to if it has not all of
+        them: then it waits, paused, for the next try. Any other error is its own: it may have
+        loaded what it should not, and is never resumed.
         """
         receiver = self.receivers[index]
         try:

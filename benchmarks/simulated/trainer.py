@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from async_opd.cluster.trainer_actor import build_batcher
@@ -37,7 +37,7 @@ class SimulatedPublisher:
     def __init__(self, speed: TrainPlan) -> None:
         self._speed = speed
 
-    def open(self, group: int, world_size: int) -> Rendezvous:
+    def open(self, group: int, world_size: int, connected: Collection[int]) -> Rendezvous:
         """There is no group."""
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 

@@ -1,17 +1,19 @@
-"""The trainer's end of the transports: a group in which the trainer is rank 0.
+"""What all transports share: a group in which the trainer is rank 0, and packed chunks of bytes.
 
-    weights ──chunk_plan──► packed chunk · chunk · chunk ──send──► engine.py: ChunkEngine
+    weights ──chunk_plan──► packed chunk · chunk · chunk ──send──► receive ──► engine.py: vLLM
 
-A transport that moves bytes is a ``Sender`` with ``send`` and a ``Receiver``; vLLM's side of it is
-``rollouter.transports.engine`` then. One with a wire format of its own has its own ``broadcast``.
+A transport is a ``Sender`` and a ``Receiver`` that move bytes; vLLM's side of all of them is
+``rollouter.transports.engine``.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from async_opd.core.errors import WeightSyncError
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 
 if TYPE_CHECKING:
@@ -21,6 +23,31 @@ BACKEND = "async_opd_chunks"
 """vLLM's name of ``rollouter.transports.engine.ChunkEngine``."""
 
 
+class SecondsLeft:
+    """Counts down the seconds of one broadcast of all chunks."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._end = time.monotonic() + timeout_s
+
+    def __call__(self) -> float:
+        """Seconds until the end; WeightSyncError after it."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise BrokenOff(f"it was not complete after {self._timeout_s:g} s")
+        return left
+
+
+class BrokenOff(WeightSyncError):
+    """A broadcast ended before all chunks were sent: not all members took part in time."""
+
+    def __init__(self, why: str) -> None:
+        cause = f"the broadcast broke off: {why}; a member died or hangs"
+        remedy = "raise sync.timeout_s if the weights are large for the network"
+        super().__init__("weight sync", cause, remedy)
+        self.args = (why,)
+
+
 class Sender(ABC):
     """The trainer's end of one group; implements ``trainer.publisher.Transport``."""
 
@@ -28,7 +55,7 @@ class Sender(ABC):
     """The ports to listen on; None for any."""
 
     def __init__(self, host: str, timeout_s: float, chunk_bytes: int) -> None:
-        """``host``: the address to listen on. ``timeout_s`` bounds each wait for the others."""
+        """``host``: the address to listen on. ``timeout_s`` bounds ``connect``, and a broadcast."""
         self.host = host
         self.timeout_s = timeout_s
         self.chunk_bytes = chunk_bytes
@@ -54,29 +81,40 @@ class Sender(ABC):
         """Leaves the group, and closes the rendezvous. A second call does nothing."""
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
-        """Sends all tensors, in order; each chunk is packed just before it is sent."""
+        """Sends all tensors, in order; each chunk is packed just before it is sent.
+
+        Raises when that takes longer than ``timeout_s``.
+        """
+        left = SecondsLeft(self.timeout_s)
         for chunk in chunk_plan(meta.sizes, self.chunk_bytes):
-            self.send(packed(weights, chunk))
+            self.send(packed(weights, chunk), left())
 
-    def send(self, chunk: torch.Tensor) -> None:
-        """Sends bytes (uint8, on the CPU) to every receiver."""
-        raise NotImplementedError(f"{type(self).__name__} has neither send nor broadcast")
+    @abstractmethod
+    def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
+        """Sends bytes (uint8, where the weights are) to every receiver; raises after the bound."""
 
 
-class Receiver(Protocol):
+class Receiver(ABC):
     """One worker's end: ``receiver(at, rank)`` of the module joins the group as ``rank``."""
 
-    def receive(self, nbytes: int) -> torch.Tensor:
-        """The next chunk: a tensor (uint8, on the CPU) of its own. Raises after ``timeout_s``."""
-        ...
+    staged = True
+    """Whether chunks are in host memory: then no weight is replaced before the last one is here.
+    On a GPU there is no room for all of them."""
+
+    @abstractmethod
+    def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """The next chunk: a tensor (uint8) of its own. Raises after the bound."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves the group. A second call does nothing."""
 
 
 def packed(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor:
-    """The bytes of some of the tensors, one behind the other, on the CPU."""
+    """The bytes of some of the tensors, one behind the other."""
     import torch
 
-    pieces = [weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk]
-    return torch.cat(pieces).cpu()
+    return torch.cat([weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk])
 
 
 def chunk_info(module: str, at: Rendezvous) -> dict[str, Any]:

@@ -1,22 +1,24 @@
-"""The engines' end of transports that move chunks: a backend for vLLM's weight-transfer API.
+"""The engines' end of all transports: a backend for vLLM's weight-transfer API.
 
 vLLM loads ``register`` in every one of its processes (entry point ``vllm.general_plugins``).
 
-    init_transfer_engine    join the group                           once per rendezvous
-    receive_weights         receive all chunks, then    ┐
-                            begin a layer-wise reload,  │ every sync
-                            unpack, load                │
+    init_transfer_engine    leave the group before, join the next one    once per rendezvous
+    receive_weights         begin a layer-wise reload,  ┐
+                            receive, unpack, load       │ every sync
     finish_weight_update    finish the reload           ┘
 
-Nothing is loaded before everything is here, which takes the memory of one more copy of the
-weights: a transfer that breaks off half-way leaves the old ones as they were.
+A transport that receives in host memory (``Receiver.staged``) receives all chunks before the first
+is loaded: a transfer that breaks off half-way leaves the old weights as they were. On a GPU each
+chunk is loaded when it comes: what broke off has to be sent again, as a whole.
 """
 
 from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -29,10 +31,14 @@ from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
 from async_opd.processes.parent_death import set_parent_death_signal_in_child
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
-from rollouter.transports.chunks import BACKEND, Receiver
+from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft
+
+Chunk = tuple[range, torch.Tensor]
 
 WEIGHTS_UNCHANGED = "no weight was replaced"
 """Part of the error of a transfer that broke off before anything was loaded."""
+WEIGHTS_MIXED = "some weights were replaced"
+"""Part of the error of one that broke off later. Another whole transfer sets all weights."""
 
 
 @dataclass
@@ -61,57 +67,85 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     update_info_cls = ChunkUpdateInfo
     _receiver: Receiver | None = None
     _chunk_bytes: int = 0
+    _timeout_s: float = 0.0
 
     def init_transfer_engine(self, init_info: ChunkInitInfo) -> None:
-        """Joins the sender's group; a member that does not come in time raises on all sides.
+        """Leaves the group before and joins the sender's; who does not come in time raises.
 
-        So does one that does not know the group's secret, be it the sender.
+        That error comes on all sides. So does one of a member that does not know the group's
+        secret, be it the sender.
         """
+        self.shutdown()
         parallel = self.parallel_config
         worker = parallel.data_parallel_index * parallel.world_size + parallel.rank
         told = init_info.at
         at = Rendezvous(**{**told, "secret": bytes.fromhex(told["secret"])})
-        self._receiver = None
         module = importlib.import_module(init_info.module)
         self._receiver = module.receiver(at, init_info.rank_offset + worker)
-        self._chunk_bytes = at.chunk_bytes
+        self._chunk_bytes, self._timeout_s = at.chunk_bytes, at.timeout_s
 
     def start_weight_update(self) -> None:
         """Nothing yet; the engine must be paused."""
 
     def receive_weights(self, update_info: ChunkUpdateInfo) -> None:
-        """Receives all chunks, then loads them layer by layer."""
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        """Receives the chunks, and loads them layer by layer.
+
+        An error in loading is raised after the last chunk: until then the other members need this
+        end of the broadcast.
+        """
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         if self._receiver is None:
             raise RuntimeError(
                 f"{WEIGHTS_UNCHANGED}: weights were sent before this engine joined a transfer group"
             )
-        dtypes = [getattr(torch, name) for name in update_info.dtype_names]
         meta = WeightMeta(
             names=tuple(update_info.names),
             dtype_names=tuple(update_info.dtype_names),
             shapes=tuple(tuple(shape) for shape in update_info.shapes),
-            itemsizes=tuple(dtype.itemsize for dtype in dtypes),
+            itemsizes=tuple(getattr(torch, name).itemsize for name in update_info.dtype_names),
         )
+        coming = self._chunks(self._receiver, meta)
         try:
-            chunks = self._chunks(self._receiver, meta)
+            came = list(coming) if self._receiver.staged else [next(coming)]
         except Exception as error:
             raise RuntimeError(f"{WEIGHTS_UNCHANGED}: {error}") from error
         initialize_layerwise_reload(self.model)
-        for chunk, buffer in chunks:
-            pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
-            self.model.load_weights(
-                (meta.names[index], piece.clone().view(dtypes[index]).view(meta.shapes[index]))
-                for index, piece in zip(chunk, pieces, strict=True)
-            )
+        fault: Exception | None = None
+        try:
+            for chunk, buffer in chain(_emptied(came), coming):
+                fault = fault or self._load(meta, chunk, buffer)
+        except Exception as error:
+            finalize_layerwise_reload(self.model, self.model_config)  # vLLM cannot begin twice
+            raise fault or RuntimeError(f"{WEIGHTS_MIXED}: {error}") from error
+        if fault is not None:
+            raise fault
 
-    def _chunks(self, receiver: Receiver, meta: WeightMeta) -> list[tuple[range, torch.Tensor]]:
+    def _chunks(self, receiver: Receiver, meta: WeightMeta) -> Iterator[Chunk]:
         """Each has a buffer of its own: layers keep references to it."""
-        return [
-            (chunk, receiver.receive(sum(meta.sizes[index] for index in chunk)))
-            for chunk in chunk_plan(meta.sizes, self._chunk_bytes)
-        ]
+        left = SecondsLeft(self._timeout_s)
+        for chunk in chunk_plan(meta.sizes, self._chunk_bytes):
+            yield chunk, receiver.receive(sum(meta.sizes[index] for index in chunk), left())
+
+    def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:
+        """Loads the tensors of a chunk; returns the error if it fails."""
+        pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
+        if len(chunk) > 1:  # at addresses that suit their dtypes
+            pieces = tuple(piece.clone() for piece in pieces)
+        dtypes = [getattr(torch, meta.dtype_names[index]) for index in chunk]
+        shapes = [meta.shapes[index] for index in chunk]
+        names = [meta.names[index] for index in chunk]
+        try:
+            self.model.load_weights(
+                (name, piece.view(dtype).view(shape))
+                for name, piece, dtype, shape in zip(names, pieces, dtypes, shapes, strict=True)
+            )
+        except Exception as error:
+            return error
+        return None
 
     def finish_weight_update(self) -> None:
         """Finishes the reload, and rebuilds the head's packed copy, which the reload leaves stale.
@@ -123,13 +157,21 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules():
+        for module in self.model.modules() if self.device.type == "cpu" else ():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 
     def shutdown(self) -> None:
         """Leaves the group."""
-        self._receiver = None
+        if self._receiver is not None:
+            self._receiver.close()
+            self._receiver = None
+
+
+def _emptied(chunks: list[Chunk]) -> Iterator[Chunk]:
+    """The chunks, each of which the list no longer holds."""
+    while chunks:
+        yield chunks.pop(0)
 
 
 def register() -> None:

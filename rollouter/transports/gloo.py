@@ -5,6 +5,7 @@ A member is let in that shows the group's secret (``async_opd.weight_sync.rendez
 
 from __future__ import annotations
 
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -51,14 +52,16 @@ class GlooSender(chunks.Sender):
         if self._server is not None:
             self._server.close()
 
-    def send(self, chunk: torch.Tensor) -> None:
+    def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
         """One broadcast. AssertionError before ``connect``."""
         assert self._made is not None, "connected first"
-        self._made.group.broadcast(chunk, 0).wait()
+        self._made.group.broadcast(chunk.cpu(), 0).wait(timedelta(seconds=timeout_s))
 
 
-class GlooReceiver:
-    """Implements ``chunks.Receiver``. WeightSyncError or RuntimeError if the group is not made."""
+class GlooReceiver(chunks.Receiver):
+    """WeightSyncError or RuntimeError if the group is not made."""
+
+    _made: GlooGroup | None = None
 
     def __init__(self, at: Rendezvous, rank: int) -> None:
         import torch
@@ -69,13 +72,18 @@ class GlooReceiver:
         finally:
             client.close()
 
-    def receive(self, nbytes: int) -> torch.Tensor:
-        """See Receiver.receive."""
+    def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """See Receiver.receive. AssertionError after ``close``."""
         import torch
 
+        assert self._made is not None, "not closed yet"
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._made.group.broadcast(buffer, 0).wait()
+        self._made.group.broadcast(buffer, 0).wait(timedelta(seconds=timeout_s))
         return buffer
+
+    def close(self) -> None:
+        """See Receiver.close."""
+        self._made = None
 
 
 sender, receiver = GlooSender, GlooReceiver

@@ -1,33 +1,106 @@
-"""vLLM's own ``nccl`` weight transfer: the transport of GPUs. Not yet run on a GPU.
+"""Chunks over NCCL: the transport of GPUs. Not yet run on a GPU.
 
-The engines' end is vLLM's ``NCCLWeightTransferEngine``. The built-in trainer engine gives every
-engine the same ``rank_offset``; with several independent replicas their ranks would collide, so
-``async_opd.weight_sync`` gives the ranks.
+    trainer: pack on a stream of its own ──broadcast──► receive and load on the worker's stream
 
 Members connect by NCCL's unique id, which they receive over Ray, and by no store: vLLM's store
 accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
 bits of the id.
+
+NCCL has no time-out: ``NcclGroup`` bounds what it does. docs/adr/0011-nccl-chunks.md says why
+vLLM's own ``nccl`` backend is not used.
 """
 
 from __future__ import annotations
 
-import base64
+import threading
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from rollouter.transports.chunks import Sender
+from async_opd.core.errors import WeightSyncError
+from async_opd.weight_sync.layout import Rendezvous
+from rollouter.transports import chunks
 
 if TYPE_CHECKING:
     import torch
 
-BACKEND = "nccl"
+BACKEND = chunks.BACKEND
 DEVICES = ("cuda",)
 
 
-class NcclSender(Sender):
-    """Sends over vLLM's PyNcclCommunicator, in vLLM's packed format."""
+class NcclGroup:
+    """vLLM's PyNcclCommunicator, with bounds: what takes longer is aborted from another thread.
 
-    _group: Any = None
+    An abort ends a broadcast on the GPU as if it had succeeded, and makes vLLM's later ones do
+    nothing: this class raises an error in both cases.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        self.device: torch.device = communicator.device
+        self._communicator = communicator
+        self._aborted = False
+
+    @classmethod
+    def joined(cls, at: Rendezvous, rank: int) -> NcclGroup:
+        """Joins as ``rank``, on the current GPU. WeightSyncError if others do not in time."""
+        import torch
+
+        join = partial(_communicator, at.secret, rank, at.world_size, torch.cuda.current_device())
+        made: Future[Any] = Future()
+        # NCCL's initialization cannot be ended: a thread that waits for a dead member is left
+        # behind. And it sets another CUDA stream on its thread (vllm.utils.torch_utils:
+        # current_stream), for good.
+        threading.Thread(target=_join, args=(join, made), name="join nccl", daemon=True).start()
+        try:
+            return cls(made.result(at.timeout_s))
+        except TimeoutError as error:
+            if not made.cancel():
+                return cls(made.result())
+            cause = f"not all {at.world_size} ranks joined the group within {at.timeout_s:g} s"
+            remedy = "raise sync.timeout_s, or see which replica died or hangs"
+            raise WeightSyncError("weight sync", cause, remedy) from error
+
+    def broadcast(self, chunk: torch.Tensor, timeout_s: float) -> None:
+        """Rank 0's chunk to all others, on the current stream; it is there when this returns.
+
+        BrokenOff after the bound, and ever after.
+        """
+        import torch
+
+        stream = torch.cuda.current_stream()
+        watchdog = threading.Timer(timeout_s, self.close)
+        watchdog.daemon = True
+        watchdog.start()
+        try:
+            if not self._aborted:
+                self._communicator.broadcast(chunk, 0, stream)
+                stream.synchronize()
+        except Exception as error:
+            if self._aborted:  # NCCL's words for that differ
+                raise chunks.BrokenOff("NCCL was aborted") from error
+            raise
+        finally:
+            watchdog.cancel()
+        if self._aborted:
+            raise chunks.BrokenOff("NCCL was aborted")
+
+    def close(self) -> None:
+        """Aborts what is under way, and frees the communicator. A second call does nothing."""
+        self._aborted = True
+        self._communicator.destroy()
+
+
+class NcclSender(chunks.Sender):
+    """Sends beside the training steps, on a stream of its own."""
+
+    _at: Rendezvous | None = None
+    _group: NcclGroup | None = None
+    _stream: Any = None
+
+    def open(self, world_size: int) -> Rendezvous:
+        """See Sender.open."""
+        self._at = super().open(world_size)
+        return self._at
 
     def listen(self) -> tuple[str, int, bytes]:
         """Makes the group's unique id; NCCL listens from now on, on an interface of its choice.
@@ -40,38 +113,77 @@ class NcclSender(Sender):
 
     def connect(self) -> None:
         """Joins as rank 0, on the current GPU."""
+        assert self._at is not None, "opened first"
+        self._group = NcclGroup.joined(self._at, 0)
+
+    def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
+        """One broadcast. AssertionError before ``connect``."""
+        assert self._group is not None, "connected first"
+        self._group.broadcast(chunk, timeout_s)
+
+    def broadcast(self, *what: Any) -> None:
+        """See Sender.broadcast; the default stream is that of the training steps."""
         import torch
-        from vllm.distributed.weight_transfer.nccl_common import uid_init_process_group
 
-        device = torch.cuda.current_device()
-        self._group = uid_init_process_group(self.secret, 0, self.world_size, device)
-
-    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
-        """Sends in vLLM's packed format; both ends derive the same chunks from ``meta``."""
-        import torch
-        from vllm.distributed.weight_transfer.packed_tensor import packed_nccl_broadcast_producer
-
-        packed_nccl_broadcast_producer(
-            iterator=iter(weights),
-            group=self._group,
-            src=0,
-            post_iter_func=lambda item: item[1],
-            buffer_size_bytes=self.chunk_bytes,
-        )
-        torch.cuda.synchronize()
+        self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            super().broadcast(*what)
 
     def close(self) -> None:
         """See Sender.close."""
-        self._group = None
+        if self._group is not None:
+            self._group.close()
 
 
-sender = NcclSender
+class NcclReceiver(chunks.Receiver):
+    """Receives on the GPU and the stream of the worker, which loads on the same stream."""
+
+    staged = False
+
+    def __init__(self, at: Rendezvous, rank: int) -> None:
+        self._group = NcclGroup.joined(at, rank)
+
+    def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """See Receiver.receive."""
+        import torch
+
+        chunk = torch.empty(nbytes, dtype=torch.uint8, device=self._group.device)
+        self._group.broadcast(chunk, timeout_s)
+        return chunk
+
+    def close(self) -> None:
+        """See Receiver.close."""
+        self._group.close()
 
 
-def engine_info(at: Rendezvous) -> dict[str, Any]:
-    """What vLLM's ``NCCLWeightTransferInitInfo`` takes, beside the ranks."""
-    return {
-        "nccl_unique_id_b64": base64.b64encode(at.secret).decode(),
-        "packed": True,
-        "packed_buffer_size_bytes": at.chunk_bytes,
-    }
+def _join(join: Any, made: Future[Any]) -> None:
+    try:
+        communicator = join()
+    except BaseException as error:
+        if made.set_running_or_notify_cancel():
+            made.set_exception(error)
+    else:
+        if made.set_running_or_notify_cancel():
+            made.set_result(communicator)
+        else:  # nobody waits any more
+            communicator.destroy()
+
+
+def _communicator(unique_id: bytes, rank: int, size: int, device: int) -> Any:
+    """A communicator of vLLM without its first collective, which nobody could abort.
+
+    The first broadcast connects the members instead.
+    """
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.utils.nccl import unpinned_nccl_env
+
+    class Communicator(PyNcclCommunicator):
+        def all_reduce(self, in_tensor: Any, *_: Any, **__: Any) -> Any:
+            return in_tensor
+
+    with unpinned_nccl_env():
+        return Communicator.from_unique_id_bytes(unique_id, rank, size, device)
+
+
+sender, receiver = NcclSender, NcclReceiver
+engine_info = partial(chunks.chunk_info, __name__)

@@ -40,8 +40,8 @@ class Halfway(gloo.GlooSender):
         assert len(chunk_plan(meta.sizes, self.chunk_bytes)) > 1, "one chunk has no middle"
         super().broadcast(weights, meta)
 
-    def send(self, chunk: Any) -> None:
-        super().send(chunk)
+    def send(self, chunk: Any, timeout_s: float) -> None:
+        super().send(chunk, timeout_s)
         self.stand()
 
     def stand(self) -> None:

@@ -87,7 +87,7 @@ class Trainer:
         self._version = version
         return WeightMeta((), (), (), ())
 
-    async def open(self, group: int, world_size: int) -> Rendezvous:
+    async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
         return Rendezvous("127.0.0.1", 0, world_size, 1.0, 1, b"")
 
     async def connect(self, group: int) -> None: ...

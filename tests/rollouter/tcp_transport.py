@@ -43,10 +43,11 @@ class TcpSender(chunks.Sender):
             if hmac.compare_digest(shown, hmac_tag(self.secret, "member", nonce)):
                 self.members.append(member)
 
-    def send(self, chunk: torch.Tensor) -> None:
-        """The same bytes to one after the other."""
+    def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
+        """The same bytes to one after the other. TimeoutError when one does not read on."""
         for member in self.members:
-            member.sendall(chunk.numpy().data)
+            member.settimeout(timeout_s)
+            member.sendall(chunk.cpu().numpy().data)
 
     def close(self) -> None:
         """Hangs up."""
@@ -54,7 +55,7 @@ class TcpSender(chunks.Sender):
             open_socket.close()
 
 
-class TcpReceiver:
+class TcpReceiver(chunks.Receiver):
     """An engine's end, one in each of its workers."""
 
     def __init__(self, at: Rendezvous, rank: int) -> None:
@@ -62,10 +63,11 @@ class TcpReceiver:
         nonce = self.connection.recv(NONCE_BYTES, socket.MSG_WAITALL)
         self.connection.sendall(hmac_tag(at.secret, "member", nonce))
 
-    def receive(self, nbytes: int) -> torch.Tensor:
-        """ConnectionError when the sender hangs up."""
+    def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
+        """ConnectionError when the sender hangs up, TimeoutError when it stands still."""
         import torch
 
+        self.connection.settimeout(timeout_s)
         chunk = torch.empty(nbytes, dtype=torch.uint8)
         room = memoryview(chunk.numpy())
         while room:
@@ -74,6 +76,10 @@ class TcpReceiver:
                 raise ConnectionError("the trainer hung up")
             room = room[got:]
         return chunk
+
+    def close(self) -> None:
+        """Hangs up."""
+        self.connection.close()
 
 
 sender, receiver = TcpSender, TcpReceiver

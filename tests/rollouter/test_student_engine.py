@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from async_opd.config.registry import TRANSPORTS
-from async_opd.core.errors import WeightSyncError
+from async_opd.core.errors import TransferAborted, WeightSyncError
 from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
 from async_opd.weight_sync.layout import chunk_plan
 from tests.engines import EOS, QUICKSTART, kwargs, prompts, reference_logprobs
@@ -50,6 +50,8 @@ class Seen:
     broken_off: tuple[str, float] = ("", 1.0)
     made_again: float = 1.0
     by_tcp: float = 1.0
+    mixed: tuple[str, str, bool] = ("", "", False)
+    sent_again: float = 1.0
 
 
 @dataclass
@@ -80,8 +82,8 @@ class Sender:
     def __init__(self, publisher: Any) -> None:
         self.publisher = publisher
 
-    async def open(self, group: int, world_size: int) -> Any:
-        return self.publisher.open(group, world_size)
+    async def open(self, group: int, world_size: int, connected: Any) -> Any:
+        return self.publisher.open(group, world_size, connected)
 
     async def connect(self, group: int) -> None:
         await asyncio.to_thread(self.publisher.connect, group)
@@ -135,37 +137,51 @@ class World:
         await self.sync.snapshot(self.version)
         await self.sync.push()
 
-    async def transfer_that_breaks_off(self) -> tuple[str, float]:
-        """Its error, and the engine's distance from its old weights. The new ones stay behind."""
+    async def push_that_breaks_off(self) -> str:
+        """Its error; it sends the first chunk only, of other weights than the engine has."""
         from rollouter.transports.chunks import packed
 
-        old = copy.deepcopy(self.model)
         for parameter in self.model.parameters():
             perturb(parameter)
         transport: Any = self.publisher._transports[0]
 
         def first_chunk_only(weights: Any, meta: Any) -> None:
             (chunk, *_) = chunk_plan(meta.sizes, 100_000)
-            transport.send(packed(weights, chunk))
+            transport.send(packed(weights, chunk), 30.0)
             transport.close()
             raise RuntimeError("broke off")
 
         transport.broadcast = first_chunk_only
-        try:
+        with pytest.raises(WeightSyncError) as raised:
             await self.push()
-        except WeightSyncError as error:
-            new, self.model = self.model, old
-            distance = await self.error()
-            self.model = new
-            return str(error), distance
-        return "", 1.0
+        return str(raised.value)
 
-    async def through_another_transport(self) -> float:
+    async def transfer_that_breaks_off(self) -> tuple[str, float]:
+        """Its error, and the engine's distance from its old weights. The new ones stay behind."""
+        old = copy.deepcopy(self.model)
+        words = await self.push_that_breaks_off()
+        new, self.model = self.model, old
+        distance = await self.error()
+        self.model = new
+        return words, distance
+
+    async def load_that_breaks_off(self) -> tuple[str, str, bool]:
+        """The errors of a transfer after whose first chunk, and of ``resume``; whether it stands.
+
+        Its chunks are loaded when they come.
+        """
+        await self.through_another_transport("tests.rollouter.unstaged_transport")
+        words = await self.push_that_breaks_off()
+        with pytest.raises(TransferAborted) as raised:
+            await self.replica.resume()
+        return words, str(raised.value), await self.replica._engine.is_paused()
+
+    async def through_another_transport(self, module: str) -> float:
         """The engine's distance from weights that came through a transport that a test has."""
         from rollouter.transports import transport
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(TRANSPORTS, "tcp", "tests.rollouter.tcp_transport")
+            patch.setitem(TRANSPORTS, "tcp", module)
             made = transport("tcp")
         self.replica._transport = made
         self.publisher._new_transport = lambda: made.sender("127.0.0.1", 30.0, 100_000)
@@ -316,7 +332,10 @@ async def scenario(path: Path) -> Seen:
         await w.push()
         seen.made_again = await w.error()
         seen.after_a_pause = await w.answer_that_arrives_during_a_sync()
-        seen.by_tcp = await w.through_another_transport()
+        seen.by_tcp = await w.through_another_transport("tests.rollouter.tcp_transport")
+        seen.mixed = await w.load_that_breaks_off()
+        await w.push()
+        seen.sent_again = await w.error()
     return seen
 
 
@@ -336,6 +355,18 @@ def test_a_transfer_that_breaks_off_half_way_leaves_the_old_weights_generating(s
 
 def test_and_can_be_made_again(seen: Seen) -> None:
     assert seen.made_again < 1e-4
+
+
+def test_with_weights_of_two_versions_it_stays_paused(seen: Seen) -> None:
+    transfer, resume, paused = seen.mixed
+    assert "broke off" in transfer
+    assert "it stays paused" in resume
+    assert "some weights were replaced" in resume
+    assert paused
+
+
+def test_and_generates_on_with_the_weights_that_are_sent_again(seen: Seen) -> None:
+    assert seen.sent_again < 1e-4
 
 
 def test_weights_come_through_a_transport_of_another_module_too(seen: Seen) -> None:

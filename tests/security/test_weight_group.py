@@ -76,7 +76,7 @@ def joins(at: Rendezvous, rank: int, secret: bytes | None = None) -> Any:
 
 
 def receives(receiver: GlooReceiver, *sizes: int) -> bytes:
-    return b"".join(receiver.receive(nbytes).numpy().tobytes() for nbytes in sizes)
+    return b"".join(receiver.receive(nbytes, BOUND_S).numpy().tobytes() for nbytes in sizes)
 
 
 def listening() -> set[str]:

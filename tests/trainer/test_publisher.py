@@ -57,7 +57,7 @@ def publisher(order: list[str]) -> Publisher:
 
     made = Publisher(copies, lambda: Transport(order))
     made.open(0, 2)
-    made.open(1, 2)
+    made.open(1, 2, connected=(0,))
     return made
 
 

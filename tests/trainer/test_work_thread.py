@@ -55,7 +55,7 @@ async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
     batcher: Any = Batcher()
     stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
     for step in range(3):  # a pool would take another thread for what overlaps
-        await stage.open(0, 2)
+        await stage.open(0, 2, ())
         await asyncio.gather(stage.connect(0), stage.step(), stage.snapshot(step), stage.sleep())
         await asyncio.gather(stage.send(0), stage.capture(), stage.save(str(tmp_path)))
         await stage.wake()

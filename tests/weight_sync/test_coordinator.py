@@ -27,7 +27,7 @@ class Sender:
         self.dead = self.hangs = False
         self.receivers: list[Receiver] = []
 
-    async def open(self, group: int, world_size: int) -> Rendezvous:
+    async def open(self, group: int, world_size: int, connected: Any) -> Rendezvous:
         self.worlds.append(world_size)
         return Rendezvous("host", 1, world_size, 1.0, 1, b"secret")
 
