@@ -6,7 +6,7 @@ Members connect by NCCL's unique id, which they receive over Ray, and by no stor
 accepts every connection and unpickles its content. NCCL refuses a connection without the 64 random
 bits of the id.
 
-NCCL has no time-out: ``NcclGroup`` bounds what it does. docs/adr/0011-nccl-chunks.md says why
+NCCL has no time-out: ``NcclGroup`` bounds what it does. docs/adr/0012-nccl-chunks.md says why
 vLLM's own ``nccl`` backend is not used.
 """
 

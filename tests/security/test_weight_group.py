@@ -266,7 +266,6 @@ def test_what_one_rank_says_to_another_is_what_that_one_hears(size: int, data: A
 def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """vLLM's communicator without a GPU: remembers what it was made of."""
     import vllm.distributed.device_communicators.pynccl_wrapper as wrapper
-    import vllm.distributed.weight_transfer.nccl_common as common
 
     made: list[tuple[Any, ...]] = []
 
@@ -277,21 +276,24 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
             return unique
 
     monkeypatch.setattr(wrapper, "NCCLLibrary", Library)
-    monkeypatch.setattr(common, "uid_init_process_group", lambda *given: made.append(given))
+
+    def communicator(*given: Any) -> Any:
+        made.append(given)
+        return SimpleNamespace(device=torch.device("cpu"))
+
+    monkeypatch.setattr(nccl_transport, "_communicator", communicator)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     return made
 
 
 def test_gpus_meet_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any]) -> None:
-    from vllm.distributed.weight_transfer.nccl_common import NCCLWeightTransferInitInfo
-
     transport = NcclSender(HERE, BOUND_S, 1 << 20)
     at = transport.open(3)
     transport.connect()
     assert nccl == [(at.secret, 0, 3, 0)]
-    info = NCCLWeightTransferInitInfo(rank_offset=1, world_size=3, **nccl_transport.engine_info(at))
-    assert info.nccl_unique_id_bytes == at.secret
-    assert (info.master_address, info.master_port) == (None, None)
+    told = nccl_transport.engine_info(at)["at"]
+    assert bytes.fromhex(told["secret"]) == at.secret
+    assert (told["host"], told["port"]) == ("", 0)
 
 
 def test_every_group_of_gpus_has_an_id_of_its_own(nccl: list[Any]) -> None:

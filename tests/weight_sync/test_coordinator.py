@@ -51,13 +51,17 @@ class Sender:
 
 
 class Receiver:
-    """``fail`` and ``hang`` name the part that goes wrong; ``aborts`` counts broken transfers."""
+    """``fail`` and ``hang`` name the part that goes wrong; ``aborts`` counts broken transfers.
+
+    With ``loads`` a broken transfer leaves weights of two versions: it refuses to resume.
+    """
 
     def __init__(self, events: list[str], fail: str = "", hang: str = "") -> None:
         self.events, self.fail, self.hang = events, fail, hang
         self.offset = -1
         self.version = 0
         self.aborts = 0
+        self.loads = self.mixed = False
         self.paused = False
         self.tokens = self.generates = 0
         self.finished = asyncio.Event()
@@ -93,14 +97,18 @@ class Receiver:
     async def receive(self, meta: WeightMeta) -> None:
         if self.aborts:
             self.aborts -= 1
+            self.mixed = self.loads
             raise TransferAborted("student", "connection reset")
         await self._do("receive")
+        self.mixed = False
 
     async def finish(self, version: int) -> None:
         await self._do(f"finish {version}")
         self.version = version
 
     async def resume(self) -> None:
+        if self.mixed:
+            raise TransferAborted("student", "it stays paused")
         await self._do("resume")
         self.paused = False
 
@@ -327,6 +335,39 @@ async def test_a_broken_transfer_leaves_the_old_weights_generating_until_it_is_m
     assert weights._groups._sender.worlds == [3, 3]
 
 
+async def test_who_has_weights_of_two_versions_stays_paused_until_it_has_all_of_one() -> None:
+    half, other = Receiver([]), Receiver([])
+    weights = sync([], [half, other], tries=2)
+    half.loads, half.aborts = True, 1
+    finish, paused = other.finish, []
+
+    async def looks(version: int) -> None:
+        paused.append(half.paused)
+        await finish(version)
+
+    other.finish = looks  # type: ignore[method-assign]
+    await weights.snapshot(1)
+    await weights.push()
+    assert paused == [True]
+    assert lost(weights) == {}
+    assert [(r.version, r.paused) for r in (half, other)] == [(1, False), (1, False)]
+
+
+async def test_it_is_not_resumed_either_when_another_cannot_pause() -> None:
+    half, fails = Receiver([]), Receiver([])
+    weights = sync([], [half, fails], tries=1)
+    half.loads, half.aborts = True, 1
+    await weights.snapshot(1)
+    with pytest.raises(WeightSyncError):
+        await weights.push()
+    fails.fail = "pause keep"
+    half.aborts = 9
+    with pytest.raises(WeightSyncError):
+        await weights.push()
+    assert half.paused
+    assert list(lost(weights)) == [1]
+
+
 async def test_a_sender_that_always_fails_ends_the_push_after_so_many_tries() -> None:
     receivers = [Receiver([])]
     weights = sync([], receivers, tries=3)
@@ -439,7 +480,7 @@ async def test_a_replica_that_received_half_of_the_weights_is_not_resumed() -> N
 
 @given(
     parts=st.lists(
-        st.sampled_from(["", "", "join", "alive", "abort", *PARTS]), min_size=1, max_size=5
+        st.sampled_from(["", "", "join", "alive", "abort", "half", *PARTS]), min_size=1, max_size=5
     ),
     hangs=st.lists(st.booleans(), min_size=5, max_size=5),
     rolling=st.booleans(),
@@ -450,9 +491,9 @@ def test_whatever_fails_everybody_left_generates_with_the_new_version(
     async def body() -> None:
         receivers = []
         for part, hang in zip(parts, hangs, strict=False):
-            once = part in ("", "abort", "join")
+            once = part in ("", "abort", "half", "join")
             receivers.append(Receiver([], **({} if once else {"hang" if hang else "fail": part})))
-            receivers[-1].aborts = part == "abort"
+            receivers[-1].aborts, receivers[-1].loads = part in ("abort", "half"), part == "half"
             receivers[-1].fail = receivers[-1].fail or ("join" if part == "join" else "")
         weights = sync([], receivers, 0.01, rolling, tries=3)
         await weights.snapshot(1)
@@ -463,7 +504,7 @@ def test_whatever_fails_everybody_left_generates_with_the_new_version(
             return
         left = set(range(len(parts))) - set(lost(weights))
         assert all(receivers[i].version == 1 and not receivers[i].paused for i in left)
-        assert all(parts[i] not in ("", "abort") for i in lost(weights))
+        assert all(parts[i] not in ("", "abort", "half") for i in lost(weights))
 
     asyncio.run(body())
 

@@ -1,0 +1,431 @@
+"""Weights through vLLM's weight-transfer API and NCCL communicator, with NCCL itself replaced.
+
+    Publisher ─ NcclSender ─ PyNcclCommunicator ─ fake NCCL ─ PyNcclCommunicator ─ NcclReceiver
+                                                                                        │
+    StudentReplica ─ AsyncLLM ─ Worker ─ ChunkEngine ─ vLLM's layer-wise reload ◄───────┘
+
+Real are all of these but NCCL, CUDA's streams and the processes: a worker is a thread here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.reliability import SupervisionConfig
+from async_opd.core.errors import ProcessDied, WeightSyncError
+from async_opd.processes.members import MemberSet, Policy
+from async_opd.weight_sync.coordinator import BroadcastSync
+from async_opd.weight_sync.layout import WeightMeta
+from rollouter.transports import chunks, nccl
+from tests.contracts import contract
+from tests.contracts.fake_gpu import Gpu, gpu  # noqa: F401 - a fixture
+from tests.rollouter.test_stage import settle
+from trainer.publisher import Publisher
+from trainer.stage import TrainerStage
+from trainer.work_thread import WorkThread
+
+pytestmark = pytest.mark.slow  # imports vllm
+
+CHUNK = 64
+SOON = 1.0
+"""Seconds after which a group breaks off: what stands still is fake, so nothing is waited for."""
+BOUND = 60.0
+
+
+class Model(torch.nn.Module):
+    """Tensors smaller and larger than a chunk, of two dtypes, at odd addresses when packed."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.small = torch.nn.Linear(3, 1, bias=False, dtype=torch.bfloat16)
+        self.large = torch.nn.Linear(30, 11, bias=False)
+        self.last = torch.nn.Linear(5, 1, bias=False)
+        for index, parameter in enumerate(self.parameters()):
+            parameter.data = torch.arange(parameter.numel()).view(parameter.shape).to(
+                parameter.dtype
+            ) + (value + index)
+        self.broken = False
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        from vllm.model_executor.model_loader.weight_utils import default_weight_loader
+
+        if self.broken:
+            raise ValueError("out of memory")
+        own = dict(self.named_parameters())
+        for name, weight in weights:
+            getattr(own[name], "weight_loader", default_weight_loader)(own[name], weight)
+
+    def same(self, other: Model) -> bool:
+        pairs = zip(self.parameters(), other.parameters(), strict=True)
+        return all(torch.equal(one, two) for one, two in pairs)
+
+
+class Engine:
+    """vLLM's AsyncLLM over workers in threads. ``dead``: its process died in a broadcast."""
+
+    def __init__(self, workers: int) -> None:
+        from vllm.config.parallel import ParallelConfig
+        from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+
+        from rollouter.transports.engine import ChunkEngine
+
+        self.models = [Model(0.0) for _ in range(workers)]
+        self.workers: list[Any] = []
+        self.threads = [WorkThread(f"worker {rank}") for rank in range(workers)]
+        self.version = "0"
+        self.dead = self.paused = False
+        for rank, model in enumerate(self.models):
+            record_metadata_for_reloading(model)
+            with contract("vllm.config.parallel.ParallelConfig", "has ranks of all workers"):
+                parallel = SimpleNamespace(
+                    **{name: getattr(ParallelConfig(), name) for name in ("data_parallel_index",)},
+                    world_size=workers,
+                    rank=rank,
+                )
+                assert {"world_size", "rank"} <= ParallelConfig.__dataclass_fields__.keys()
+            config: Any = SimpleNamespace(parallel_config=parallel, model_config=None)
+            made = ChunkEngine(config, config, torch.device("cpu"), model)
+            self.workers.append(
+                SimpleNamespace(
+                    weight_transfer_engine=made,
+                    vllm_config=config,
+                    rank=rank,
+                    _weight_update_active=False,
+                    model_runner=SimpleNamespace(reset_lora_state=lambda: None),
+                )
+            )
+        self.vllm_config = SimpleNamespace(parallel_config=SimpleNamespace(world_size=workers))
+
+    async def collective_rpc(self, method: str, kwargs: Any = None) -> None:
+        """As AsyncLLM's: to all workers, through JSON's types; the first error of any."""
+        from vllm.v1.worker.gpu_worker import Worker
+
+        if self.dead and method == "update_weights":
+            raise ProcessDied("student", "its engine died")
+        for worker in self.workers:
+            for inner in ("_check_weight_transfer_engine", "_start_weight_update"):
+                setattr(worker, inner, getattr(Worker, inner).__get__(worker))
+        told = json.loads(json.dumps(kwargs or {}))
+        calls = (
+            thread.run(getattr(Worker, method), worker, **told)
+            for thread, worker in zip(self.threads, self.workers, strict=True)
+        )
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        for error in done:
+            if isinstance(error, BaseException):
+                raise RuntimeError(f"Call to collective_rpc method failed: {error}")
+
+    async def update_weight_version(self, version: str) -> None:
+        self.version = version
+
+    async def get_weight_version(self) -> str:
+        return self.version
+
+    async def pause_generation(self, **_: Any) -> None:
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        self.paused = False
+
+    def __getattr__(self, method: str) -> Any:
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        return getattr(AsyncLLM, method).__get__(self)
+
+
+class Watch:
+    """An ExitWatch that sees no process."""
+
+    async def within(self, work: Any) -> Any:
+        return await work
+
+
+def replica(index: int, workers: int) -> Any:
+    """A StudentReplica on an Engine."""
+    from rollouter.replica import COUNTERS, StudentReplica
+
+    made: Any = object.__new__(StudentReplica)
+    made._engine = Engine(workers)
+    made._transport = nccl
+    made._exit_watch = Watch()
+    made._spec = SimpleNamespace(name=f"student/{index}")
+    made._activity = SimpleNamespace(clock=lambda: 0.0)
+    made._counters = dict.fromkeys(COUNTERS, 0.0)
+    made._total_paused_s = made._pause_started = 0.0
+    made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
+    made._mixed, made._version, made._syncs = "", 0, 0
+    made.alive = settle
+    return made
+
+
+class Run:
+    """A trainer's stage and its replicas, connected by a weight sync."""
+
+    def __init__(self, *workers: int, timeout_s: float = BOUND, rolling: bool = False) -> None:
+        self.model = Model(100.0)
+        nobody: Any = None
+        learner: Any = SimpleNamespace()
+        weights = [(name, p.detach().clone()) for name, p in self.model.named_parameters()]
+        self.publisher = Publisher(
+            lambda: iter(weights), lambda: nccl.NcclSender("", timeout_s, CHUNK)
+        )
+        self.trainer = TrainerStage(
+            learner, self.publisher, nobody, max_version_lag=None, model_dir=""
+        )
+        self.replicas = [replica(index, count) for index, count in enumerate(workers)]
+        named = {f"student/{index}": one for index, one in enumerate(self.replicas)}
+        self.members: Any = MemberSet(
+            "rollout", named, Policy(supervision=SupervisionConfig(max_restarts=1))
+        )
+        self.sync = BroadcastSync(
+            self.trainer,
+            self.members,
+            list(workers),
+            on_sync="keep",
+            timeout_s=BOUND,
+            rolling=rolling,
+            tries=3,
+        )
+
+    async def push(self, version: int = 1) -> Any:
+        await self.sync.snapshot(version)
+        return await self.sync.push()
+
+    @property
+    def lost(self) -> list[int]:
+        return [member.index for member in self.members.all if member.failure is not None]
+
+    def has_new_weights(self, index: int) -> bool:
+        engine = self.replicas[index]._engine
+        return engine.version == "1" and all(self.model.same(model) for model in engine.models)
+
+
+@pytest.fixture(autouse=True)
+def one_process(monkeypatch: pytest.MonkeyPatch, gpu: Gpu) -> None:  # noqa: F811
+    """vLLM's config of the process is no worker's here: workers are threads."""
+    from vllm.v1.worker import gpu_worker
+
+    monkeypatch.setattr(gpu_worker, "set_current_vllm_config", lambda _: nullcontext())
+
+
+# ── what goes to the workers ──────────────────────────────────────────────────────────────────
+
+
+async def test_all_workers_of_all_replicas_get_all_weights() -> None:
+    """Init and update info pass vLLM's AsyncLLM, Worker and parse_… as the replica makes them."""
+    run = Run(2, 1, 4)
+    with contract(
+        "vllm.v1.engine.async_llm.AsyncLLM.update_weights and vllm.v1.worker.gpu_worker.Worker",
+        "pass the replica's init_info and update_info on to its weight transfer engine",
+    ):
+        await run.push()
+        assert [run.has_new_weights(index) for index in range(3)] == [True] * 3
+    assert run.lost == []
+
+
+async def test_every_worker_has_a_rank_of_its_own(gpu: Gpu) -> None:  # noqa: F811
+    """PyNcclCommunicator.from_unique_id_bytes passes them on to ncclCommInitRank."""
+    await Run(2, 1, 4).sync.connect()
+    (world,) = gpu.worlds.values()
+    assert sorted(world.ranks) == list(range(8))
+
+
+async def test_a_replica_at_a_time_has_its_workers_ranks_from_one_on(gpu: Gpu) -> None:  # noqa: F811
+    run = Run(2, 3, rolling=True)
+    await run.push()
+    assert [sorted(world.ranks) for world in gpu.worlds.values()] == [[0, 1, 2], [0, 1, 2, 3]]
+    assert [run.has_new_weights(index) for index in range(2)] == [True, True]
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_an_info_with_other_fields_is_refused(change: str) -> None:
+    """WeightTransferEngine.parse_init_info and parse_update_info."""
+    from rollouter.transports.engine import ChunkEngine
+
+    engine: Any = object.__new__(ChunkEngine)
+    init = {"rank_offset": 1, "world_size": 2, "module": "m", "at": {}}
+    update = {"names": [], "dtype_names": [], "shapes": []}
+    for info, parse in ((init, engine.parse_init_info), (update, engine.parse_update_info)):
+        name = f"vllm.distributed.weight_transfer.base.WeightTransferEngine.{parse.__name__}"
+        with contract(name, "takes exactly the fields of our class, and names another one"):
+            parse(info)
+            changed: dict[str, Any] = {**info, "more": 1}
+            if change == "missing":
+                changed = dict(list(info.items())[1:])
+            with pytest.raises(ValueError, match="Invalid"):
+                parse(changed)
+
+
+def test_a_communicators_broadcast_takes_a_stream_and_destroy_aborts() -> None:
+    """PyNcclCommunicator: what NcclGroup calls of it, and what it must not do by itself."""
+    import inspect
+
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+
+    of = "vllm.distributed.device_communicators.pynccl.PyNcclCommunicator"
+    with contract(f"{of}.broadcast", "takes tensor, src, stream"):
+        inspect.signature(PyNcclCommunicator.broadcast).bind(None, "tensor", 0, "stream")
+    with contract(f"{of}.destroy", "aborts, from a thread of its own, and is no collective"):
+        source = inspect.getsource(PyNcclCommunicator.destroy)
+        assert "ncclCommAbort" in source
+        assert "Thread" in source
+        assert "self.disabled = True" in source
+
+
+# ── streams ───────────────────────────────────────────────────────────────────────────────────
+
+
+def streams(gpu: Gpu) -> tuple[Any, Any]:  # noqa: F811
+    """This thread's current stream, by torch and by vLLM's own account."""
+    from vllm.utils import torch_utils
+
+    return gpu.current_stream(), getattr(torch_utils._current_stream_tls, "value", None)
+
+
+async def test_vllms_communicator_sets_the_stream_of_the_thread_that_makes_it(
+    gpu: Gpu,  # noqa: F811
+) -> None:
+    """Why ``NcclGroup.joined`` has a thread of its own: vllm.utils.torch_utils.current_stream."""
+    transport, thread = nccl.NcclSender("", BOUND, CHUNK), WorkThread("any")
+    transport.open(2)
+    before = await thread.run(streams, gpu)
+    gpu.worlds[transport.secret].ranks.append(1)
+    with contract("vllm.utils.torch_utils.current_stream", "sets a stream (or needs no thread)"):
+        await thread.run(nccl._communicator, transport.secret, 0, 2, "cpu")  # type: ignore[arg-type]
+        assert await thread.run(streams, gpu) != before
+
+
+async def test_connecting_and_sending_leave_the_streams_of_their_threads_alone(
+    gpu: Gpu,  # noqa: F811
+) -> None:
+    run = Run(2)
+    sends, works = run.trainer._sending, run.replicas[0]._engine.threads[1]
+    before = [await thread.run(streams, gpu) for thread in (sends, works)]
+    await run.push()
+    after = [await thread.run(streams, gpu) for thread in (sends, works)]
+    assert [torchs for torchs, _ in after] == [torchs for torchs, _ in before]
+    assert [vllms in (None, torchs) for torchs, vllms in after] == [True, True]
+
+
+async def test_weights_are_sent_on_another_stream_than_that_of_the_steps(
+    gpu: Gpu,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run, used = Run(1), []
+    steps = await run.trainer._computing.run(gpu.current_stream)
+    sends = await run.trainer._sending.run(gpu.current_stream)
+    broadcast = nccl.NcclGroup.broadcast
+
+    def noted(group: Any, *what: Any) -> None:
+        if threading.current_thread().name == "send weights":
+            used.append(gpu.current_stream())
+        broadcast(group, *what)
+
+    monkeypatch.setattr(nccl.NcclGroup, "broadcast", noted)
+    await run.push()
+    assert len(set(used)) == 1
+    assert not {steps, sends} & set(used)
+
+
+# ── deaths ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_one_receiver_killed_in_a_broadcast_loses_only_that_one() -> None:
+    """NCCL never times out; the others stay paused and receive all in the next round."""
+    run = Run(2, 1, 1, timeout_s=SOON)
+    await run.sync.connect()
+    run.replicas[1]._engine.dead = True
+    report = await run.push()  # ProcessDied would be the trainer's, and roll it back
+    assert run.lost == [1]
+    assert report.metrics["sync/rounds"] == 2
+    assert [run.has_new_weights(index) for index in (0, 2)] == [True, True]
+    assert [run.replicas[index]._engine.paused for index in (0, 2)] == [False, False]
+
+
+async def test_half_loaded_weights_are_never_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender dies after two chunks: the replica holds weights of two versions."""
+    run = Run(1, timeout_s=SOON)
+    await run.sync.connect()
+    send, sent = nccl.NcclSender.send, []
+
+    def dies(sender: Any, chunk: Any, timeout_s: float) -> None:
+        sent.append(chunk)
+        if len(sent) == 3:
+            raise ProcessDied("trainer", "its process died")
+        send(sender, chunk, timeout_s)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl.NcclSender, "send", dies)
+        with pytest.raises(ProcessDied):
+            await run.push()
+    (one,) = run.replicas
+    assert one._engine.paused
+    assert not one._unpaused.is_set()
+    assert run.lost == []
+    await run.push()  # the trainer after its restart
+    assert run.has_new_weights(0)
+    assert not one._engine.paused
+
+
+async def test_a_receiver_that_cannot_load_holds_up_no_other() -> None:
+    run = Run(1, 2)
+    run.replicas[1]._engine.models[1].broken = True
+    await run.push()
+    assert run.lost == [1]
+    assert "out of memory" in str(run.members.all[1].failure)
+    assert run.has_new_weights(0)
+
+
+async def test_who_never_joins_is_waited_for_no_longer_than_the_bound(gpu: Gpu) -> None:  # noqa: F811
+    transport = nccl.NcclSender("", 0.05, CHUNK)
+    at = transport.open(2)
+    with pytest.raises(WeightSyncError, match=r"not all 2 ranks joined the group within 0\.05 s"):
+        await asyncio.to_thread(transport.connect)
+    gpu.worlds[at.secret].ranks.append(1)  # it comes too late: nobody keeps the communicator
+    with gpu.worlds[at.secret].changed:
+        gpu.worlds[at.secret].changed.notify_all()
+    joining = [t for t in threading.enumerate() if t.name == "join nccl"]
+    for thread in joining:
+        await asyncio.to_thread(thread.join, BOUND)
+    assert gpu.calls["ncclCommAbort"] == 1
+
+
+async def test_after_an_abort_nothing_seems_to_be_sent(gpu: Gpu) -> None:  # noqa: F811
+    """PyNcclCommunicator.broadcast does nothing, without a word, when it is disabled."""
+    run = Run(1)
+    await run.sync.connect()
+    transport: Any = run.publisher._transports[0]
+    meta: WeightMeta = run.publisher.snapshot()
+    transport._group.close()
+    with pytest.raises(chunks.BrokenOff, match="NCCL was aborted"):
+        transport.broadcast(run.publisher._snapshot, meta)
+
+
+async def test_communicators_are_destroyed_at_both_ends_before_the_next_meeting(
+    gpu: Gpu,  # noqa: F811
+) -> None:
+    run = Run(1, 2)
+    await run.sync.connect()
+    assert gpu.calls["ncclCommAbort"] == 0
+    await run.sync.connect()
+    assert gpu.calls["ncclCommAbort"] == 4  # of the trainer and three workers
+
+
+async def test_who_was_rebuilt_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
+    """Its own group, in which it got the newest weights, ends when all meet again."""
+    run = Run(1, 1)
+    await run.push()
+    await run.sync.rejoin(1, run.replicas[1], 1)
+    assert gpu.calls["ncclCommAbort"] == 2  # the trainer's and its own of the first group
+    await run.push(2)
+    assert list(run.publisher._transports) == [0]
+    assert gpu.calls["ncclCommAbort"] == 5  # both ends of its group, and replica 0's of the first
