@@ -88,8 +88,9 @@ class Sender:
     async def connect(self, group: int) -> None:
         await self.trainer.pace.wait()
 
-    async def send(self, group: int) -> None:
+    async def send(self, group: int) -> float:
         await self.trainer.pace.wait()
+        return 0.0
 
     async def snapshot(self, version: int) -> WeightMeta:
         await self.trainer.pace.wait()

@@ -30,8 +30,9 @@ class Transport(Protocol):
     def close(self) -> None:
         """Leaves the group and closes its rendezvous."""
 
-    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
-        """Sends all tensors, in order."""
+    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
+        """Sends all tensors, in order; returns the seconds in the collective library."""
+        ...
 
 
 class Publisher:
@@ -80,11 +81,14 @@ class Publisher:
             itemsizes=tuple(tensor.dtype.itemsize for _, tensor in self._snapshot),
         )
 
-    def send(self, group: int) -> None:
-        """Broadcasts the snapshot to a sync group, once all its copies are made."""
+    def send(self, group: int) -> float:
+        """Broadcasts the snapshot to a sync group, once all its copies are made.
+
+        Returns the seconds in the collective library.
+        """
         if self._copied is not None:
             self._copied.synchronize()
-        self._transports[group].broadcast(self._snapshot, self.meta)
+        return self._transports[group].broadcast(self._snapshot, self.meta)
 
 
 def _event_behind_all_work() -> torch.cuda.Event | None:

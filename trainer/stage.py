@@ -214,6 +214,6 @@ class TrainerStage:
             self._version = version
         return meta
 
-    async def send(self, group: int) -> None:
-        """Broadcasts the snapshot to one sync group, while training goes on."""
-        await self._sending.run(self._publisher.send, group)
+    async def send(self, group: int) -> float:
+        """Broadcasts the snapshot to one sync group, while training goes on; see WeightSender."""
+        return await self._sending.run(self._publisher.send, group)

@@ -29,6 +29,10 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
 
+TIMINGS = ("sync/pause_s", "sync/transfer_s", "sync/send_s", "sync/collective_s")
+"""Seconds of a sync, over all its groups: until all receivers have paused; from then until all have
+loaded the weights and go on; of these, the sender's; and of these, those in NCCL or gloo, which
+include waiting for receivers."""
 SENDER = -1
 """The sender's key among the members of a group; a receiver's key is its index."""
 
@@ -50,8 +54,12 @@ class WeightSender(Protocol):
         """Copies the weights out."""
         ...
 
-    async def send(self, group: int) -> None:
-        """Broadcasts the snapshot to a group while its receivers receive."""
+    async def send(self, group: int) -> float:
+        """Broadcasts the snapshot to a group while its receivers receive.
+
+        Returns the seconds in the collective library: NCCL, or gloo.
+        """
+        ...
 
 
 class WeightReceiver(Protocol):
@@ -96,7 +104,7 @@ class SyncGroups:
         """See ``BroadcastSync``."""
         self.receivers = list(receivers)
         self.stalls = [0.0] * len(self.receivers)
-        self.timings = {"sync/pause_s": 0.0, "sync/transfer_s": 0.0}
+        self.timings = dict.fromkeys(TIMINGS, 0.0)
         self._sender = sender
         self._workers = list(workers)
         self._connected: dict[int, list[int]] = {}
@@ -150,11 +158,18 @@ class SyncGroups:
             return failures | await self._resumed(group, failures)
         # Sender and receivers together: a broadcast is a collective, in which all take part.
         # Each receiver resumes as soon as it has finished (_receive), not when the last one has.
-        works: dict[int, Awaitable[None]] = {SENDER: self._sender.send(number)}
+        works: dict[int, Awaitable[None]] = {SENDER: self._send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
         failures = await self._each(f"the broadcast to {who}", works)
         self.timings["sync/transfer_s"] += self._clock() - paused
         return failures
+
+    async def _send(self, number: int) -> None:
+        """The sender's part of an update."""
+        started = self._clock()
+        collective_s = await self._sender.send(number)
+        self.timings["sync/send_s"] += self._clock() - started
+        self.timings["sync/collective_s"] += collective_s
 
     async def _drained(self, index: int) -> None:
         """Pauses after the requests in flight have ended; bounds the time between their tokens."""

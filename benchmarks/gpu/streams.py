@@ -1,13 +1,13 @@
 """Two races of the trainer's threads, reproduced and gone: which tensors are wrong.
 
-The trainer's stage and publisher run as in a run; the learner's steps and the transport are
-replaced. A step reads all weights, computes for a while and writes them plus one, so that after k
-steps every entry is k. The transport connects as PyNccl does (vLLM's ``current_stream`` sets a new
-stream on the thread) and sends by vLLM's packed producer, both as ``vllm_streams`` has them, to a
-group that keeps copies.
+The trainer's stage and publisher run as in a run; the learner's steps and NCCL are replaced. A step
+reads all weights, computes for a while and writes them plus one, so that after k steps every entry
+is k. Chunks go to a group that keeps copies.
 
-    threads   pool: all work on asyncio's pool, as it was; own: one thread trains, one sends
-    event     none: as it was; waits: the sender waits for the end of the snapshot's copies
+    transport        vllm: vLLM's packed producer, connected as PyNccl does, which sets a new stream
+                     on the thread (``vllm_streams``), as it was; own: ``rollouter.transports.nccl``
+    threads          pool: all work on asyncio's pool, as it was; own: one trains, one sends
+    event            none, as it was; waits: the sender waits for the end of the snapshot's copies
     wrong_trained    tensors of the trainer that are wrong after the last step: steps on different
                      streams overwrote each other
     wrong_received   tensors that were received with other values than the snapshot's
@@ -20,12 +20,15 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from benchmarks.gpu.measuring import Figures, Report, device_of, finish, parser
+from benchmarks.gpu.measuring import Figures, Report, Skip, device_of, finish, parser
 from benchmarks.gpu.vllm_streams import current_stream, packed_producer
+from rollouter.transports import nccl
+from rollouter.transports.nccl import NcclSender
 from trainer.publisher import Publisher
 from trainer.stage import TrainerStage
 
@@ -36,6 +39,16 @@ VERSIONS, STEPS = 8, 2
 BUSY_CYCLES = 50_000_000
 """Cycles of a GPU that a step computes: some 30 ms."""
 BUFFER_BYTES = 16 << 20
+TIMEOUT_S = 60.0
+CASES = (
+    ("vllm", True, True),
+    ("vllm", True, False),
+    ("vllm", False, True),
+    ("vllm", False, False),
+    ("own", False, True),
+    ("own", False, False),
+)
+"""Transport, work on a pool, no event."""
 Named = list[tuple[str, torch.Tensor]]
 
 
@@ -90,7 +103,7 @@ class Keeping:
         return [piece.view(torch.bfloat16) for piece in packed]
 
 
-class Transport:
+class PackedSender:
     """See ``trainer.publisher.Transport``; ``group`` is replaced by each broadcast."""
 
     def __init__(self, device: torch.device) -> None:
@@ -109,11 +122,53 @@ class Transport:
     def close(self) -> None:
         """Nothing is open."""
 
-    def broadcast(self, weights: Named, meta: WeightMeta) -> None:
-        """As ``rollouter.transports.nccl``."""
+    def broadcast(self, weights: Named, meta: WeightMeta) -> float:
+        """As the transport did when it used vLLM's ``nccl`` backend."""
         self.group = Keeping()
         packed_producer(iter(weights), self.group, BUFFER_BYTES, self._device)
         finish(self._device)
+        return 0.0
+
+
+class Communicator:
+    """PyNccl's, with a group that keeps copies; its init sets a stream on the calling thread."""
+
+    def __init__(self, device: torch.device, sender: OwnSender) -> None:
+        self.device = device
+        self._sender = sender
+        if device.type == "cuda":
+            current_stream()
+
+    def broadcast(self, chunk: torch.Tensor, src: int, stream: Any) -> None:
+        """Queues the copy on the stream."""
+        with torch.cuda.stream(stream):
+            self._sender.group.broadcast(chunk, src)
+
+    def destroy(self) -> None:
+        """Nothing is open."""
+
+
+class OwnSender(NcclSender):
+    """The transport of GPUs, over the communicator above."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__("", TIMEOUT_S, BUFFER_BYTES)
+        self._device = device
+        self.group = Keeping()
+
+    def listen(self) -> tuple[str, int, bytes]:
+        """Nobody else comes."""
+        return "", 0, b""
+
+    def connect(self) -> None:
+        """See NcclSender.connect."""
+        with patch.object(nccl, "_communicator", lambda *_: Communicator(self._device, self)):
+            super().connect()
+
+    def broadcast(self, *what: Any) -> float:
+        """See NcclSender.broadcast."""
+        self.group = Keeping()
+        return super().broadcast(*what)
 
 
 class Pool:
@@ -127,10 +182,10 @@ class Pool:
 class Hasty(Publisher):
     """The publisher as it was: it sends without waiting for its copies."""
 
-    def send(self, group: int) -> None:
+    def send(self, group: int) -> float:
         """See Publisher.send."""
         self._copied = None
-        super().send(group)
+        return super().send(group)
 
 
 class Batcher:
@@ -146,16 +201,15 @@ class Batcher:
         """Nothing was leased."""
 
 
-async def synced(learner: Any, *, pool: bool, hasty: bool) -> Figures:
+async def synced(learner: Any, transport: Any, *, pool: bool, hasty: bool) -> Figures:
     """Trains and syncs; counts wrong tensors."""
-    transport = Transport(learner.device)
     kind = Hasty if hasty else Publisher
     publisher = kind(learner.named_weights, lambda: transport)
     batcher: Any = Batcher()
     stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
     if pool:
         stage._computing = stage._sending = Pool()  # type: ignore[assignment]
-    await stage.open(0, 2)
+    await stage.open(0, 2, ())
     await asyncio.gather(stage.connect(0), stage.step())  # on two threads of a pool
     wrong = 0
     for version in range(1, VERSIONS + 1):
@@ -164,6 +218,7 @@ async def synced(learner: Any, *, pool: bool, hasty: bool) -> Figures:
         expected = learner.count
         meta = await stage.snapshot(version)
         await asyncio.gather(stage.send(0), stage.step())
+        finish(learner.device)
         wrong += _other_than(expected, transport.group.received(meta))
     tensors = len(learner.weights)
     return {
@@ -174,9 +229,12 @@ async def synced(learner: Any, *, pool: bool, hasty: bool) -> Figures:
     }
 
 
-def after_syncs(device: torch.device, *, pool: bool, hasty: bool) -> Figures:
-    """Wrong tensors of a new trainer."""
-    return asyncio.run(synced(Steps(device), pool=pool, hasty=hasty))
+def after_syncs(device: torch.device, sender: str, *, pool: bool, hasty: bool) -> Figures:
+    """Wrong tensors of a new trainer. Skip for our transport without a GPU."""
+    if sender == "own" and device.type != "cuda":
+        raise Skip("the transport of GPUs needs CUDA's streams")
+    transport = OwnSender(device) if sender == "own" else PackedSender(device)
+    return asyncio.run(synced(Steps(device), transport, pool=pool, hasty=hasty))
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -184,13 +242,13 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser(__doc__).parse_args(arguments)
     device = device_of(options)
     report = Report("streams", device, options.seconds)
-    for pool in (True, False):
-        for hasty in (True, False):
-            report.cell(
-                partial(after_syncs, device, pool=pool, hasty=hasty),
-                threads="pool" if pool else "own",
-                event="none" if hasty else "waits",
-            )
+    for sender, pool, hasty in CASES:
+        report.cell(
+            partial(after_syncs, device, sender, pool=pool, hasty=hasty),
+            transport=sender,
+            threads="pool" if pool else "own",
+            event="none" if hasty else "waits",
+        )
     report.end()
 
 

@@ -49,8 +49,9 @@ class SimulatedPublisher:
         time.sleep(self._speed.snapshot_s)
         return WeightMeta((), (), (), ())
 
-    def send(self, group: int) -> None:
+    def send(self, group: int) -> float:
         """Sends nothing."""
+        return 0.0
 
 
 def build_simulated_trainer(

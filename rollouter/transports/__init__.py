@@ -12,7 +12,6 @@ import importlib
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from async_opd.config.registry import TRANSPORTS
 from async_opd.core.errors import StageError
 
 if TYPE_CHECKING:
@@ -43,6 +42,8 @@ class Transport(Protocol):
 
 def transport(name: str) -> Transport:
     """The module of a transport. KeyError for a name that is not registered."""
+    from async_opd.config.registry import TRANSPORTS  # needs pydantic, a transport does not
+
     return cast("Transport", importlib.import_module(TRANSPORTS[name]))
 
 

@@ -80,14 +80,18 @@ class Sender(ABC):
     def close(self) -> None:
         """Leaves the group, and closes the rendezvous. A second call does nothing."""
 
-    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
+    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
         """Sends all tensors, in order; each chunk is packed just before it is sent.
 
-        Raises when that takes longer than ``timeout_s``.
+        Returns the seconds in ``send``. Raises when all takes longer than ``timeout_s``.
         """
-        left = SecondsLeft(self.timeout_s)
+        left, sending = SecondsLeft(self.timeout_s), 0.0
         for chunk in chunk_plan(meta.sizes, self.chunk_bytes):
-            self.send(packed(weights, chunk), left())
+            data = packed(weights, chunk)
+            started = time.perf_counter()
+            self.send(data, left())
+            sending += time.perf_counter() - started
+        return sending
 
     @abstractmethod
     def send(self, chunk: torch.Tensor, timeout_s: float) -> None:

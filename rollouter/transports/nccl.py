@@ -121,13 +121,13 @@ class NcclSender(chunks.Sender):
         assert self._group is not None, "connected first"
         self._group.broadcast(chunk, timeout_s)
 
-    def broadcast(self, *what: Any) -> None:
+    def broadcast(self, *what: Any) -> float:
         """See Sender.broadcast; the default stream is that of the training steps."""
         import torch
 
         self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
-            super().broadcast(*what)
+            return super().broadcast(*what)
 
     def close(self) -> None:
         """See Sender.close."""

@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ NEEDS_GPU = {
     "snapshot": {"pinned, made once"},
     "losses": {"recompiles"},
     "rank": {"varlen", "flash", "flex"},
-    "streams": set(),
+    "streams": {"own"},
 }
 """What each script skips on a CPU."""
 
@@ -149,9 +150,29 @@ class Late(streams.Steps):
 
 
 def test_a_tensor_that_was_sent_before_its_copy_was_made_is_counted() -> None:
-    found = asyncio.run(streams.synced(Late(CPU), pool=False, hasty=True))
+    found = asyncio.run(
+        streams.synced(Late(CPU), streams.PackedSender(CPU), pool=False, hasty=True)
+    )
     assert found["wrong_received"] == streams.VERSIONS
     assert found["wrong_trained"] == 0
+
+
+class Stream:
+    """A stream that does everything at once."""
+
+    def synchronize(self) -> None: ...
+
+
+def test_the_transport_of_gpus_sends_every_snapshot(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "stream", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    found = asyncio.run(
+        streams.synced(streams.Steps(CPU), streams.OwnSender(CPU), pool=False, hasty=False)
+    )
+    assert found["of_received"] == 4 * streams.VERSIONS
+    assert (found["wrong_trained"], found["wrong_received"]) == (0, 0)
 
 
 def test_a_tensor_whose_update_was_lost_is_counted() -> None:

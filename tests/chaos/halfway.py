@@ -36,9 +36,9 @@ class Halfway(gloo.GlooSender):
         super().__init__(*args)
         self.folder = folder
 
-    def broadcast(self, weights: list[Any], meta: WeightMeta) -> None:
+    def broadcast(self, weights: list[Any], meta: WeightMeta) -> float:
         assert len(chunk_plan(meta.sizes, self.chunk_bytes)) > 1, "one chunk has no middle"
-        super().broadcast(weights, meta)
+        return super().broadcast(weights, meta)
 
     def send(self, chunk: Any, timeout_s: float) -> None:
         super().send(chunk, timeout_s)

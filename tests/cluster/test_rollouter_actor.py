@@ -83,7 +83,8 @@ class Trainer:
 
     async def connect(self, group: int) -> None: ...
 
-    async def send(self, group: int) -> None: ...
+    async def send(self, group: int) -> float:
+        return 0.0
 
     async def snapshot(self, version: int) -> WeightMeta:
         return META

@@ -91,8 +91,8 @@ class Sender:
     async def snapshot(self, version: int) -> Any:
         return self.publisher.snapshot()
 
-    async def send(self, group: int) -> None:
-        await asyncio.to_thread(self.publisher.send, group)
+    async def send(self, group: int) -> float:
+        return await asyncio.to_thread(self.publisher.send, group)
 
 
 class World:

@@ -8,14 +8,17 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+import torch
 
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.train import SyncConfig
 from async_opd.core.errors import StageError
-from rollouter.transports import AUTO, chosen, transport
+from async_opd.weight_sync.layout import WeightMeta
+from rollouter.transports import AUTO, chosen, chunks, transport
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 HERE = Path(__file__).parent
@@ -110,3 +113,28 @@ def test_the_driver_and_the_trainer_get_no_vllm_and_no_torch_with_the_modules() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
+
+
+class Slow(chunks.Sender):
+    """Takes three seconds to send a chunk, on a clock that ticks by calls of it."""
+
+    clock = 0.0
+
+    def listen(self) -> tuple[str, int, bytes]:
+        return "", 0, b""
+
+    def connect(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
+        self.clock += 3.0
+
+
+def test_a_broadcast_returns_the_seconds_of_its_sends(monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = Slow("", 60.0, 16)
+    times = SimpleNamespace(perf_counter=lambda: sender.clock, monotonic=lambda: 0.0)
+    monkeypatch.setattr(chunks, "time", times)
+    weights = [(name, torch.zeros(4)) for name in "abc"]
+    meta = WeightMeta(tuple("abc"), ("float32",) * 3, ((4,),) * 3, (4,) * 3)
+    assert sender.broadcast(weights, meta) == 9.0

@@ -25,8 +25,9 @@ class Transport:
 
     def close(self) -> None: ...
 
-    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> None:
+    def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
         self.order.append("read")
+        return 0.0
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ class Sender:
         self.events.append(f"snapshot {version}")
         return META
 
-    async def send(self, group: int) -> None:
+    async def send(self, group: int) -> float:
         if self.hangs:
             await asyncio.Event().wait()
         if self.dead:
@@ -48,6 +48,7 @@ class Sender:
                 receiver.aborts = 1
             raise RuntimeError("connection reset")
         self.events.append("send")
+        return 0.25
 
 
 class Receiver:
@@ -266,8 +267,14 @@ async def test_a_rolling_sync_passes_over_a_replica_that_died_meanwhile() -> Non
 
 
 async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
-    ticks = iter(range(100))
-    receivers = [Receiver([]), Receiver([])]
+    time = [0.0]
+
+    class Slow(Receiver):
+        async def receive(self, meta: WeightMeta) -> None:
+            time[0] += 2.0
+            await super().receive(meta)
+
+    receivers = [Slow([]), Slow([])]
     weights = BroadcastSync(
         Sender([]),
         pool(*receivers),
@@ -275,12 +282,36 @@ async def test_the_report_tells_how_long_each_replica_stood_still() -> None:
         on_sync="keep",
         timeout_s=5,
         rolling=True,
-        clock=lambda: float(next(ticks)),
+        clock=lambda: time[0],
     )
     await weights.snapshot(1)
     metrics = (await weights.push()).metrics
     assert (metrics["sync/student/0/stall_s"], metrics["sync/student/1/stall_s"]) == (2.0, 2.0)
-    assert metrics["sync/seconds"] == 9.0
+    assert metrics["sync/seconds"] == 4.0
+
+
+async def test_the_report_tells_the_seconds_of_the_sender_and_of_its_collectives() -> None:
+    time = [0.0]
+
+    class Slow(Sender):
+        async def send(self, group: int) -> float:
+            time[0] += 2.0
+            return await super().send(group)
+
+    receivers = [Receiver([]), Receiver([]), Receiver([])]
+    weights = BroadcastSync(
+        Slow([]),
+        pool(*receivers),
+        [1, 1, 1],
+        on_sync="keep",
+        timeout_s=5,
+        rolling=True,
+        clock=lambda: time[0],
+    )
+    for version in (1, 2):  # the second report begins anew
+        await weights.snapshot(version)
+        metrics = (await weights.push()).metrics
+        assert (metrics["sync/send_s"], metrics["sync/collective_s"]) == (6.0, 0.75)
 
 
 async def test_the_report_counts_the_bytes_of_one_copy() -> None:
