@@ -16,6 +16,9 @@ from async_opd.checks.resources import Pool
 RANKS = "train"
 """The pool whose units are kept on few nodes: ranks talk to each other in every layer."""
 
+MAX_TRIED = 1000
+"""Dead ends after which a search gives up. Only sizes that do not divide each other have them."""
+
 
 @dataclass(frozen=True)
 class Bundle:
@@ -70,8 +73,9 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
     one unit; if no node has room for it, they come last, each to the node of the rank before or,
     when that is full, to the emptiest one.
 
-    If each size divides the next larger one (1, 2, 4, 8), an assignment is found whenever there is
-    one: a unit can then always change places with smaller ones of exactly its size.
+    An assignment is found whenever there is one. The first choices are never wrong if each size
+    divides the next larger one (1, 2, 4, 8): a unit can then always change places with smaller
+    ones of exactly its size. For other sizes further choices are tried, up to ``MAX_TRIED``.
     """
     ranks = [unit for unit in units if unit.pool == RANKS]
     others = [[unit] for unit in units if unit.pool != RANKS]
@@ -81,15 +85,31 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
 
 def _largest_first(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
     """Assigns whole blocks, and takes their GPUs out of ``free``."""
-    found: dict[Unit, str] = {}
-    for block in sorted(blocks, key=_gpus, reverse=True):
-        room = [node for node, gpus in free.items() if gpus >= _gpus(block)]
-        if not room:
-            return None
-        node = min(room, key=free.__getitem__)
-        free[node] -= _gpus(block)
-        found |= dict.fromkeys(block, node)
+    found = _search(sorted(blocks, key=_gpus, reverse=True), free, set())
+    for unit, node in (found or {}).items():
+        free[node] -= unit.gpus
     return found
+
+
+def _search(
+    blocks: list[list[Unit]], free: dict[str, int], tried: set[tuple[int, ...]]
+) -> dict[Unit, str] | None:
+    """Assigns the blocks in order, each to the fullest node that leaves room for the others.
+
+    ``tried`` are free GPUs, after the number of blocks, with which there is no assignment.
+    """
+    if not blocks:
+        return {}
+    state, needed = (len(blocks), *sorted(free.values())), _gpus(blocks[0])
+    if state in tried or len(tried) > MAX_TRIED:
+        return None
+    rooms = {gpus: node for node, gpus in reversed(free.items()) if gpus >= needed}
+    for gpus, node in sorted(rooms.items()):
+        found = _search(blocks[1:], free | {node: gpus - needed}, tried)
+        if found is not None:
+            return dict.fromkeys(blocks[0], node) | found
+    tried.add(state)
+    return None
 
 
 def _ranks_last(

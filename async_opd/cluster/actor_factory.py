@@ -270,6 +270,7 @@ class ActorFactory:
         place = self.placements.get(bundle) if guest else None
         env = engine_env(self.device)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
+        remote.shared_place = place
         try:
             build = partial(remote.build, factory, args, self.config.timeouts.engine_start_s)
             if guest:

@@ -58,7 +58,7 @@ class ActorPlacement:
     gpus: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"GPU {', '.join(self.gpus)} of node {self.node}"
+        return f"GPU {', '.join(self.gpus) or '–'} of node {self.node}"
 
 
 LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
@@ -147,7 +147,7 @@ class Remote:
     def __init__(self, name: str, handle: Any, timeout_s: float, restarts: bool = False) -> None:
         self.name = name
         self.shared_place: ActorPlacement | None = None
-        """The place of processes that share its GPUs: ``build`` refuses any other."""
+        """The place of the GPUs that it shares with others: ``build`` refuses any other."""
         self._restarts = restarts
         self._handle = handle
         self._timeout_s = timeout_s
@@ -216,9 +216,12 @@ class Remote:
             ) from error
 
     def _compare(self, found: ActorPlacement, shared: ActorPlacement) -> None:
-        """StageError if Ray has started the process elsewhere, as after the death of its node."""
-        if found != shared:
-            cause = f"Ray has started it on {found}, but its colocated teachers are on {shared}"
+        """StageError if Ray has started the process elsewhere, as after the death of its node.
+
+        A guest has no GPUs of its own: only its node is compared.
+        """
+        if found.node != shared.node or found.gpus not in ((), shared.gpus):
+            cause = f"Ray has started it on {found}, but it shares {shared}"
             raise StageError(self.name, cause, "its node was lost: stop the run, and --resume it")
 
     async def _started(self, timeout_s: float) -> int:

@@ -37,7 +37,7 @@ def possible(sizes: tuple[int, ...], free: tuple[int, ...]) -> bool:
 
 
 a_node = st.integers(0, 8)
-any_size, power_of_two = st.integers(1, 8), st.sampled_from((1, 2, 4, 8))
+any_size = st.integers(1, 8)
 
 
 @given(st.lists(any_size, max_size=6), st.integers(0, 6), st.lists(a_node, max_size=4))
@@ -56,11 +56,11 @@ def test_no_node_gives_more_gpus_than_are_free(
 
 @examples(200)
 @given(
-    st.lists(power_of_two, max_size=5),
+    st.lists(any_size, max_size=6),
     st.integers(0, 3),
     st.lists(a_node, max_size=3).map(tuple),
 )
-def test_sizes_that_divide_each_other_are_assigned_whenever_that_is_possible(
+def test_units_are_assigned_whenever_that_is_possible(
     sizes: list[int], count: int, free: tuple[int, ...]
 ) -> None:
     found = assign([*engines(*sizes), *ranks(count)], room(*free))
@@ -85,6 +85,16 @@ def test_ranks_that_fit_on_one_node_are_on_one_beside_engines() -> None:
 def test_an_engine_is_not_put_where_a_larger_one_has_to_be() -> None:
     found = assign([*engines(1, 1, 8)], room(8, 2))
     assert found == dict(zip(engines(1, 1, 8), ("n1", "n1", "n0"), strict=True))
+
+
+def test_sizes_that_do_not_divide_each_other_are_assigned_by_trying() -> None:
+    assert assign(engines(4, 3, 3, 2, 2, 2), room(8, 8)) is not None
+
+
+def test_a_large_cluster_that_is_too_small_is_told_so_at_once() -> None:
+    sizes = [8] * 40 + [4] * 40 + [2] * 40 + [1] * 41
+    assert assign(engines(*sizes), room(*[8] * 75)) is None
+    assert assign(engines(*sizes[1:]), room(*[8] * 75)) is not None
 
 
 def test_ranks_that_no_node_can_hold_are_split_behind_the_engines() -> None:

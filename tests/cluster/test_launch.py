@@ -72,6 +72,13 @@ class Handle:
         self.built += 1
 
 
+class Guest(Handle):
+    """A process on the node that reserves no GPU."""
+
+    async def _place(self) -> ActorPlacement:
+        return ActorPlacement(self.node, ())
+
+
 async def started(actor_factory: ActorFactory, node: str) -> Handle:
     """Builds replica 0 of the student, whose process Ray has started on the node."""
     handle = Handle(node)
@@ -108,7 +115,7 @@ async def test_a_host_that_ray_restarted_on_other_gpus_than_its_teachers_is_refu
     actor_factory: ActorFactory,
 ) -> None:
     await started(actor_factory, "a")
-    words = "GPU 0 of node b, but its colocated teachers are on GPU 0 of node a"
+    words = "GPU 0 of node b, but it shares GPU 0 of node a"
     with pytest.raises(EngineStartError, match=words):
         await started(actor_factory, "b")
 
@@ -122,5 +129,35 @@ async def test_a_rank_that_ray_restarted_elsewhere_is_refused_when_it_is_built_a
         "rollout", {0: remote}, lambda: remote.build("m", (), 5)
     )
     handle.node = "b"
-    with pytest.raises(EngineStartError, match="its colocated teachers are on GPU 0 of node a"):
+    with pytest.raises(EngineStartError, match="it shares GPU 0 of node a"):
         await remote.build("m", (), 5)
+
+
+async def test_a_guest_on_another_node_than_its_host_is_refused(
+    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its variable CUDA_VISIBLE_DEVICES would name GPUs that others have there."""
+
+    async def create(*args: Any, **named: Any) -> Remote:
+        return Remote("teacher t/0", Guest("b"), 5)
+
+    monkeypatch.setattr(actor_factory, "create", create)
+    monkeypatch.setattr(Remote, "kill", lambda self: None)
+    actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
+    words = "GPU – of node b, but it shares GPU 0 of node a"
+    with pytest.raises(EngineStartError, match=words):
+        await actor_factory.teacher("t", 0)
+
+
+async def test_a_guest_on_its_hosts_node_is_built(
+    actor_factory: ActorFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = Guest("a")
+
+    async def create(*args: Any, **named: Any) -> Remote:
+        return Remote("teacher t/0", handle, 5)
+
+    monkeypatch.setattr(actor_factory, "create", create)
+    actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
+    await actor_factory.teacher("t", 0)
+    assert handle.built == 1
