@@ -34,6 +34,9 @@ class EngineReplica(ScoringReplica, Protocol):
 
     async def wake(self) -> None: ...
 
+    def kill(self) -> None:
+        """Ends its process."""
+
 
 @runtime_checkable
 class EndpointClient(ScoringReplica, Protocol):

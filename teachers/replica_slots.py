@@ -9,6 +9,7 @@ NoReplica.
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -20,6 +21,7 @@ from async_opd.config.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import StageReport
+from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.waiting.deadline import Deadline, Timer
 from teachers.answers import check
@@ -52,11 +54,16 @@ class ReplicaSlots:
         timer: Timer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``asleep``: the replicas sleep now, and work only between ``wake`` and ``sleep``."""
+        """``asleep``: the replicas share GPUs, and sleep now.
+
+        They work, and are probed and rebuilt, only in their turn: between ``wake`` and ``sleep``.
+        """
         self.probe_batch: Batch | None = None
         self.tokens = 0  # those of calls that succeeded
         self.weights: TeacherWeights | None = None
-        self.asleep = asleep
+        self._turn = asyncio.Event()
+        if not asleep:
+            self._turn.set()
         self.name = f"teacher {teacher}"
         self.health = health
         self.clock = clock
@@ -82,6 +89,11 @@ class ReplicaSlots:
     def replicas(self) -> list[ScoringReplica]:
         """The replicas of all members, also of those that do not serve."""
         return [member.value for member in self.members.all]
+
+    @property
+    def asleep(self) -> bool:
+        """Whether others have the GPUs of these replicas."""
+        return not self._turn.is_set()
 
     # ── work ───────────────────────────────────────────────────────────────────────────────────
 
@@ -113,6 +125,7 @@ class ReplicaSlots:
 
     async def _probe(self, member: Member[ScoringReplica]) -> Exception | None:
         """See Policy.probe. It raises for an engine that is dead, or lacks the newest weights."""
+        await self._turn.wait()  # an engine that works or starts needs memory that others have now
         self._refuse_if_stale(member)
         ready = member.value.ready()
         failure = await self._error(self.health.timeout_s, "a health check", ready)
@@ -169,8 +182,8 @@ class ReplicaSlots:
     # ── time sharing ───────────────────────────────────────────────────────────────────────────
 
     async def wake(self) -> None:
-        """Wakes the replicas; one that does not wake is ejected."""
-        self.asleep = False
+        """Begins their turn: wakes the replicas; one that does not wake is ejected."""
+        self._turn.set()
         await self._each("waking up", lambda replica: replica.wake())
 
     async def sleep(self) -> None:
@@ -179,12 +192,18 @@ class ReplicaSlots:
         while failed:
             await members.until(lambda: members.serving == members.left)
             failed = await self._each("going to sleep", lambda replica: replica.sleep())
-        self.asleep = True
+        self._turn.clear()
 
-    async def sleep_serving(self) -> None:
-        """Puts those that serve to sleep, without waiting for a probe or a rebuild."""
+    async def rest(self) -> None:
+        """Ends their turn at once: puts those that serve to sleep, and ends all others.
+
+        Their GPUs are free then. Those that were ended are rebuilt in the next turn.
+        """
+        self._turn.clear()
         await self._each("going to sleep", lambda replica: replica.sleep())
-        self.asleep = True
+        for member in self.members.all:
+            if member.state is not State.SERVING:
+                cast(EngineReplica, member.value).kill()
 
     async def _each(
         self, what: str, work: Callable[[EngineReplica], Coroutine[Any, Any, None]]

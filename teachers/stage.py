@@ -188,9 +188,10 @@ class ScorerStage:
     async def _fill_backlog(self, teacher: str) -> None:
         """Puts the teacher to sleep, and leases rollouts into its backlog as room allows.
 
-        An earlier stage may have left the teacher awake.
+        An earlier stage may have left the teacher awake. A replica that does not go to sleep is
+        ended: its hosts wake up next, and it is rebuilt in its teacher's next turn.
         """
-        await self._pools[teacher].slots.sleep()
+        await self._pools[teacher].slots.rest()
         self._awake.discard(teacher)
         self._slept.set()
         backlog, topic = self._backlogs[self._hosts[teacher]], rollouts_topic(teacher)
@@ -275,12 +276,16 @@ class ScorerStage:
         A scoring phase ends, and its teachers sleep, because their hosts will wake up.
         """
         await self._calls.stop(self._work)
-        await gather_or_cancel(*(self._pools[name].slots.sleep_serving() for name in self._hosts))
+        await self.rest()
         found = {name: pool.slots.replicas for name, pool in self._pools.items()}
         for replica in chain.from_iterable(found.values()):
             if isinstance(replica, EndpointClient):
                 await replica.close()
         return found, self._rebuild
+
+    async def rest(self) -> None:
+        """Puts all colocated teachers to sleep, and ends the replicas that do not go to sleep."""
+        await gather_or_cancel(*(self._pools[name].slots.rest() for name in self._hosts))
 
     async def shutdown(self) -> None:
         """Stops scoring, and ends the replicas that were rebuilt."""

@@ -4,10 +4,11 @@
     hosts work, teachers sleep                    hosts finish their      teachers score,
                                                   requests, and sleep     one after the other
 
-Holders of ``lock``: ``run``, from SLEEP until the hosts work again; a weight sync, because a host
-that sleeps takes no weights; a rebuild of hosts, because teachers may have their GPUs. A scoring
-phase that is cancelled (the trainer died) does not release it: the next ``run`` does, when the
-hosts are awake.
+Each pool of hosts has one ``GpuLock``. Its holders: ``run``, from SLEEP until the hosts work again;
+a snapshot and a weight sync, because they allocate on the trainer's GPUs, and a host that sleeps
+takes no weights; a rebuild of hosts, because teachers may have their GPUs. A scoring phase that is
+cancelled (the trainer died) does not release it: the next ``run`` does, when the hosts are awake. A
+teacher's replica is rebuilt in its own turn of a scoring phase (``teachers.replica_slots``).
 
 No deadlock: a scoring phase waits for engines only, since samples enter the queue outside of it;
 and without a scoring phase the hosts become idle, since the staleness budget limits their work.
@@ -16,13 +17,15 @@ and without a scoring phase the hosts become idle, since the staleness budget li
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import Progress, SyncReport, WeightSync
-from async_opd.waiting.deadline import Deadline
-from async_opd.waiting.liveness import ProgressWatchdog
+from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.liveness import Ask, ProgressWatchdog
 
 KEY = "timeouts.request_s"
 
@@ -62,6 +65,70 @@ class ColocatedTeachers(Protocol):
     async def score_backlog(self, host: str) -> None:
         """Scores the backlog: each teacher, the largest first, wakes, does its work and sleeps."""
 
+    async def progress(self) -> Progress:
+        """The tokens of all samples that were scored."""
+        ...
+
+
+class GpuLock:
+    """Its holder alone wakes, starts or puts to sleep what shares the GPUs of a pool, or allocates.
+
+    A wait for it lasts as long as tokens are computed: after ``quiet_s`` (``timeouts.stall_s``)
+    without a new one in ``progress`` it raises StageTimeout, which names the holder.
+    """
+
+    def __init__(
+        self, pool: str, progress: Ask, quiet_s: float, timer: Timer | None = None
+    ) -> None:
+        self._pool = pool
+        self._progress = progress
+        self._watchdog = ProgressWatchdog(pool, quiet_s, "timeouts.stall_s", timer)
+        self._lock = asyncio.Lock()
+        self._holder = ""
+
+    def locked(self) -> bool:
+        """Whether somebody holds it."""
+        return self._lock.locked()
+
+    async def acquire(self, what: str) -> None:
+        """Waits for it; ``what`` it is then held for."""
+        taking = asyncio.create_task(self._lock.acquire())
+        try:
+            ended = asyncio.wait({taking})
+            await self._watchdog.within("waiting", ended, self._progress, sys.maxsize)
+        except BaseException as error:
+            taking.cancel()
+            taking.add_done_callback(self._given_up)
+            if isinstance(error, StageTimeout):
+                cause = f"{what} waits for the GPUs, which {self._holder} has: {error.cause}"
+                raise StageTimeout(self._pool, cause, error.remedy) from error
+            raise
+        self._holder = what
+
+    def _given_up(self, taking: asyncio.Task[bool]) -> None:
+        """Releases a lock that the task got at the moment at which its caller gave up."""
+        if not taking.cancelled():
+            self._lock.release()
+
+    def release(self) -> None:
+        """Lets the next one have it."""
+        self._lock.release()
+
+
+@asynccontextmanager
+async def holding(what: str, *locks: GpuLock | None) -> AsyncIterator[None]:
+    """Holds all locks, taken in this order; None is the lock of a pool that shares no GPUs.
+
+    Without a deadlock only if every holder of several takes them in the same order: that of the
+    replicas before that of the trainer.
+    """
+    async with AsyncExitStack() as held:
+        for lock in locks:
+            if lock is not None:
+                await lock.acquire(what)
+                held.callback(lock.release)
+        yield
+
 
 class GpuTimeSharing:
     """Alternates between the hosts of one pool and their teachers. ``run`` returns never."""
@@ -71,7 +138,7 @@ class GpuTimeSharing:
         name: str,
         hosts: Callable[[], Mapping[str, GpuHost]],
         teachers: ColocatedTeachers,
-        lock: asyncio.Lock,
+        lock: GpuLock,
         *,
         sleep_timeout_s: float,
         held: bool = False,
@@ -100,7 +167,7 @@ class GpuTimeSharing:
             await self._resume_hosts()  # an earlier call may have left them asleep
             while True:
                 await self._wait_until_due()
-                await self.lock.acquire()
+                await self.lock.acquire("a scoring phase")
                 self._asleep = True
                 await self._all("sleep", self._put_to_sleep)
                 await self._teachers.score_backlog(self._name)
@@ -177,15 +244,16 @@ class SharedLock:
     Rebuilds of hosts use it: they exclude a scoring phase and a weight sync, but not each other.
     """
 
-    def __init__(self, lock: asyncio.Lock) -> None:
+    def __init__(self, lock: GpuLock, what: str) -> None:
         self._lock = lock
+        self._what = what
         self._entering = asyncio.Lock()
         self._inside = 0
 
     async def __aenter__(self) -> None:
         async with self._entering:
             if not self._inside:
-                await self._lock.acquire()
+                await self._lock.acquire(self._what)
             self._inside += 1
 
     async def __aexit__(self, *error: object) -> None:
@@ -195,14 +263,24 @@ class SharedLock:
 
 
 class LockedSync:
-    """A weight sync that holds ``lock``: it and a scoring phase exclude each other."""
+    """A weight sync that excludes scoring phases on the GPUs that it uses.
 
-    def __init__(self, inner: WeightSync, lock: asyncio.Lock) -> None:
+    A snapshot is a copy on the trainer's GPUs, from which ``push`` sends it to the replicas.
+    """
+
+    def __init__(
+        self, inner: WeightSync, *, replicas: GpuLock | None, trainer: GpuLock | None
+    ) -> None:
         self._inner = inner
-        self._lock = lock
-        self.snapshot = inner.snapshot
+        self._replicas = replicas
+        self._trainer = trainer
+
+    async def snapshot(self, version: int, again: bool = False) -> None:
+        """See WeightSync.snapshot."""
+        async with holding("a snapshot", self._trainer):
+            await self._inner.snapshot(version, again)
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
-        async with self._lock:
+        async with holding("a weight sync", self._replicas, self._trainer):
             return await self._inner.push()

@@ -19,7 +19,7 @@ from async_opd.core.stages import Progress, SamplingSpec, SyncReport
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import gather_or_cancel
 from teachers.stage import ScorerStage
-from teachers.time_sharing import GpuTimeSharing, LockedSync
+from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync
 from tests.properties import examples
 from tests.test_pipeline import TEACHERS, FakeStudent, FakeTeacher, World, world
 
@@ -77,6 +77,9 @@ class ColocatedTeacher:
         self.sizes: list[int] = []
         self.asleep = True
         self.fail_to_wake = 0
+
+    def kill(self) -> None:
+        raise AssertionError(f"{self.name} went to sleep, and is ended all the same")
 
     async def wake(self) -> None:
         if self.fail_to_wake:
@@ -152,7 +155,7 @@ def colocated(
             name,
             partial(alive, name, hosts[name]),
             scorer,
-            asyncio.Lock(),
+            GpuLock(name, scorer.progress, 20),
             sleep_timeout_s=sleep_timeout_s,
         )
         for name in sorted(set(placement.values()))
@@ -164,7 +167,9 @@ def colocated(
     )
     if "rollout" in sharing:
         guard_sync(run, hosts["rollout"])
-        parts.sync = LockedSync(run.sync, sharing["rollout"].lock)
+    guard_snapshots(run, hosts["train"][0])
+    locks = {name: each.lock for name, each in sharing.items()}
+    parts.sync = LockedSync(run.sync, replicas=locks.get("rollout"), trainer=locks.get("train"))
     return Colocated(run, hosts, teachers, gpus, sharing)
 
 
@@ -193,6 +198,19 @@ def guard_training(run: World, host: Shared) -> None:
         return taken
 
     run.trainer.batcher.take = guarded  # type: ignore[method-assign]
+
+
+def guard_snapshots(run: World, host: Shared) -> None:
+    """Copies of the weights take memory on the trainer's GPU, and take a while."""
+    snapshot = run.sync.snapshot
+
+    async def guarded(version: int, again: bool = False) -> None:
+        for _ in range(3):
+            assert not host.gpu.awake, f"a snapshot while {host.gpu.awake} are awake"
+            await asyncio.sleep(0)
+        await snapshot(version, again)
+
+    run.sync.snapshot = guarded  # type: ignore[method-assign]
 
 
 def guard_sync(run: World, hosts: Sequence[Shared]) -> None:

@@ -32,10 +32,8 @@ from async_opd.config.teachers import SelfTeacher
 from async_opd.core.errors import ProcessDied, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
-from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from teachers.protocols import TeacherWeights
-from teachers.time_sharing import GpuTimeSharing
 
 
 @dataclass(frozen=True)
@@ -48,14 +46,12 @@ class LaunchedStages:
     trainer: TrainerProxy
     sync: WeightSync
     singletons: SingletonActors
-    sharing: tuple[GpuTimeSharing, ...]
 
     async def supervise(
         self, reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
-        """See Stages. Also alternates the trainer and the teachers that share its GPUs."""
-        sharing = (each.endless() for each in self.sharing)
-        await gather_or_cancel(self.singletons.supervise(reissue, step), *sharing)
+        """See Stages."""
+        await self.singletons.supervise(reissue, step)
 
     async def rewind(self, error: ProcessDied) -> None:
         """After the trainer's death: rebuilds all stages, and keeps the engines.
@@ -134,22 +130,7 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
         trainer,
         _refreshing(actor_factory, rollouts, trainer, scorer, scoring.weights),
         SingletonActors(config, actor_factory.notify, *stages),
-        _sharing_gpus(config, scorer, trainer),
     )
-
-
-def _sharing_gpus(
-    config: RunConfig, scorer: ScorerProxy, trainer: TrainerProxy
-) -> tuple[GpuTimeSharing, ...]:
-    """The GPU time sharing of the trainer, if teachers are on its GPUs.
-
-    The rollouter's actor alternates those on the rollout replicas' GPUs.
-    """
-    if all(teacher.host != "train" for teacher in config.teachers.values()):
-        return ()
-    bound, hosts = config.timeouts.request_s, {"trainer": trainer}
-    lock = asyncio.Lock()
-    return (GpuTimeSharing("train", lambda: hosts, scorer, lock, sleep_timeout_s=bound),)
 
 
 def _refreshing(

@@ -24,6 +24,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import (
+    TRAINER,
     Events,
     Progress,
     Queue,
@@ -33,13 +34,21 @@ from async_opd.core.stages import (
     WeightSync,
 )
 from async_opd.processes.members import Member
-from async_opd.waiting.liveness import answer_s
+from async_opd.waiting.liveness import CombinedProgress, answer_s
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender
 from rollouter.stage import RollouterStage
-from teachers.time_sharing import ColocatedTeachers, GpuHost, GpuTimeSharing, LockedSync, SharedLock
+from teachers.time_sharing import (
+    ColocatedTeachers,
+    GpuHost,
+    GpuLock,
+    GpuTimeSharing,
+    LockedSync,
+    SharedLock,
+    holding,
+)
 
 if TYPE_CHECKING:
     from async_opd.cluster.proxies import StudentProxy
@@ -108,14 +117,12 @@ async def build_rollouter(
     rebuilds: int = 0,
     behind: bool = False,
 ) -> RollouterService:
-    """The actor's object. If teachers share the replicas' GPUs, it begins with ``gpus`` held."""
-    gpus = asyncio.Lock()
-    shared = any(teacher.host == "rollout" for teacher in config.teachers.values())
-    if shared:
-        await gpus.acquire()
-    colocated = teachers if shared else None
+    """The actor's object. It begins with the locks of all GPUs that teachers share."""
     before = (newest, rebuilds, behind)
-    return RollouterService(config, replicas, queue, trainer, *before, gpus, colocated)
+    service = RollouterService(config, replicas, queue, trainer, *before, teachers)
+    for lock in service.gpus.values():
+        await lock.acquire("an earlier rollout stage")
+    return service
 
 
 class RollouterService:
@@ -130,8 +137,7 @@ class RollouterService:
         newest: Snapshot | None,
         rebuilds: int,
         behind: bool,
-        gpus: asyncio.Lock,
-        teachers: ColocatedTeachers | None,
+        teachers: ColocatedTeachers,
     ) -> None:
         """``newest`` is the snapshot that an earlier actor may have been pushing.
 
@@ -141,7 +147,8 @@ class RollouterService:
         ``newest`` snapshot. No replica takes or answers prompts then before the first push: that of
         ``run`` if ``newest`` is known, else the driver's.
 
-        ``teachers`` share the replicas' GPUs, if any do; then ``gpus`` is held.
+        ``gpus`` are the locks of the pools, ``rollout`` or ``train``, that share their GPUs with
+        some of the ``teachers``; ``run`` expects them to be held.
         """
         self.orders = Orders()
         self._current = asyncio.Event()
@@ -165,15 +172,14 @@ class RollouterService:
             tries=config.sync.tries,
             newest=newest,
         )
-        self._sync: WeightSync = self._broadcast
+        self.gpus, self._sharing = self._shared(config, trainer, teachers)
+        self._trainers, replicas_lock = self.gpus.get("train"), self.gpus.get("rollout")
+        self._sync: WeightSync = LockedSync(
+            self._broadcast, replicas=replicas_lock, trainer=self._trainers
+        )
         self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
-        self._sharing: GpuTimeSharing | None = None
-        if teachers is not None:
-            self._sync, self._rebuilding = LockedSync(self._broadcast, gpus), SharedLock(gpus)
-            bound = config.timeouts.request_s
-            self._sharing = GpuTimeSharing(
-                "rollout", self._hosts, teachers, gpus, sleep_timeout_s=bound, held=True
-            )
+        if replicas_lock is not None:
+            self._rebuilding = SharedLock(replicas_lock, "a rebuild of a student's replica")
         self._rebuilds_before = rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
@@ -190,8 +196,8 @@ class RollouterService:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self.stage.run())
-            if self._sharing is not None:
-                group.create_task(self._sharing.endless())
+            for each in self._sharing:
+                group.create_task(each.endless())
             if self._broadcast.newest is not None and not self._current.is_set():
                 await self._push()
 
@@ -225,7 +231,7 @@ class RollouterService:
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
         """See WeightSync.snapshot. Returns the metadata of its weights."""
-        await self._calls.run(self._broadcast.snapshot(version, again))
+        await self._calls.run(self._sync.snapshot(version, again))
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
 
@@ -254,11 +260,40 @@ class RollouterService:
         async with self._rebuilding:
             replica = await self.orders.replica(member.index)
             try:
-                await self._broadcast.rejoin(member.index, replica.student, replica.workers)
+                async with holding("a replica that joins", self._trainers):
+                    await self._broadcast.rejoin(member.index, replica.student, replica.workers)
             except BaseException:
                 replica.student.kill()
                 raise
         return replica.student
+
+    # ── GPUs that teachers share ───────────────────────────────────────────────────────────────
+
+    def _shared(
+        self, config: RunConfig, trainer: WeightSender, teachers: ColocatedTeachers
+    ) -> tuple[dict[str, GpuLock], list[GpuTimeSharing]]:
+        """The lock of each pool with colocated teachers, and what alternates it with them."""
+        pools = {teacher.host for teacher in config.teachers.values()} - {None}
+        if not pools:
+            return {}, []
+        quiet_s = config.timeouts.stall_s
+        computes = {"rollouter": self.stage.progress, "scorer": teachers.progress}
+        hosts = {TRAINER: cast(GpuHost, trainer)}
+        computes |= {name: host.progress for name, host in hosts.items()}
+        asked = CombinedProgress(computes, answer_s(quiet_s, depth=2))
+        gpus = {pool: GpuLock(pool, asked, quiet_s) for pool in sorted(map(str, pools))}
+        sharing = [
+            GpuTimeSharing(
+                pool,
+                self._hosts if pool == "rollout" else lambda: hosts,
+                teachers,
+                lock,
+                sleep_timeout_s=config.timeouts.request_s,
+                held=True,
+            )
+            for pool, lock in gpus.items()
+        ]
+        return gpus, sharing
 
     def _hosts(self) -> Mapping[str, GpuHost]:
         return {m.name: cast(GpuHost, m.value) for m in self.stage.members.serving}

@@ -144,31 +144,33 @@ class ScorerActor(SingletonActor):
         config = self.config
         sizes = {name: t.batch_size for name, t in config.teachers.items()}
         health = {name: teacher.health for name, teacher in config.teachers.items()}
-        consumer = f"scorer#{self.incarnation}"
         hosts = {name: t.host for name, t in config.teachers.items() if t.host is not None}
         tokens = {one.teacher: one.call_tokens for one in payloads(config, self.device)}
-        bounds = (sizes, health, self.rebuild, config.supervision, consumer)
-        sharing = (hosts, config.train.batch_size, tokens)
-        args = (self.teachers, self.queue, *bounds, *sharing)
-        path = "teachers.stage:ScorerStage"
-        await self.remote.build(path, args, config.timeouts.engine_start_s)
+        bounds = (sizes, health, self.rebuild, config.supervision, f"scorer#{self.incarnation}")
+        args = (self.teachers, self.queue, *bounds, hosts, config.train.batch_size, tokens)
+        await self.remote.build("teachers.stage:ScorerStage", args, config.timeouts.engine_start_s)
         for incarnation in range(self.released, self.incarnation):
             for teacher in self.teachers:
                 await self.queue.release(rollouts_topic(teacher), f"scorer#{incarnation}")
         self.released = self.incarnation
+        if hosts:
+            await self.remote.call("rest", timeout_s=config.timeouts.request_s + self._sleep_s)
         for name, weights in self.weights.items():
             await self.remote.call("load", name, weights)
 
     async def hand_over(self, bound: float) -> None:
         """Stops scoring; the next stage gets the current replicas, rebuilt ones too.
 
-        ``bound`` is extended by the longest ``health.timeout_s`` of a colocated teacher: the stage
-        ejects a teacher that does not go to sleep within it, and still hands over.
+        ``bound`` is extended by ``_sleep_s``, after which the stage still hands over.
         """
-        colocated = [t for t in self.config.teachers.values() if t.host is not None]
-        bound += max((teacher.health.timeout_s for teacher in colocated), default=0.0)
-        found = await self.remote.call("hand_over", timeout_s=bound)
+        found = await self.remote.call("hand_over", timeout_s=bound + self._sleep_s)
         self.teachers, self.rebuild = found
+
+    @property
+    def _sleep_s(self) -> float:
+        """Seconds after which the stage ends colocated teachers that do not go to sleep."""
+        colocated = [t for t in self.config.teachers.values() if t.host is not None]
+        return max((teacher.health.timeout_s for teacher in colocated), default=0.0)
 
 
 @dataclass
@@ -286,9 +288,11 @@ class SingletonActors:
             assert queue.failure is not None
             raise queue.failure
 
-        others: list[SingletonActor] = [self.scorer, self.rollouter, self.trainer]
-        building = gather_or_cancel(*(other.build() for other in others))
-        await race(building, queue_failure())
+        async def others() -> None:
+            await self.scorer.build()  # first: it puts teachers to sleep on the trainer's GPUs
+            await gather_or_cancel(self.rollouter.build(), self.trainer.build())
+
+        await race(others(), queue_failure())
 
     async def _end(self, actor: SingletonActor, ending: Callable[[float], Awaitable[Any]]) -> None:
         """Stops its object; restarts its process if that fails, or if it has no object yet."""

@@ -18,7 +18,7 @@ from async_opd.cluster.rollouter_actor import (
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError
 from async_opd.core.samples import Prompt
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import Progress, SamplingSpec, StageReport
 from async_opd.core.uid import Uid
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
@@ -89,6 +89,14 @@ class Trainer:
     async def snapshot(self, version: int) -> WeightMeta:
         return META
 
+    async def wake(self) -> None: ...
+
+    async def idle(self) -> None:
+        await asyncio.Event().wait()
+
+    async def progress(self) -> Progress:
+        return Progress(0)
+
 
 class Queue:
     def __init__(self) -> None:
@@ -110,6 +118,9 @@ class Teachers:
 
     async def wait_for_work(self, host: str) -> None:
         await asyncio.Event().wait()
+
+    async def progress(self) -> Progress:
+        return Progress(0)
 
 
 def run_config(host: str = "") -> RunConfig:
@@ -378,14 +389,51 @@ class TestGpus:
     ) -> None:
         world.teachers.asleep.set()
         service = await world.runs("rollout")
-        assert service._sharing is not None
         for student in world.students:
             student.over.set()
         assert await world.ordered() == [0, 1]
         await world.delivers(0)
-        assert service._sharing.lock.locked()
+        assert service.gpus["rollout"].locked()
         await world.delivers(1)
-        assert not service._sharing.lock.locked()
+        assert not service.gpus["rollout"].locked()
+
+    @pytest.mark.parametrize("call", ["snapshot", "push"])
+    async def test_no_weights_are_copied_or_sent_while_a_teacher_is_awake_on_the_trainers_gpu(
+        self, world: World, call: str
+    ) -> None:
+        world.teachers.asleep.set()
+        service = await world.runs("train")
+        await service.snapshot(3)
+        await service.gpus["train"].acquire("a scoring phase")
+        again = asyncio.create_task(service.snapshot(4) if call == "snapshot" else service.push())
+        await settled()
+        assert (again.done(), service._broadcast.newest) == (False, (3, META))
+        service.gpus["train"].release()
+        await asyncio.wait_for(again, 5)
+
+    async def test_a_new_replica_gets_no_weights_while_a_teacher_is_awake_on_the_trainers_gpu(
+        self, world: World
+    ) -> None:
+        world.teachers.asleep.set()
+        service = await world.runs("train")
+        await service.snapshot(3)
+        await service.gpus["train"].acquire("a scoring phase")
+        world.students[0].over.set()
+        assert await world.ordered() == [0]
+        student = await world.delivers(0)
+        assert student.version == 0
+        service.gpus["train"].release()
+        await settled()
+        assert student.version == 3
+
+    async def test_the_trainer_of_a_stage_that_died_in_a_scoring_phase_is_woken_by_the_next(
+        self, world: World
+    ) -> None:
+        service = await world.runs("train")
+        assert service.gpus["train"].locked()
+        world.teachers.asleep.set()
+        await settled()
+        assert not service.gpus["train"].locked()
 
 
 class TestOrders:

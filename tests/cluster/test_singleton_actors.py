@@ -137,6 +137,26 @@ async def test_replicas_stop_and_the_scorer_ends_before_the_queue_and_all_are_bu
     ]
 
 
+async def test_no_rank_is_built_before_the_scorer_has_put_the_teachers_on_its_gpu_to_sleep() -> (
+    None
+):
+    events: list[str] = []
+    made, asleep = singletons(events), asyncio.Event()
+
+    async def build() -> None:
+        await asleep.wait()
+
+    scorer: Any = made.scorer
+    scorer.build = build
+    rebuilding = asyncio.create_task(made.rebuild_all(DIED))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert "build trainer" not in events
+    asleep.set()
+    await rebuilding
+    assert "build trainer" in events
+
+
 async def test_replicas_stop_although_nobody_supervises_them() -> None:
     events: list[str] = []
     made = singletons(events)

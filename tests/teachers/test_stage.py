@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,9 @@ class Sleepy(Fake):
     """Shares its GPU."""
 
     awake = True
+
+    def kill(self) -> None:
+        self.awake = False
 
     async def sleep(self) -> None:
         self.awake = False
@@ -273,12 +277,15 @@ async def test_large_answers_are_checked_beside_the_event_loop(
     assert checked == [False]
 
 
-def colocated(queue: MessageQueue, backlog_size: int = 8, **teachers: Fake) -> ScorerStage:
+def colocated(
+    queue: MessageQueue, backlog_size: int = 8, rebuild: Any = None, **teachers: Fake
+) -> ScorerStage:
     names = list(teachers)
     return ScorerStage(
         {name: [fake] for name, fake in teachers.items()},
         queue,
         dict.fromkeys(names, 8),
+        rebuild=rebuild,
         hosts=dict.fromkeys(names, "rollout"),
         backlog_size=backlog_size,
     )
@@ -314,6 +321,46 @@ async def test_a_stage_that_hands_over_before_it_has_run_leaves_no_teacher_awake
     scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=left_awake)
     await asyncio.wait_for(scorer.hand_over(), 5)
     assert not left_awake.awake
+
+
+class Sleepless(Sleepy):
+    """Does not go to sleep, because its process hangs or has died."""
+
+    async def sleep(self) -> None:
+        raise StageError("r", "going to sleep took too long")
+
+    async def ready(self) -> int:
+        raise StageError("r", "no answer")
+
+
+async def test_a_stage_that_hands_over_ends_a_replica_that_does_not_go_to_sleep() -> None:
+    sleepless = Sleepless()
+    scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=sleepless)
+    await asyncio.wait_for(scorer.hand_over(), 5)
+    assert not sleepless.awake
+
+
+async def test_a_teacher_that_died_between_two_phases_is_rebuilt_in_its_turn_only() -> None:
+    rebuilt: list[Sleepy] = []
+
+    class Rebuild:
+        async def __call__(self, teacher: str, index: int, old: Any) -> Any:
+            rebuilt.append(Sleepy())
+            return rebuilt[-1]
+
+        async def close(self) -> None: ...
+
+    queue = MessageQueue(topics(["t"]), 64, 1 << 20, 60.0)
+    scorer = colocated(queue, rebuild=Rebuild(), t=Sleepless())
+    running = asyncio.create_task(scorer.run())
+    await asyncio.wait_for(scorer.wait_asleep("rollout"), 5)
+    await queue.put(TOPIC, rollouts("p/0"))
+    await settle()
+    assert rebuilt == []  # the hosts have the GPUs
+    await asyncio.wait_for(scorer.score_backlog("rollout"), 5)
+    assert [teacher.awake for teacher in rebuilt] == [False]
+    await scorer.shutdown()
+    await asyncio.wait({running})
 
 
 async def test_a_scoring_phase_that_is_asked_of_the_next_stage_ends_when_its_teachers_sleep() -> (

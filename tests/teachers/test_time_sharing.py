@@ -10,7 +10,8 @@ import pytest
 
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import Progress, SyncReport
-from teachers.time_sharing import GpuTimeSharing, LockedSync
+from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync, SharedLock, holding
+from tests.timers import ManualTimer
 
 
 class Engine:
@@ -65,12 +66,20 @@ class Teachers:
         self.begun.clear()
 
 
+async def no_tokens() -> Progress:
+    return Progress(0)
+
+
+def lock(quiet_s: float = 100, timer: ManualTimer | None = None) -> GpuLock:
+    return GpuLock("rollout", no_tokens, quiet_s, timer)
+
+
 class World:
     def __init__(self, sleep_timeout_s: float = 5) -> None:
         self.engine, self.teachers = Engine(), Teachers()
         hosts = {"student/0": self.engine}
         self.sharing = GpuTimeSharing(
-            "rollout", lambda: hosts, self.teachers, asyncio.Lock(), sleep_timeout_s=sleep_timeout_s
+            "rollout", lambda: hosts, self.teachers, lock(), sleep_timeout_s=sleep_timeout_s
         )
         self.running: asyncio.Task[None] | None = None
 
@@ -118,13 +127,13 @@ async def test_nobody_takes_the_gpus_before_the_hosts_are_awake_that_another_one
     None
 ):
     world = World()
-    await world.sharing.lock.acquire()
+    await world.sharing.lock.acquire("an earlier stage")
     hosts = {"student/0": world.engine}
     world.sharing = GpuTimeSharing(
         "rollout", lambda: hosts, world.teachers, world.sharing.lock, sleep_timeout_s=5, held=True
     )
     world.engine.awake = False
-    pushing = asyncio.create_task(world.sharing.lock.acquire())
+    pushing = asyncio.create_task(world.sharing.lock.acquire("a push"))
     await settled()
     assert not pushing.done()
     await world.starts()
@@ -146,13 +155,11 @@ async def test_no_weights_are_pushed_after_a_phase_that_broke_off_before_the_hos
     awake: list[bool] = []
 
     class Sync:
-        snapshot = None
-
         async def push(self) -> SyncReport:
             awake.append(world.engine.awake)
             return SyncReport(1, {})
 
-    sync: Any = LockedSync(Sync(), world.sharing.lock)  # type: ignore[arg-type]
+    sync: Any = LockedSync(Sync(), replicas=world.sharing.lock, trainer=None)  # type: ignore[arg-type]
     world.teachers.full.set()
     await asyncio.wait_for(world.teachers.begun.wait(), 5)
     await world.breaks_off()
@@ -195,3 +202,154 @@ async def test_a_host_that_generates_nothing_and_does_not_sleep_ends_the_run() -
     with pytest.raises(StageTimeout, match=words) as caught:
         await asyncio.wait_for(world.running, 5)
     assert "raise timeouts.request_s" in caught.value.remedy
+
+
+class Copies:
+    """A sync that copies and sends when the test says so."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.goes_on = asyncio.Event()
+        self.dies = False
+
+    async def snapshot(self, version: int, again: bool = False) -> None:
+        await self._work("snapshot")
+
+    async def push(self) -> SyncReport:
+        await self._work("push")
+        return SyncReport(1, {})
+
+    async def _work(self, what: str) -> None:
+        self.begun.append(what)
+        await self.goes_on.wait()
+        if self.dies:
+            raise StageError("trainer", "its process died")
+
+
+class TestLock:
+    async def test_a_snapshot_that_begins_while_a_teacher_is_awake_on_its_gpus_waits(
+        self, world: World
+    ) -> None:
+        copies = Copies()
+        copies.goes_on.set()
+        sync = LockedSync(copies, replicas=None, trainer=world.sharing.lock)
+        world.teachers.full.set()
+        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+        snapshot = asyncio.create_task(sync.snapshot(1))
+        await settled()
+        assert (copies.begun, world.engine.awake) == ([], False)
+        world.teachers.done.set()
+        await asyncio.wait_for(snapshot, 5)
+        assert copies.begun == ["snapshot"]
+
+    @pytest.mark.parametrize("what", ["snapshot", "push"])
+    async def test_no_teacher_wakes_while_weights_are_copied_or_sent(
+        self, world: World, what: str
+    ) -> None:
+        copies = Copies()
+        sync: Any = LockedSync(copies, replicas=None, trainer=world.sharing.lock)
+        work = asyncio.create_task(sync.snapshot(1) if what == "snapshot" else sync.push())
+        await settled()
+        world.teachers.full.set()
+        await settled()
+        assert (copies.begun, world.engine.awake) == ([what], True)
+        copies.goes_on.set()
+        await asyncio.wait_for(work, 5)
+        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+
+    async def test_a_death_while_it_is_held_frees_it(self) -> None:
+        copies, gpus = Copies(), lock()
+        copies.dies = True
+        copies.goes_on.set()
+        with pytest.raises(StageError, match="its process died"):
+            await LockedSync(copies, replicas=gpus, trainer=lock()).push()
+        assert not gpus.locked()
+
+    async def test_who_waits_longer_than_the_run_may_stand_still_learns_who_holds_it(self) -> None:
+        timer = ManualTimer()
+        gpus = lock(100, timer)
+        await gpus.acquire("a scoring phase")
+        waiting = asyncio.create_task(gpus.acquire("a snapshot"))
+        for _ in range(4):
+            await settled()
+            timer.advance(25)
+        words = "rollout: a snapshot waits for the GPUs, which a scoring phase has: .* for 100 s"
+        with pytest.raises(StageTimeout, match=words):
+            await asyncio.wait_for(waiting, 5)
+
+    async def test_who_waits_while_tokens_are_computed_is_not_interrupted(self) -> None:
+        timer, tokens = ManualTimer(), iter(range(1, 100))
+
+        async def progress() -> Progress:
+            return Progress(next(tokens))
+
+        gpus = GpuLock("rollout", progress, 100, timer)
+        await gpus.acquire("a scoring phase")
+        waiting = asyncio.create_task(gpus.acquire("a snapshot"))
+        for _ in range(20):
+            await settled()
+            timer.advance(25)
+        assert not waiting.done()
+        gpus.release()
+        await asyncio.wait_for(waiting, 5)
+
+    @pytest.mark.parametrize("late", [False, True], ids=["before", "when"])
+    async def test_who_is_cancelled_before_it_has_the_lock_or_when_it_gets_it_leaves_it_free(
+        self, late: bool
+    ) -> None:
+        gpus = lock()
+        await gpus.acquire("a scoring phase")
+        waiting = asyncio.create_task(gpus.acquire("a snapshot"))
+        await settled()
+        if late:
+            gpus.release()
+            await asyncio.sleep(0)
+        waiting.cancel()
+        if not late:
+            gpus.release()
+        await settled()
+        assert (waiting.cancelled(), gpus.locked()) == (True, False)
+
+    async def test_rebuilds_wait_for_a_scoring_phase_together_and_exclude_the_next_one(
+        self, world: World
+    ) -> None:
+        rebuilding, over = SharedLock(world.sharing.lock, "a rebuild"), asyncio.Event()
+        inside: list[int] = []
+
+        async def rebuild(index: int) -> None:
+            async with rebuilding:
+                inside.append(index)
+                await over.wait()
+
+        world.teachers.full.set()
+        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+        rebuilds = [asyncio.create_task(rebuild(index)) for index in range(2)]
+        await settled()
+        assert inside == []
+        world.teachers.done.set()
+        await settled()
+        assert inside == [0, 1]
+        world.teachers.done.clear()
+        world.teachers.full.set()
+        await settled()
+        assert not world.teachers.begun.is_set()
+        over.set()
+        await asyncio.gather(*rebuilds)
+        await asyncio.wait_for(world.teachers.begun.wait(), 5)
+
+    async def test_of_several_locks_none_stays_held_if_one_cannot_be_had(self) -> None:
+        timer = ManualTimer()
+        first, second = lock(), lock(100, timer)
+        await second.acquire("a scoring phase")
+
+        async def both() -> None:
+            async with holding("a weight sync", first, None, second):
+                raise AssertionError
+
+        waiting = asyncio.create_task(both())
+        for _ in range(4):
+            await settled()
+            timer.advance(25)
+        with pytest.raises(StageTimeout):
+            await asyncio.wait_for(waiting, 5)
+        assert not first.locked()
