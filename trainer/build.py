@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 def build_learner(
     config: RunConfig,
-    device_name: str,
+    device_name: Device,
     spec: RankSpec | None = None,
     rank_group: RankGroup = SINGLE_RANK,
 ) -> Learner:
@@ -38,12 +39,12 @@ def build_learner(
     return Learner(build_rank(config, device_name, spec), weighting, rank_group)
 
 
-def build_follower(config: RunConfig, device_name: str, spec: RankSpec) -> Follower:
+def build_follower(config: RunConfig, device_name: Device, spec: RankSpec) -> Follower:
     """The follower of a rank other than the first (see build_rank)."""
     return Follower(build_rank(config, device_name, spec))
 
 
-def build_rank(config: RunConfig, device_name: str, spec: RankSpec | None) -> Rank:
+def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:
     """Seeds torch, loads the student in float32 and, in rank 0, checks its packed logits.
 
     Sets the number of torch's threads before. With a ``spec`` it waits until all ranks have
@@ -61,6 +62,7 @@ def build_rank(config: RunConfig, device_name: str, spec: RankSpec | None) -> Ra
     # before sharding: of a shard no whole model computes logits to compare with
     exact = check_student(model, longest) if spec is None or spec.rank == 0 else None
     mesh = None if spec is None else join_mesh(spec, device)
-    rank = Rank(model, objective, config.train, device, heads, mesh)
+    wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
+    rank = Rank(model, objective, config.train, device, heads, mesh, wire_dtype)
     check_rank(rank, exact, longest)
     return rank

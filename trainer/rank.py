@@ -83,13 +83,16 @@ class Rank:
         device: torch.device,
         heads: Mapping[str, Head] | None = None,
         mesh: DeviceMesh | None = None,
+        wire_dtype: torch.dtype = torch.float32,
     ) -> None:
         """``heads`` are the teachers', for objectives over the whole vocabulary.
 
+        ``wire_dtype``: that of the engines' weights, in which ``weights`` returns parameters.
         With a ``mesh`` the student is sharded over it: a collective, which all its ranks call.
         """
         self.train = train
         self.device = device
+        self._wire_dtype = wire_dtype
         self.half = half = in_bfloat16(train.dtype, device)
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
         self.ranks = 1 if mesh is None else mesh.size()
@@ -165,10 +168,6 @@ class Rank:
     def load(self, tensors: Tensors) -> None:
         """Sets weights, optimizer and random states; see ``trainer.saving.state.load_state``."""
         load_state(self.model, self.optimizer, tensors)
-
-    @property
-    def _wire_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns the values of its response tokens."""

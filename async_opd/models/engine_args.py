@@ -35,7 +35,7 @@ def engine_kwargs(
     """
     kwargs: dict[str, Any] = {
         "model": model,
-        "dtype": engine.dtype,
+        "dtype": engine_dtype(engine, device),
         "tensor_parallel_size": tensor_parallel,
         "max_num_seqs": engine.max_num_seqs,
         "seed": seed,
@@ -53,7 +53,6 @@ def engine_kwargs(
         kwargs["max_num_batched_tokens"] = engine.max_num_batched_tokens
     if device == "cpu":
         kwargs |= {
-            "dtype": "float32" if engine.dtype == "auto" else engine.dtype,
             "enforce_eager": True,
             "kv_cache_memory_bytes": engine.cpu_kv_cache_mib << 20,
             "block_size": CPU_BLOCK_SIZE,
@@ -61,8 +60,6 @@ def engine_kwargs(
     else:
         kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
         kwargs["enable_sleep_mode"] = sleeps
-        if engine.dtype == "auto":
-            kwargs["dtype"] = "bfloat16"
         if engine.head_dtype == "float32":
             kwargs["hf_overrides"] = {"head_dtype": "float32"}
     given = dict(engine.extra)
@@ -70,6 +67,14 @@ def engine_kwargs(
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
     return kwargs | given | fixed
+
+
+def engine_dtype(engine: EngineConfig, device: Device) -> str:
+    """The dtype of an engine's weights; ``auto`` is bfloat16 on a GPU and float32 on a CPU."""
+    dtype = str(engine.extra.get("dtype", engine.dtype))
+    if dtype == "auto":
+        return "bfloat16" if device == "cuda" else "float32"
+    return dtype
 
 
 def sleep_level(kwargs: dict[str, Any]) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_opd.config.engine import EngineConfig
-from async_opd.models.engine_args import Device, engine_kwargs
+from async_opd.models.engine_args import Device, engine_dtype, engine_kwargs
 
 
 def overrides(device: Device, **settings: Any) -> Any:
@@ -21,6 +21,25 @@ def overrides(device: Device, **settings: Any) -> Any:
         trust_remote_code=False,
     )
     return found.get("hf_overrides")
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ({}, "cpu", "float32"),
+        ({}, "cuda", "bfloat16"),
+        ({"dtype": "float16"}, "cuda", "float16"),
+        ({"dtype": "float16", "extra": {"dtype": "float32"}}, "cuda", "float32"),
+    ],
+)
+def test_the_dtype_of_an_engines_weights(
+    settings: dict[str, Any], device: Device, expected: str
+) -> None:
+    engine = EngineConfig(**settings)
+    arguments = engine_kwargs(
+        engine, model="m", device=device, tensor_parallel=1, seed=0, trust_remote_code=False
+    )
+    assert engine_dtype(engine, device) == arguments["dtype"] == expected
 
 
 def test_logits_of_a_gpus_engine_are_float32() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.models import tiny_model
-from trainer.student.named_weights import named_weights
+from trainer.student.named_weights import _copied, named_weights
 
 
 def mixture() -> Any:
@@ -33,7 +33,32 @@ def mixture() -> Any:
     )
 
 
-@pytest.mark.parametrize("build", [tiny_model, mixture])
+def corrected_mixture() -> Any:
+    """Its router corrects scores by a buffer, which the checkpoint has in float32."""
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    made = Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            vocab_size=32,
+            hidden_size=32,
+            intermediate_size=48,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            n_routed_experts=2,
+            num_experts_per_tok=1,
+            n_group=1,
+            topk_group=1,
+            first_k_dense_replace=1,
+        )
+    )
+    made.model.layers[1].mlp.gate.e_score_correction_bias.data += 1 / 3
+    return made
+
+
+@pytest.mark.parametrize("build", [tiny_model, mixture, corrected_mixture])
 def test_weights_are_those_of_the_checkpoint(build: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -53,6 +78,41 @@ def test_a_tied_head_is_published_once() -> None:
 def test_a_head_of_its_own_is_published() -> None:
     names = [name for name, _ in named_weights(mixture(), torch.float32)]
     assert "lm_head.weight" in names
+
+
+def test_a_buffer_of_the_checkpoint_keeps_its_dtype() -> None:
+    published = dict(named_weights(corrected_mixture(), torch.bfloat16))
+    buffer = published.pop("model.layers.1.mlp.gate.e_score_correction_bias")
+    assert (buffer.dtype, buffer.tolist()) == (torch.float32, [pytest.approx(1 / 3)] * 2)
+    assert {weight.dtype for weight in published.values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("build", [tiny_model, corrected_mixture])
+def test_a_later_step_changes_no_copy(build: Any) -> None:
+    model = build()
+    published = list(named_weights(model, torch.float32))
+    before = [copy.clone() for _, copy in published]
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor += 1
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, published, strict=True))
+
+
+def test_of_a_mesh_of_one_they_are_copies_too() -> None:
+    """A gather from one rank returns that rank's own memory: torch's full_tensor."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_tensor
+
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        shard = distribute_tensor(torch.zeros(3), mesh)
+        copy = _copied(shard, torch.float32)
+        shard.to_local().fill_(1.0)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert copy.tolist() == [0.0] * 3
 
 
 def test_weights_travel_in_the_wire_dtype() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from async_opd.config.engine import EngineConfig
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from tests.trainer.models import random_sample, tiny_model
@@ -47,6 +48,23 @@ def recurrent() -> Any:
 def test_the_quickstarts_student_is_built_in_float32(quickstart: str) -> None:
     model = build_learner(config(quickstart), "cpu").model
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("engine", "expected"),
+    [
+        ({}, torch.float32),
+        ({"dtype": "float16"}, torch.float16),
+        ({"extra": {"dtype": "half"}}, torch.float16),
+    ],
+)
+def test_weights_are_sent_in_the_dtype_of_the_engines(
+    quickstart: str, engine: dict[str, Any], expected: torch.dtype
+) -> None:
+    found = config(quickstart)
+    rollout = found.rollout.model_copy(update={"engine": EngineConfig(**engine)})
+    learner = build_learner(found.model_copy(update={"rollout": rollout}), "cpu")
+    assert {weight.dtype for _, weight in learner.named_weights()} == {expected}
 
 
 def test_an_ordinary_model_passes_the_check() -> None:

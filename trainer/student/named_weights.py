@@ -1,6 +1,6 @@
 """The model's weights under the names of its checkpoint, by which the engines load them.
 
-parameters ──gather──► transformers' names ──revert conversion──► checkpoint names
+parameters, buffers ──gather──► transformers' names ──revert conversion──► checkpoint names
 """
 
 from __future__ import annotations
@@ -10,11 +10,16 @@ from typing import Any
 
 import torch
 
+from trainer.saving.state import model_state
 from trainer.student.sharding import full_tensor, is_sharded
 
 
 def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that ``save_pretrained`` would write, as (name, full copy in ``dtype``).
+    """The tensors that ``save_pretrained`` would write, as (name, full copy).
+
+    Parameters are in ``dtype``. Persistent buffers keep their own: engines have those of mixtures
+    (the correction of a router's scores) in float32, whatever the dtype of their weights. And what
+    of a layer is not sent, vLLM's reload may leave empty.
 
     A head tied to the embedding appears once, under the embedding's name. transformers fuses the
     experts of a mixture in memory; here each has its checkpoint name. Of a sharded model all full
@@ -23,16 +28,17 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    weights = {
-        name: _full_weight(parameter.detach(), dtype)
-        for name, parameter in model.named_parameters()  # a tied parameter appears once
+    copies = {
+        name: _copied(tensor.detach(), dtype if isinstance(tensor, torch.nn.Parameter) else None)
+        for name, tensor in model_state(model)
     }
-    sharded = any(is_sharded(parameter) for parameter in model.parameters())
-    weights = revert_weight_conversion(model, weights)
-    for name in list(weights):
-        yield name, weights.pop(name).to(dtype, copy=not sharded)
+    yield from revert_weight_conversion(model, copies).items()
 
 
-def _full_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A sharded weight gathered in ``dtype``, which moves fewer bytes; another one as it is."""
-    return full_tensor(weight.to(dtype)) if is_sharded(weight) else weight
+def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """A full copy. A shard is gathered in ``dtype``, which moves fewer bytes."""
+    if not is_sharded(tensor):
+        return tensor.to(dtype or tensor.dtype, copy=True)
+    gathered = full_tensor(tensor.to(dtype or tensor.dtype))
+    alone: Any = tensor  # a gather from one rank returns that rank's own memory
+    return gathered.clone() if alone.device_mesh.size() == 1 else gathered
