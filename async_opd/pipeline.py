@@ -321,6 +321,8 @@ class Pipeline:
             metrics |= self.checkpointer.metrics
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
+        for line in report.notes:
+            self.log.message(f"trainer: {line}")
         self._apply_guardrail(report.step, warnings)
 
     def _apply_guardrail(self, step: int, warnings: list[str]) -> None:

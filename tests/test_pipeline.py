@@ -554,6 +554,19 @@ async def test_a_step_that_was_left_out_is_counted_and_its_samples_are_dead_lett
     assert len(run.log.dead) == 4
 
 
+async def test_what_the_trainer_notes_is_in_the_runs_log() -> None:
+    run = world()
+    step = run.trainer.step
+
+    async def noted() -> StepReport:
+        report = await step()
+        return replace(report, notes=("it runs eagerly",)) if report.step == 2 else report
+
+    run.trainer.step = noted  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    assert run.log.told.count("trainer: it runs eagerly") == 1
+
+
 async def test_too_many_dead_letters_end_the_run_with_the_arithmetic_and_the_reason() -> None:
     run = world(share=0.001)
     run.teachers["a"].poison = {f"p{index}/0" for index in range(0, 100, 2)}

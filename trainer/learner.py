@@ -31,6 +31,7 @@ from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.repetition import repetition
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.losses.report import Metrics, concat_metrics, step_metrics
+from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, MicroBatch, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.saving.export import save_model
@@ -45,10 +46,14 @@ mask hides too; a longer row would keep no processor busier."""
 
 @dataclass(frozen=True)
 class LearnerReport:
-    """Metrics of one step; ``skipped`` is the reason if the step changed no weights, else empty."""
+    """Metrics of one step; ``skipped`` is the reason if the step changed no weights, else empty.
+
+    ``notes`` are the first rank's lines for the run's log.
+    """
 
     metrics: dict[str, float]
     skipped: str = ""
+    notes: tuple[str, ...] = ()
 
 
 class Learner:
@@ -119,7 +124,7 @@ class Learner:
             "train/compute_s": seconds,
             **self._utilization(micro_batches, seconds),
         }
-        return LearnerReport(metrics | self._batch_metrics(samples), fault)
+        return LearnerReport(metrics | self._batch_metrics(samples), fault, drain_notes())
 
     def _compute(
         self,

@@ -98,7 +98,13 @@ class TrainerStage:
         if self._max_lag is not None:
             metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))
         return StepReport(
-            self._step, taken.headers, staleness, metrics, taken.requeued, report.skipped
+            self._step,
+            taken.headers,
+            staleness,
+            metrics,
+            taken.requeued,
+            report.skipped,
+            report.notes,
         )
 
     async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:

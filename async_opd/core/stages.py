@@ -156,7 +156,8 @@ class StepReport:
 
     ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
     ``requeued`` is the number of samples that were too stale for it and went to topic ``stale``;
-    ``skipped`` is the reason why the batch changed no weights, '' if it did.
+    ``skipped`` is the reason why the batch changed no weights, '' if it did; ``notes`` are lines
+    for the run's log.
     """
 
     step: int
@@ -165,6 +166,7 @@ class StepReport:
     metrics: Mapping[str, float]
     requeued: int = 0
     skipped: str = ""
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.attention import VARLEN, attend, register, register_kernel
-from trainer.student.loading import recompute_activations
+from trainer.student.loading import recompute_activations, refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
 
 FAMILIES: dict[str, Callable[[], Any]] = {
@@ -211,3 +211,29 @@ def test_flex_attention_has_the_logits_of_eager_attention(
             out = model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
         logits.append(out.logits)
     assert torch.allclose(*logits, atol=1e-4)
+
+
+@pytest.mark.long
+def test_flex_attention_is_compiled_a_few_times_for_rows_of_many_lengths(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiled for a CPU, forward: torch would compute T² scores eagerly after too many."""
+    import torch._dynamo.config as limits
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(limits, "recompile_limit", limits.recompile_limit)
+    monkeypatch.setattr(limits, "fail_on_recompile_limit_hit", False)
+    refuse_eager_flex()
+    model = families.mistral(window=64).eval()
+    for seed in range(8):
+        row = packed([60 + 7 * seed, 30 + 31 * seed % 90, 90])
+        logits = []
+        for implementation in ("flex_attention", "eager"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                out = model(input_ids=row.input_ids, position_ids=row.position_ids, use_cache=False)
+            logits.append(out.logits)
+        assert torch.allclose(*logits, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] <= 4

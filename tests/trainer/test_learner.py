@@ -20,6 +20,7 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
+from trainer.notes import note
 from trainer.rank import BackwardResult, Follower, Rank
 from trainer.rank_group import SingleRank
 
@@ -92,6 +93,13 @@ def test_the_policy_gradient_lowers_the_sampled_gap_to_the_teacher() -> None:
     batch = [sample for sample in samples(k=0) if len(sample.rollout.response_ids)]
     gaps = [abs(made.train_batch(batch).metrics["loss/k1"]) for _ in range(20)]
     assert gaps[-1] < gaps[0]
+
+
+def test_the_next_report_has_what_was_noted_once() -> None:
+    made = learner()
+    note("compiled")
+    assert made.train_batch(samples()).notes == ("compiled",)
+    assert made.train_batch(samples()).notes == ()
 
 
 def test_two_equal_runs_give_equal_weights() -> None:

@@ -32,6 +32,7 @@ from trainer.losses import (
     Sampled,
     build_objective,
     chunked,
+    compiled,
 )
 from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import chunked_loss
@@ -99,7 +100,7 @@ def test_loss_and_gradient_are_those_of_float64_however_responses_lie_in_chunks(
     objective = by_response(term(ReverseKL(), tail), temperature=temperature)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunked, "CHUNK_BYTES", {"cpu": chunk * V * 8})
-        patch.setattr(chunked, "TILE_BYTES", V * 8)
+        patch.setattr(compiled, "TILE_BYTES", {"cpu": V * 8})
         loss, _ = loss_of(objective, x)
     assert loss.item() == pytest.approx(expected.sum().item(), rel=1e-11, abs=1e-12)
     ours, theirs = gradients(loss, expected.sum(), by=plain.logits)

@@ -6,7 +6,7 @@
 
 The forward pass computes the gradients too; the backward pass only scales them. Logits, their
 softmax and their gradient share one buffer of ``CHUNK_BYTES``; the objective works on tiles of it
-that fit a processor's cache. On a GPU, tiles are whole chunks and the objective is compiled. An
+that fit a processor's cache, or on whole chunks where it is compiled (``compiled.py``). An
 objective that weighs whole responses needs another pass over the chunks before, in the same buffer
 (``responses.py``).
 
@@ -17,7 +17,7 @@ of the engines (``engine.head_dtype``), in vLLM by the same call. On a CPU a bfl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 
 from async_opd.models.lm_head import LogitShape
 from trainer.losses.base import TeacherStates, Tokens
+from trainer.losses.compiled import ObjectiveRun
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, concat_metrics
@@ -36,9 +37,6 @@ CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the
 head's gradient once: on a GPU, with less than about a thousand rows a chunk, that would cost more
 than the matrix products."""
-
-TILE_BYTES = 16 << 20
-"""Bytes of the logits that the objective works on at a time, on a CPU."""
 
 
 class Head(Protocol):
@@ -191,10 +189,8 @@ class _ChunkPass:
     def _losses(self, logits: torch.Tensor, rows: slice, states: TeacherStates | None) -> Metrics:
         """Overwrites a chunk's logits by their gradient, tile by tile; returns the values [n]."""
         teacher = None if states is None else self._teacher(states, rows)
-        run = run_objective(self.objective, logits.device.type)
-        step = len(logits)
-        if logits.device.type == "cpu":
-            step = max(TILE_BYTES // (logits.shape[-1] * logits.itemsize), 1)
+        run = objective_run(self.objective, logits.device.type)
+        step = run.tile_rows(logits, self.tokens.part(rows), teacher)
         reports = []
         for start in range(0, len(logits), step):
             tile = slice(start, min(start + step, len(logits)))
@@ -261,12 +257,6 @@ def _accumulate(
 
 
 @lru_cache(maxsize=8)
-def run_objective(objective: Objective, device: str) -> Callable[..., Metrics]:
-    """The objective itself on a CPU; for a GPU, the objective compiled into a few kernels.
-
-    The compiled one has not been measured on a GPU: a test traces it as one graph and compares the
-    trace's values with the eager objective's.
-    """
-    if device == "cpu":
-        return objective
-    return torch.compile(objective.__call__, dynamic=True, fullgraph=True)
+def objective_run(objective: Objective, device: str) -> ObjectiveRun:
+    """How the objective runs on the device; the same at every call."""
+    return ObjectiveRun.on(objective, device)

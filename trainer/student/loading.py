@@ -16,10 +16,14 @@ from torch.utils.checkpoint import checkpoint
 
 from async_opd.core.errors import StageError
 from async_opd.models.rope import max_model_len
+from trainer.notes import note
 from trainer.student.attention import FLASH, VARLEN, register
 from trainer.student.attention_choice import Attention, Platform, choose_attention
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.rotary import pin_rotary
+
+RECOMPILE_LIMIT = 32
+"""Of one function. Flex attention needs two for each kind of mask, with gradients and without."""
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -60,6 +64,17 @@ def set_attention(model: Any, wanted: Attention, platform: Platform) -> None:
     register()
     names = {"varlen": VARLEN, "flash": FLASH, "flex": "flex_attention"}
     model.set_attn_implementation(names[kind])
+    note(f"attention of packed rows: {kind}")
+    if kind == "flex":
+        refuse_eager_flex()
+
+
+def refuse_eager_flex() -> None:
+    """Makes too many compilations an error: torch would go on, with T² scores for each layer."""
+    import torch._dynamo.config
+
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    torch._dynamo.config.fail_on_recompile_limit_hit = True
 
 
 def in_bfloat16(dtype: str, device: torch.device) -> bool:
