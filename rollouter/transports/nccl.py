@@ -12,9 +12,11 @@ vLLM's own ``nccl`` backend is not used.
 
 from __future__ import annotations
 
+import sys
 import threading
 from concurrent.futures import Future
 from functools import partial
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from async_opd.core.errors import WeightSyncError
@@ -107,6 +109,7 @@ class NcclSender(chunks.Sender):
 
         NCCL_SOCKET_IFNAME chooses: the loopback in a local run (``models.engine_args.LOOPBACK``).
         """
+        leave_inductor_alone()
         from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
 
         return "", 0, bytes(NCCLLibrary().ncclGetUniqueId().internal)
@@ -154,6 +157,16 @@ class NcclReceiver(chunks.Receiver):
     def close(self) -> None:
         """See Receiver.close."""
         self._group.close()
+
+
+def leave_inductor_alone() -> None:
+    """Keeps vLLM's changes of torch's compiler out of a process that trains.
+
+    ``import vllm`` runs ``vllm.env_override``, which replaces parts of Inductor and sets its threads
+    to 1. Communicators need nothing of it. Nothing changes in an engine, which has imported vllm.
+    """
+    if "vllm" not in sys.modules:
+        sys.modules["vllm.env_override"] = ModuleType("vllm.env_override")
 
 
 def _join(join: Any, made: Future[Any]) -> None:

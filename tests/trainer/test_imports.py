@@ -20,3 +20,10 @@ MODULES = ", ".join(
 def test_the_learner_and_the_measurements_on_a_gpu_need_neither_ray_nor_vllm_nor_pydantic() -> None:
     absent = "".join(f"sys.modules[{name!r}] = None;" for name in ("ray", "vllm", "pydantic"))
     subprocess.run([sys.executable, "-c", f"import sys;{absent}import {MODULES}"], check=True)
+
+
+@pytest.mark.slow
+def test_a_trainers_process_imports_no_vllm_before_it_sends_over_nccl() -> None:
+    modules = "async_opd.cluster.trainer_actor, rollouter.transports.nccl, trainer.build"
+    command = f"import sys; sys.modules['vllm'] = None; import {modules}"
+    subprocess.run([sys.executable, "-c", command], check=True)
