@@ -70,7 +70,7 @@ class Steps:
         for weight, before in zip(self.weights, read, strict=True):
             torch.add(before, 1, out=weight)
         self.count += 1
-        return SimpleNamespace(metrics={}, skipped="")
+        return SimpleNamespace(metrics={}, skipped="", notes=())
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies in the engines' dtype, which holds the counts exactly."""

@@ -162,8 +162,8 @@ class NcclReceiver(chunks.Receiver):
 def leave_inductor_alone() -> None:
     """Keeps vLLM's changes of torch's compiler out of a process that trains.
 
-    ``import vllm`` runs ``vllm.env_override``, which replaces parts of Inductor and sets its threads
-    to 1. Communicators need nothing of it. Nothing changes in an engine, which has imported vllm.
+    ``import vllm`` runs ``vllm.env_override``, which replaces parts of Inductor and gives it one
+    thread. Communicators need none of that. In an engine, which has imported vllm, nothing changes.
     """
     if "vllm" not in sys.modules:
         sys.modules["vllm.env_override"] = ModuleType("vllm.env_override")

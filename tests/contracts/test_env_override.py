@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from tests.contracts import contract
+
 pytestmark = pytest.mark.slow  # imports vllm
 
 PATCHED = """
@@ -39,4 +41,5 @@ assert patched() == [True, True, True], patched()
 
 def test_the_sender_of_weights_leaves_inductor_as_it_is_and_vllm_would_not() -> None:
     environment = ["env", "-u", "TORCHINDUCTOR_COMPILE_THREADS", sys.executable, "-c"]
-    subprocess.run([*environment, PATCHED + SENDER + VLLM], check=True, timeout=120)
+    with contract("vllm.env_override", "is all of vllm that changes Inductor"):
+        subprocess.run([*environment, PATCHED + SENDER + VLLM], check=True, timeout=120)

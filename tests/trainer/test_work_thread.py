@@ -50,7 +50,7 @@ class Batcher:
 
 async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
     """The threads of a stage's learner, and those of its publisher, after a call of everything."""
-    learner: Any = Threads(train_batch=SimpleNamespace(metrics={}, skipped=""), state={})
+    learner: Any = Threads(train_batch=SimpleNamespace(metrics={}, skipped="", notes=()), state={})
     publisher: Any = Threads()
     batcher: Any = Batcher()
     stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
