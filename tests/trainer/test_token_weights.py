@@ -18,10 +18,10 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.advantages import advantages, groups_of
+from trainer.batches.reduction import token_weights
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.losses.reduction import token_weights
 from trainer.rank import Rank
 
 LENGTHS = [5, 1, 0, 3]

@@ -14,7 +14,7 @@ import numpy as np
 
 from async_opd.core.samples import Sample
 from trainer.batches.advantages import Normalize, advantages, groups_of, rewards_of
-from trainer.losses.reduction import token_weights
+from trainer.batches.reduction import token_weights
 
 if TYPE_CHECKING:
     from async_opd.config.loss import Loss, Reduction, RewardConfig

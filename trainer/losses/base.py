@@ -41,8 +41,8 @@ class Tokens:
     """Response tokens; every tensor has one row each.
 
     ``targets`` int64 [N] the sampled tokens and ``rollout_logprobs`` [N] log mu of them;
-    ``weights`` [N] their weights in the distillation loss (``reduction.py``), ``reward_weights``
-    [N] in the reward's; ``advantages`` [N] where there is a reward. Each response is complete:
+    ``weights`` [N] their weights in the distillation loss, ``reward_weights`` [N] in the reward's;
+    ``advantages`` [N] where there is a reward. Each response is complete:
     ``response_starts`` int64 [N] is the row (in the micro-batch) of the first token of a token's
     response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
     (``responses.py``). Of the teacher: ``teacher_logprobs`` [N] of the sampled tokens, and of a
