@@ -150,6 +150,7 @@ def _check(arguments: argparse.Namespace) -> int:
 
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import pools, resolve_device
+    from async_opd.config.device_defaults import resolved
     from async_opd.config.load import dump_config
     from async_opd.models.hub import naming_faults
     from async_opd.observability.console import terminal_on
@@ -159,8 +160,8 @@ def _check(arguments: argparse.Namespace) -> int:
     named = naming_faults(config, arguments.config)
     inputs = preflight(config, arguments.config)
     _refuse(named + inputs.problems or check_endpoints(config, arguments.config))
-    print(escaped(arguments.redacted(dump_config(config))))
     device = resolve_device(config)
+    print(escaped(arguments.redacted(dump_config(resolved(config, device)))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
     for pool in pools(config):
         each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
@@ -212,6 +213,8 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     from async_opd.checks.preflight import preflight
+    from async_opd.checks.resources import resolve_device
+    from async_opd.config.device_defaults import resolved
     from async_opd.models.hub import localize
     from teachers.endpoint.check import check_endpoints
 
@@ -224,7 +227,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
     from async_opd.run import run
 
-    return run(config, inputs, arguments.resume)
+    return run(resolved(config, resolve_device(config)), inputs, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from async_opd.config.teachers import EndpointTeacher, VllmTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.grader_pool import GraderSpec
-from async_opd.models.engine_args import Device, engine_env, engine_kwargs
+from async_opd.models.engine_args import Device, engine_env, engine_kwargs, trainer_env
 from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import chosen
@@ -213,7 +213,7 @@ class ActorFactory:
         first, *others = ranks = [
             await self.create(
                 actor_names.trainer(rank),
-                env={"OMP_NUM_THREADS": str(self.config.train.threads)},
+                env=trainer_env(self.device, self.config.train.threads),
                 gpus=int(self.device == "cuda"),
                 bundle=("train", rank),
                 restarts=True,

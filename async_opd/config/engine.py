@@ -20,10 +20,12 @@ class EngineConfig(Section):
     the model."""
     max_model_len: PositiveInt | None = None
     """Longest prompt plus response in tokens; by default the model's own limit."""
-    max_num_seqs: PositiveInt = 64
-    """Requests that an engine runs at the same time; further ones wait outside of it."""
-    max_num_batched_tokens: PositiveInt | None = None
-    """Tokens per engine step; bounds the memory of prompt log-probabilities too."""
+    max_num_seqs: PositiveInt | Literal["auto"] = "auto"
+    """Requests that an engine runs at the same time; further ones wait outside of it. ``auto``: 64
+    on a CPU, 256 on GPUs. A call to a teacher has as many rollouts, but at most 64."""
+    max_num_batched_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens per engine step, which the memory of activations grows with. ``auto``: 2048 on a CPU,
+    8192 on GPUs, and at least ``max_num_seqs``."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
     """Share of a GPU's memory that the engine may take."""
     cpu_kv_cache_mib: PositiveInt = 64

@@ -13,6 +13,10 @@ from pydantic import Field, PositiveInt, field_validator, model_validator
 from async_opd.config.engine import EngineConfig
 from async_opd.config.section import ModelSection, Section
 
+CALL_SAMPLES = 64
+"""Most rollouts in one call to a replica of a teacher: with larger calls one replica would have all
+that is ready, and the others nothing."""
+
 
 class CallHealth(Section):
     """Timeouts and tries of calls to a teacher."""
@@ -127,7 +131,8 @@ class EngineTeacher(Teacher):
 
     @property
     def batch_size(self) -> int:
-        return self.engine.max_num_seqs
+        size = self.engine.max_num_seqs
+        return CALL_SAMPLES if size == "auto" else min(size, CALL_SAMPLES)
 
 
 class VllmTeacher(EngineTeacher, ModelSection):

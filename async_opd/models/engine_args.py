@@ -5,8 +5,10 @@ This module imports no vllm. The CPU values are measured: see docs/engines.md.
 
 from __future__ import annotations
 
+import os
 from typing import Any, Literal
 
+from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
 from async_opd.config.engine import EngineConfig
 
 Device = Literal["cpu", "cuda"]
@@ -37,7 +39,7 @@ def engine_kwargs(
         "model": model,
         "dtype": engine_dtype(engine, device),
         "tensor_parallel_size": tensor_parallel,
-        "max_num_seqs": engine.max_num_seqs,
+        **engine_sizes(engine, device)._asdict(),
         "seed": seed,
         "trust_remote_code": trust_remote_code,
         "load_format": "safetensors",  # never a pickle
@@ -49,8 +51,6 @@ def engine_kwargs(
         kwargs["distributed_executor_backend"] = "mp"
     if engine.max_model_len is not None:
         kwargs["max_model_len"] = engine.max_model_len
-    if engine.max_num_batched_tokens is not None:
-        kwargs["max_num_batched_tokens"] = engine.max_num_batched_tokens
     if device == "cpu":
         kwargs |= {
             "enforce_eager": True,
@@ -80,6 +80,12 @@ def engine_dtype(engine: EngineConfig, device: Device) -> str:
 def sleep_level(kwargs: dict[str, Any]) -> int:
     """vLLM's sleep level: 1 frees a GPU's memory; 0 only stops scheduling, as on a CPU."""
     return 1 if kwargs.get("enable_sleep_mode") else 0
+
+
+def trainer_env(device: Device, threads: int) -> dict[str, str]:
+    """Environment of a trainer's rank. A user's settings of the allocator replace ours."""
+    given = any(key in os.environ for key in ALLOCATOR_KEYS)
+    return {"OMP_NUM_THREADS": str(threads), **({} if given else ALLOCATOR[device])}
 
 
 def engine_env(device: Device) -> dict[str, str]:

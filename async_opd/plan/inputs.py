@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from async_opd.config.device_defaults import engine_sizes
 from async_opd.config.plan import PlanConfig
-from async_opd.config.run_config import RolloutConfig, RunConfig
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
@@ -19,6 +20,8 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
     if problems:
         raise ConfigError(problems)
     rollout, shares = config.rollout, _shares(config, plan)
+    slots = slots_of(config)
+    limit = rollout.concurrency  # ``auto`` assumes a KV cache that is large enough
     return Setting(
         steps=config.train.steps,
         batch_size=config.train.batch_size,
@@ -30,8 +33,8 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
             replicas=rollout.replicas,
             gpus=rollout.tensor_parallel,
             speed=plan.rollout,
-            slots=rollout.engine.max_num_seqs,
-            in_flight=_in_flight(rollout),
+            slots=slots,
+            in_flight=AdaptiveLimit(slots).limit if limit == "auto" else limit,
             n=rollout.n,
         ),
         teachers=tuple(
@@ -55,6 +58,16 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
     )
 
 
+def slots_of(config: RunConfig) -> int:
+    """Requests that an engine of the student runs at the same time.
+
+    ``auto`` is that of GPUs, unless the config's device is a CPU: a plan may be made on a machine
+    that has none. The config of a run's directory has the number.
+    """
+    device = "cpu" if config.cluster.device == "cpu" else "cuda"
+    return engine_sizes(config.rollout.engine, device).max_num_seqs
+
+
 def required_plan(config: RunConfig, where: str) -> PlanConfig:
     """The config's ``plan`` section. Raises ConfigError if there is none."""
     if config.plan is None:
@@ -65,13 +78,6 @@ def required_plan(config: RunConfig, where: str) -> PlanConfig:
         message = "is missing: a prediction needs the speeds of the engines and the trainer"
         raise ConfigError([Problem(where, "plan", message, remedy)])
     return config.plan
-
-
-def _in_flight(rollout: RolloutConfig) -> int:
-    """Requests in flight on a replica; ``auto`` assumes a KV cache that is large enough."""
-    if rollout.concurrency == "auto":
-        return AdaptiveLimit(rollout.engine.max_num_seqs).limit
-    return rollout.concurrency
 
 
 def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:

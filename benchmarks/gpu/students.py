@@ -73,7 +73,7 @@ class TrainSettings:
     tokens_per_micro_batch: int = 16384
     dtype: str = "auto"
     attention: str = "auto"
-    gradient_checkpointing: bool = False
+    gradient_checkpointing: bool | str = "auto"
     ranks: int = 1
     threads: int = 1
     peak_tflops: float | None = None

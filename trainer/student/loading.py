@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from async_opd.config.device_defaults import recomputes
 from async_opd.core.errors import StageError
 from async_opd.models.rope import max_model_len
 from trainer.notes import note
@@ -45,7 +46,7 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
     pin_rotary(model, max_model_len(config.rollout.engine))
     half = in_bfloat16(config.train.dtype, device)
     set_attention(model, config.train.attention, platform_of(device, half))
-    if config.train.gradient_checkpointing:
+    if recomputes(config.train, device.type):
         recompute_activations(model)
     return model.eval()
 

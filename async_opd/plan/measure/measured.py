@@ -19,7 +19,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
-from async_opd.plan.inputs import setting_of
+from async_opd.plan.inputs import setting_of, slots_of
 from async_opd.plan.measure.calibration import calibrate
 from async_opd.plan.measure.fit import Floats, batches_and_tokens, fixed_and_slope, lengths_of
 from async_opd.plan.setting import Setting, warmup_versions
@@ -153,7 +153,7 @@ class RecordedSteps:
             kept = undisturbed
         rollouts, requests = rollouts[kept], requests[kept]
         in_flight = requests / generating[kept]
-        running = np.minimum(in_flight, self._config.rollout.engine.max_num_seqs)
+        running = np.minimum(in_flight, slots_of(self._config))
         step_s = requests / (rollouts * (length + 0.5)) * (running / in_flight)
         fixed, slope = fixed_and_slope(running, step_s, rollouts)
         return {"step_s": _rounded(fixed), "step_s_per_request": _rounded(slope)}

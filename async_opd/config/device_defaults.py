@@ -1,0 +1,74 @@
+"""What ``auto`` is by device, where the value that suits a CPU would starve a GPU or overfill it.
+
+config ──resolved──► ``async_opd check``, the run's config.yaml
+
+Whoever needs one of the values asks here, with its device. Imports nothing before it is called: the
+trainer does without pydantic.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from async_opd.config.engine import EngineConfig
+    from async_opd.config.run_config import RunConfig
+    from async_opd.config.train import TrainConfig
+
+MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
+MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+"""An engine without this argument has 2048 on every device: vLLM's larger defaults for GPUs are for
+its own server and its offline class only. A GPU prefills, and scores, in steps of so many."""
+GRADIENT_CHECKPOINTING = {"cpu": False, "cuda": True}
+"""A 4B student keeps more than 46 GB of activations of 16,384 tokens otherwise."""
+ALLOCATOR = {
+    "cpu": {},
+    "cuda": {"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+}
+"""Environment of the trainer's ranks. Rows have another length in each step, and chunks of logits
+another number of rows: fixed segments would fragment. Engines do without it, since vLLM's sleep
+frees memory that it allocates in a pool of its own, which such segments are incompatible with."""
+ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+class EngineSizes(NamedTuple):
+    """What bounds one step of an engine."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
+def engine_sizes(engine: EngineConfig, device: str) -> EngineSizes:
+    """The sizes of an engine on a device. Tokens by ``auto`` are at least one for each sequence."""
+    seqs, tokens = engine.max_num_seqs, engine.max_num_batched_tokens
+    seqs = MAX_NUM_SEQS[device] if seqs == "auto" else seqs
+    return EngineSizes(
+        seqs, max(MAX_NUM_BATCHED_TOKENS[device], seqs) if tokens == "auto" else tokens
+    )
+
+
+def recomputes(train: TrainConfig, device: str) -> bool:
+    """Whether a student on a device recomputes its activations in the backward pass."""
+    given = train.gradient_checkpointing
+    return GRADIENT_CHECKPOINTING[device] if given == "auto" else given
+
+
+def resolved(config: RunConfig, device: str) -> RunConfig:
+    """The config with the values of these settings on the device in place of ``auto``."""
+    from async_opd.config.teachers import EngineTeacher
+
+    def sized(engine: EngineConfig) -> dict[str, EngineConfig]:
+        return {"engine": engine.model_copy(update=engine_sizes(engine, device)._asdict())}
+
+    teachers = {
+        name: one.model_copy(update=sized(one.engine)) if isinstance(one, EngineTeacher) else one
+        for name, one in config.teachers.items()
+    }
+    train = {"gradient_checkpointing": recomputes(config.train, device)}
+    return config.model_copy(
+        update={
+            "rollout": config.rollout.model_copy(update=sized(config.rollout.engine)),
+            "teachers": teachers,
+            "train": config.train.model_copy(update=train),
+        }
+    )

@@ -1,0 +1,146 @@
+"""``auto`` by device: its values, who asks for them, and that ``check`` and config.yaml tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_opd.cli import main
+from async_opd.config.device_defaults import ALLOCATOR_KEYS, engine_sizes, recomputes, resolved
+from async_opd.config.engine import EngineConfig
+from async_opd.config.load import dump_config, load_config
+from async_opd.config.plan import PlanConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.train import TrainConfig
+from async_opd.models.engine_args import Device, engine_kwargs, trainer_env
+from async_opd.plan.inputs import setting_of
+
+EXAMPLE = str(Path(__file__).parents[2] / "examples" / "quickstart.yaml")
+KEYS = ("max_num_seqs", "max_num_batched_tokens")
+
+
+def config(**changes: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "s"},
+            "teachers": {
+                "own": {"model": "t"},
+                "server": {"kind": "endpoint", "urls": ["http://a/v1"], "served_model": "m"},
+            },
+            "data": {"train": ["d.jsonl"]},
+        }
+        | changes
+    )
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", (64, 2048)), ("cuda", (256, 8192))])
+def test_an_engine_has_the_sizes_of_its_device(device: Device, expected: tuple[int, int]) -> None:
+    made = engine_kwargs(
+        EngineConfig(), model="m", device=device, tensor_parallel=1, seed=0, trust_remote_code=False
+    )
+    assert tuple(made[key] for key in KEYS) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_given_sizes_are_kept(device: Device) -> None:
+    given = dict(zip(KEYS, (7, 100), strict=True))
+    assert engine_sizes(EngineConfig.model_validate(given), device) == (7, 100)
+
+
+def test_an_engine_step_has_a_token_for_each_sequence() -> None:
+    """vLLM refuses fewer."""
+    assert engine_sizes(EngineConfig(max_num_seqs=10_000), "cuda") == (10_000, 10_000)
+
+
+def test_activations_are_recomputed_on_gpus_unless_it_is_said() -> None:
+    assert [recomputes(TrainConfig(), device) for device in ("cpu", "cuda")] == [False, True]
+    for given in (True, False):
+        assert recomputes(TrainConfig(gradient_checkpointing=given), "cuda") is given
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_resolved_config_has_the_values_of_its_device(device: Device) -> None:
+    made = resolved(config(), device)
+    expected = engine_sizes(EngineConfig(), device)
+    for engine in (made.rollout.engine, made.teachers["own"].engine):  # type: ignore[union-attr]
+        assert (engine.max_num_seqs, engine.max_num_batched_tokens) == expected
+    assert made.train.gradient_checkpointing is recomputes(TrainConfig(), device)
+    assert made.teachers["server"] == config().teachers["server"]
+    assert resolved(made, "cpu") == made
+
+
+def test_a_call_to_a_teacher_is_as_large_on_every_device() -> None:
+    for one in (config(), resolved(config(), "cuda"), resolved(config(), "cpu")):
+        assert one.teachers["own"].batch_size == 64
+
+
+def test_the_run_keeps_what_its_device_had(tmp_path: Path) -> None:
+    """A plan of its directory, on a machine without GPUs, has the engines' slots."""
+    file = tmp_path / "config.yaml"
+    file.write_text(dump_config(resolved(config(), "cuda")))
+    shown = yaml.safe_load(file.read_text())
+    assert [shown["rollout"]["engine"][key] for key in KEYS] == [256, 8192]
+    assert load_config(file).train.gradient_checkpointing is True
+
+
+@pytest.mark.parametrize(
+    ("gpus", "expected"),
+    [
+        ("", ["gradient_checkpointing: false", "max_num_batched_tokens: 2048", "max_num_seqs: 64"]),
+        (
+            "0,1,2,3",
+            ["gradient_checkpointing: true", "max_num_batched_tokens: 8192", "max_num_seqs: 256"],
+        ),
+    ],
+)
+def test_check_shows_what_auto_is(
+    gpus: str,
+    expected: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    assert main(["check", EXAMPLE]) == 0
+    lines = {line.strip() for line in capsys.readouterr().out.splitlines()}
+    shown = sorted(one for one in lines if one.startswith((*KEYS, "gradient_checkpointing")))
+    assert shown == expected
+
+
+@pytest.mark.parametrize(("device", "slots"), [("auto", 256), ("cuda", 256), ("cpu", 64)])
+def test_a_plan_is_one_for_gpus_unless_the_config_says_otherwise(device: str, slots: int) -> None:
+    speeds = {
+        "rollout": {"step_s": 0.01},
+        "teachers": {"own": {"tokens_per_s": 100}},
+        "train": {"tokens_per_s": 100},
+        "prompt_tokens": 10,
+        "response_tokens": 100,
+    }
+    made = config(teachers={"own": {"model": "t"}}, cluster={"device": device})
+    assert setting_of(made, PlanConfig.model_validate(speeds), "c.yaml").rollout.slots == slots
+
+
+# ── the allocator ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def nothing_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in ALLOCATOR_KEYS:
+        monkeypatch.delenv(key, raising=False)
+
+
+@pytest.mark.usefixtures("nothing_given")
+def test_ranks_on_gpus_have_segments_that_grow() -> None:
+    assert trainer_env("cpu", 3) == {"OMP_NUM_THREADS": "3"}
+    grown = {"OMP_NUM_THREADS": "3", "PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert trainer_env("cuda", 3) == grown
+
+
+@pytest.mark.usefixtures("nothing_given")
+@pytest.mark.parametrize("key", ALLOCATOR_KEYS)
+def test_settings_of_the_user_are_left_alone(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reads several variables; one of ours could win over the user's."""
+    monkeypatch.setenv(key, "max_split_size_mb:512")
+    assert trainer_env("cuda", 1) == {"OMP_NUM_THREADS": "1"}
