@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 import async_opd
+from trainer.notes import drain_notes
 
 GIB = float(1 << 30)
 MATRIX = {"cuda": 8192, "cpu": 256}
@@ -85,13 +86,16 @@ class Report:
     def cell(self, work: Callable[[], Figures], **what: Any) -> None:
         """Measures one cell, which ``what`` names.
 
-        A cell without figures says why: ``skipped`` (a reason that was known before, a Skip), or
-        ``out_of_memory``, or ``failed``, after which the script's exit code is 1.
+        ``notes`` are what the trainer would tell ``run.log``. A cell without figures says why:
+        ``skipped`` (a reason that was known before, a Skip), or ``out_of_memory``, or ``failed``,
+        after which the script's exit code is 1.
         """
         if time.perf_counter() - self.started > self.seconds:
             found: Figures = {"skipped": f"its {self.seconds:g} seconds were over"}
         else:
             found = _figures(work)
+        if said := drain_notes():
+            found["notes"] = "; ".join(said)
         self.failed |= "failed" in found
         self.cells.append({**what, **found})
         print(json.dumps({"cell": self.cells[-1]}), flush=True)

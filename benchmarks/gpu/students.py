@@ -92,7 +92,8 @@ def student(shape: str, device: torch.device) -> Any:
 def rank_of(model: Any, device: torch.device, mesh: Any = None) -> Rank:
     """A rank that trains the model with the default settings."""
     settings: Any = TrainSettings()
-    return Rank(model, OBJECTIVE, settings, device, mesh=mesh)
+    wire = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return Rank(model, OBJECTIVE, settings, device, mesh=mesh, wire_dtype=wire)
 
 
 def samples(vocabulary: int, lengths: Sequence[int], seed: int = 0) -> list[Sample]:

@@ -23,6 +23,7 @@ from benchmarks.gpu import all as runner
 from benchmarks.gpu import fsdp, rank, streams, tables
 from benchmarks.gpu.measuring import Report, Skip
 from benchmarks.gpu.students import TrainSettings
+from trainer.notes import note
 
 CPU = torch.device("cpu")
 NEEDS_GPU = {
@@ -129,6 +130,17 @@ def test_a_cell_without_figures_says_why_and_the_next_one_is_measured(
     assert ended == code
     found = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert found["cells"] == [{"size": 1, **expected}, {"size": 2, "ms": 2.0}]
+
+
+def test_a_cell_has_what_the_trainer_would_log() -> None:
+    def work() -> dict[str, Any]:
+        note("it runs eagerly")
+        return {"ms": 1.0}
+
+    report = Report("some", CPU)
+    report.cell(work)
+    report.cell(lambda: {"ms": 2.0})
+    assert report.cells == [{"ms": 1.0, "notes": "it runs eagerly"}, {"ms": 2.0}]
 
 
 def test_no_cell_begins_after_the_time_of_its_script() -> None:
