@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.exceptions import VLLMClientError
 from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
@@ -31,7 +32,7 @@ from async_opd.core.errors import RolloutFault, StageError, TransferAborted, Wei
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.models.engine_args import sleep_level
+from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
@@ -65,7 +66,7 @@ class StudentReplica:
         register()
         self._transport = transport(spec.transfer_backend)
         args = AsyncEngineArgs(
-            **spec.kwargs,
+            **fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory),
             weight_transfer_config=WeightTransferConfig(backend=self._transport.BACKEND),
             logprobs_mode="processed_logprobs",
             max_logprobs=spec.top_k + 1,

@@ -18,6 +18,7 @@ class StudentEngineSpec:
     ``top_k`` is the number of its own best tokens that it returns at each position, 0 if the
     objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
     rollout has a seed of its own, derived from it and the uid. ``incarnation`` counts the restarts.
+    ``beside``: see ``async_opd.models.engine_args.fitted``.
     """
 
     name: str
@@ -30,6 +31,7 @@ class StudentEngineSpec:
     grader: GraderSpec | None = None
     seed: int | None = None
     incarnation: int = 0
+    beside: int | None = None
 
     @property
     def consumer(self) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from vllm import AsyncEngineArgs, SamplingParams
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -17,7 +18,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.models.engine_args import sleep_level
+from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
 from teachers.scoring import RequestScoring
@@ -30,7 +31,8 @@ class TeacherReplica:
     def __init__(self, spec: TeacherEngineSpec) -> None:
         self._spec = spec
         worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
-        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**spec.kwargs | worker))
+        kwargs = fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory)
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
         self._scoring = RequestScoring(spec, self._engine)
         self._meter = ScoringMeter()
         self._requests = 0

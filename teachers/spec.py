@@ -13,7 +13,8 @@ class TeacherEngineSpec:
     """One replica. ``kwargs`` come from ``async_opd.models.engine_args``.
 
     ``kind`` is the kind of scores that it returns; ``top_k`` is 0 for kinds without one.
-    ``temperature`` applies to its log-probabilities, not to hidden states.
+    ``temperature`` applies to its log-probabilities, not to hidden states. ``beside``: see
+    ``async_opd.models.engine_args.fitted``.
     """
 
     name: str
@@ -22,3 +23,4 @@ class TeacherEngineSpec:
     top_k: int
     eos_ids: tuple[int, ...]
     temperature: float = 1.0
+    beside: int | None = None

@@ -154,8 +154,8 @@ def shortage(units: Collection[Unit], nodes: Collection[GpuNode]) -> str:
     return "\n".join(
         (
             f"{head}, of which {free} are free",
-            *_table([("pool", "engines × GPUs", "needed"), *needed]),
-            *_table([("node", "available", "free"), *found]),
+            *table([("pool", "engines × GPUs", "needed"), *needed]),
+            *table([("node", "available", "free"), *found]),
         )
     )
 
@@ -165,7 +165,7 @@ def _terms(sizes: Sequence[int]) -> list[str]:
     return [f"{sizes.count(size)} × {size}" for size in sorted(set(sizes), reverse=True)]
 
 
-def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
+def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """The rows as lines of one width each column, indented; the first column to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

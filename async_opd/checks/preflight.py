@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
+from async_opd.checks.gpu_memory import faults
 from async_opd.checks.models import ModelChecks
-from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
+from async_opd.checks.resources import gpu_bytes, gpu_count, misplaced, pools, resolve_device
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
@@ -117,3 +118,7 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
             f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
             "take fewer replicas, or join a larger cluster with cluster.address",
         )
+    total_bytes = gpu_bytes()
+    if total_bytes is not None and not found.problems and not models.partial:
+        for key, fault, remedy in faults(config, total_bytes):
+            found.add(key, fault, remedy)

@@ -43,6 +43,17 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
+def gpu_bytes() -> int | None:
+    """Bytes of the smallest GPU of this machine; None if nvidia-smi does not say it."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    sizes = [int(line) << 20 for line in listed.stdout.split() if line.isdigit()]
+    return min(sizes, default=None)
+
+
 def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
     """The device of all pools; ``auto`` is cuda if there is a GPU or the run joins a cluster."""
     if config.cluster.device != "auto":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from async_opd.checks.gpu_memory import beside
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
@@ -114,6 +115,7 @@ class ActorFactory:
             grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
             seed=config.seed if rollout.reproducible else None,
             incarnation=incarnation,
+            beside=self._beside("rollout"),
         )
         remote = await self._start(
             actor,
@@ -147,6 +149,7 @@ class ActorFactory:
             top_k=scored_top_k(config.loss),
             eos_ids=self.eos_ids,
             temperature=teacher.temperature,
+            beside=self._beside(f"teachers.{teacher_name}"),
         )
         remote = await self._start(
             actor,
@@ -157,6 +160,9 @@ class ActorFactory:
             guest=teacher.host is not None,
         )
         return TeacherProxy(remote)
+
+    def _beside(self, pool: str) -> int | None:
+        return beside(self.config, pool) if self.device == "cuda" else None
 
     async def _build_after_teachers(
         self, host: str, remotes: Mapping[int, Remote], build: Build

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
@@ -26,8 +26,9 @@ class EngineConfig(Section):
     max_num_batched_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens per engine step, which the memory of activations grows with. ``auto``: 2048 on a CPU,
     8192 on GPUs, and at least ``max_num_seqs``."""
-    gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory that the engine may take."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | Literal["auto"] = "auto"
+    """Share of a GPU's memory that the engine may take. ``auto``: what CUDA and all others on the
+    same GPU leave, at most 0.9 (docs/engines.md)."""
     cpu_kv_cache_mib: PositiveInt = 64
     """KV cache of an engine on CPU, in MiB."""
     extra: dict[str, Any] = Field(default={})

@@ -6,6 +6,7 @@ This module imports no vllm. The CPU values are measured: see docs/engines.md.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
@@ -14,6 +15,8 @@ from async_opd.config.engine import EngineConfig
 Device = Literal["cpu", "cuda"]
 
 CPU_BLOCK_SIZE = 32
+MOST = 0.9
+"""Largest share of a GPU's memory that ``auto`` gives an engine."""
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 """Environment of a local run's processes: gloo and NCCL listen on the loopback interface."""
 
@@ -58,7 +61,8 @@ def engine_kwargs(
             "block_size": CPU_BLOCK_SIZE,
         }
     else:
-        kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
+        if engine.gpu_memory_utilization != "auto":
+            kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
         kwargs["enable_sleep_mode"] = sleeps
         if engine.head_dtype == "float32":
             kwargs["hf_overrides"] = {"head_dtype": "float32"}
@@ -75,6 +79,29 @@ def engine_dtype(engine: EngineConfig, device: Device) -> str:
     if dtype == "auto":
         return "bfloat16" if device == "cuda" else "float32"
     return dtype
+
+
+def share_left(total: int, beside: int) -> float:
+    """The largest share of a GPU of ``total`` bytes that leaves ``beside`` bytes; at most 0.9.
+
+    In whole per cent, rounded down; 0 if nothing is left.
+    """
+    return min(MOST, max(0, 100 * (total - beside) // total) / 100)
+
+
+def fitted(kwargs: dict[str, Any], beside: int | None, total: Callable[[], int]) -> dict[str, Any]:
+    """The arguments with the engine's share of its GPU of ``total()`` bytes.
+
+    ``beside``: see checks.gpu_memory.beside; None on a CPU. A share that is configured is kept.
+    ValueError if others leave nothing.
+    """
+    if beside is None or "gpu_memory_utilization" in kwargs:
+        return kwargs
+    share = share_left(total(), beside)
+    if not share:
+        needed, has = (f"{nbytes / 2**30:.1f}" for nbytes in (beside, total()))
+        raise ValueError(f"others keep {needed} GiB of the engine's GPU, which has {has}")
+    return {**kwargs, "gpu_memory_utilization": share}
 
 
 def sleep_level(kwargs: dict[str, Any]) -> int:

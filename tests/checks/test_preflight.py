@@ -51,3 +51,15 @@ def test_everything_is_reported_together(tmp_path: Path) -> None:
 def test_rows_are_handed_on_to_the_run() -> None:
     inputs = preflight(load_config(EXAMPLE), "c.yaml", 0)
     assert (len(inputs.checked[0]), sum(map(len, inputs.eval))) == (6000, 512)
+
+
+def test_pools_that_do_not_fit_the_gpu_that_they_share_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = [f"teachers.sort.{key}" for key in ("placement=colocated", "with=rollout")]
+    monkeypatch.setattr("async_opd.checks.preflight.gpu_bytes", lambda: 24 << 30)
+    assert found(*shared, gpus=8) == []
+    fixed = "teachers.sort.engine.gpu_memory_utilization=0.95"
+    problem = one(*shared, fixed, gpus=8)
+    assert problem.where.endswith("c.yaml")
+    assert "at most 0.87 beside the others on it" in problem.message

@@ -55,3 +55,24 @@ def test_a_driver_that_does_not_answer_is_a_problem_and_not_a_cpu(bare: pytest.M
     bare.setattr(subprocess, "run", hang)
     with pytest.raises(ConfigError, match=r"cluster\.device"):
         resources.gpu_count()
+
+
+@pytest.mark.parametrize(
+    ("lines", "nbytes"), [("81559\n24564\n", 24564 << 20), ("", None), ("[N/A]\n", None)]
+)
+def test_the_memory_of_the_smallest_gpu_is_read(
+    bare: pytest.MonkeyPatch, lines: str, nbytes: int | None
+) -> None:
+    def listed(*args: Any, **kwargs: Any) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(args, 0, lines, "")
+
+    bare.setattr(subprocess, "run", listed)
+    assert resources.gpu_bytes() == nbytes
+
+
+def test_without_nvidia_smi_the_memory_is_not_known(bare: pytest.MonkeyPatch) -> None:
+    def missing(*args: Any, **kwargs: Any) -> None:
+        raise FileNotFoundError("nvidia-smi")
+
+    bare.setattr(subprocess, "run", missing)
+    assert resources.gpu_bytes() is None

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_opd.config.engine import EngineConfig
-from async_opd.models.engine_args import Device, engine_dtype, engine_kwargs
+from async_opd.models.engine_args import Device, engine_dtype, engine_kwargs, fitted, share_left
 
 
 def overrides(device: Device, **settings: Any) -> Any:
@@ -76,3 +76,46 @@ def test_an_engine_of_several_gpus_starts_its_own_worker_processes(
         trust_remote_code=False,
     )
     assert found.get("distributed_executor_backend") == expected
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("total", "beside", "share"), [(80, 1, 0.9), (80, 20, 0.75), (24, 3, 0.87), (8, 9, 0.0)]
+)
+def test_a_share_leaves_what_others_need(total: int, beside: int, share: float) -> None:
+    assert share_left(total * GIB, beside * GIB) == share
+
+
+def on_gpu(**settings: Any) -> dict[str, Any]:
+    return engine_kwargs(
+        EngineConfig(**settings),
+        model="m",
+        device="cuda",
+        tensor_parallel=1,
+        seed=0,
+        trust_remote_code=False,
+    )
+
+
+def test_an_engine_takes_what_others_leave_of_its_own_gpu() -> None:
+    assert fitted(on_gpu(), 20 * GIB, lambda: 80 * GIB)["gpu_memory_utilization"] == 0.75
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"gpu_memory_utilization": 0.3}, {"extra": {"gpu_memory_utilization": 0.3}}],
+)
+def test_a_configured_share_is_kept(settings: dict[str, Any]) -> None:
+    found = fitted(on_gpu(**settings), 20 * GIB, lambda: 80 * GIB)
+    assert found["gpu_memory_utilization"] == 0.3
+
+
+def test_an_engine_on_a_cpu_has_no_share_of_a_gpu() -> None:
+    assert "gpu_memory_utilization" not in fitted({}, None, lambda: 0)
+
+
+def test_a_gpu_of_which_others_leave_nothing_is_named() -> None:
+    with pytest.raises(ValueError, match=r"others keep 90\.0 GiB .* which has 80\.0"):
+        fitted(on_gpu(), 90 * GIB, lambda: 80 * GIB)

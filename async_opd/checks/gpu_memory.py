@@ -1,0 +1,176 @@
+"""How much of a GPU each engine may take: whatever else lies on the same GPU is counted.
+
+    ┌──────────── a GPU ────────────┐
+    │ what works now                │  an engine: gpu_memory_utilization · total
+    │ its CUDA context              │
+    │ all others on this GPU, asleep│  engines: ASLEEP each; a trainer: weights and optimizer
+    └───────────────────────────────┘
+
+One process of each works at a time (``teachers.time_sharing``). The bytes of contexts and sleeping
+engines are bounds, not measurements. vLLM compares an engine's share with the memory that is free
+when it starts (``vllm.v1.worker.utils.request_memory``), and fills it with KV cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from async_opd.checks.gpu_plan import table
+from async_opd.config.device_defaults import recomputes
+from async_opd.config.run_config import RolloutConfig, RunConfig
+from async_opd.config.teachers import EngineTeacher
+from async_opd.models.engine_args import engine_dtype, share_left
+from async_opd.models.model_size import ModelSize
+
+GIB = 1 << 30
+CONTEXT = GIB
+"""Bytes of a process that no allocator counts: CUDA context, loaded kernels, buffers of NCCL and
+cuBLAS. vLLM's own is not in its share: it exists before vLLM looks at the free memory."""
+ASLEEP = 2 * GIB
+"""Bytes of an engine at sleep level 1: its weights, its CUDA graphs' buffers and its KV cache are
+gone from the GPU (``CuMemBackend.suspend``); its context and the graphs themselves stay."""
+LEAST = GIB
+"""Bytes of KV cache and activations without which an engine is of no use."""
+STATES, RESTING = 16, 12
+"""The trainer's bytes for each parameter: float32 weights, gradients and AdamW's two moments; and
+between two steps, without gradients."""
+CHUNK = 2 * GIB
+"""Bytes of a chunk of logits and what the objective makes of it (``trainer.losses.chunked``)."""
+
+Sizes = Callable[[str], ModelSize]
+"""The size of a local model by its directory."""
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """A pool on a GPU: ``works`` bytes at least while it works, ``rests`` while others do.
+
+    ``fixed`` is an engine's configured share, None for ``auto`` and for the trainer.
+    """
+
+    name: str
+    works: int
+    rests: int
+    fixed: float | None = None
+
+    @property
+    def key(self) -> str:
+        """The config key of its share; the trainer has none."""
+        return "train" if self.name == "train" else f"{self.name}.engine.gpu_memory_utilization"
+
+
+def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.read) -> int:
+    """Bytes of each of the pool's GPUs that are not its engine's to take.
+
+    They are its own context, and what all others keep there while it works.
+    """
+    host = _host(config, pool)
+    rests = (ASLEEP for name in _guests(config, host) if name != pool)
+    resting = 0 if host == pool else _rests(config, host, sizes)
+    return CONTEXT + resting + sum(rests)
+
+
+def faults(
+    config: RunConfig, total: int, sizes: Sizes = ModelSize.read
+) -> Iterator[tuple[str, str, str]]:
+    """What cannot fit GPUs of ``total`` bytes that several pools share: (key, fault, remedy)."""
+    for host in sorted({name for t in config.teachers.values() if (name := t.host)}):
+        tenants = _tenants(config, host, sizes)
+        for tenant in tenants:
+            rest = sum(other.rests for other in tenants if other is not tenant)
+            fault = _fault(tenant, total, rest)
+            if fault:
+                yield tenant.key, f"{fault}\n{_shown(tenants, total)}", REMEDY
+
+
+REMEDY = "set gpu_memory_utilization to auto, take fewer teachers on these GPUs, or more GPUs"
+
+
+def _fault(tenant: Tenant, total: int, rest: int) -> str:
+    """Why the tenant cannot work beside ``rest`` bytes of others; empty if it can."""
+    left = share_left(total, CONTEXT + rest)
+    if tenant.fixed is not None and tenant.fixed * total > total - CONTEXT - rest:
+        return f"found {tenant.fixed:g}, of a GPU that has at most {left:g} beside the others on it"
+    taken = total - rest
+    if tenant.name != "train":
+        taken = int((left if tenant.fixed is None else tenant.fixed) * total) + CONTEXT
+    if tenant.works > taken:
+        needs, has = (f"{bytes_ / GIB:.1f}" for bytes_ in (tenant.works, max(taken, 0)))
+        return f"{tenant.name} needs {needs} GiB of a GPU while it works, and gets {has}"
+    return ""
+
+
+def _shown(tenants: Sequence[Tenant], total: int) -> str:
+    rows = [
+        (t.name, f"{t.works / GIB:.1f}", f"{t.rests / GIB:.1f}", f"{t.fixed or 'auto'}")
+        for t in tenants
+    ]
+    head = f"GiB of the GPU's {total / GIB:.1f}"
+    return "\n".join(table([(head, "works with", "rests with", "share"), *rows]))
+
+
+def _tenants(config: RunConfig, host: str, sizes: Sizes) -> list[Tenant]:
+    """The host, and the teachers on its GPUs."""
+    engines = [*([host] if host == "rollout" else []), *_guests(config, host)]
+    trainer = [Tenant("train", _works(config, sizes), _rests(config, "train", sizes))]
+    return [*(trainer if host == "train" else []), *(_engine(config, n, sizes) for n in engines)]
+
+
+def _engine(config: RunConfig, name: str, sizes: Sizes) -> Tenant:
+    pool: RolloutConfig | EngineTeacher = config.rollout
+    model = config.student.model
+    if name != "rollout":
+        teacher = config.teachers[name.removeprefix("teachers.")]
+        assert isinstance(teacher, EngineTeacher)
+        pool, model = teacher, config.teacher_model(name.removeprefix("teachers."))
+    dtype, share = engine_dtype(pool.engine, "cuda"), pool.engine.gpu_memory_utilization
+    works = sizes(model).engine_bytes(dtype) // pool.tensor_parallel + LEAST + CONTEXT
+    return Tenant(name, works, ASLEEP, None if share == "auto" else share)
+
+
+def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
+    """Bytes that a host keeps on its GPUs while its teachers work."""
+    if host != "train":
+        return ASLEEP
+    size = sizes(config.student.model)
+    return CONTEXT + RESTING * size.floats // config.train.ranks + _copy(config, size)
+
+
+def _copy(config: RunConfig, size: ModelSize) -> int:
+    """Bytes of the weights that rank 0 sends, until the next ones."""
+    return size.engine_bytes(engine_dtype(config.rollout.engine, "cuda"))
+
+
+def _works(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of a rank in a step, which has the copy of the weights that is being sent."""
+    size, train = sizes(config.student.model), config.train
+    half = train.dtype != "float32"
+    autocast = 2 * size.floats if half and train.ranks == 1 else 0
+    states = STATES * size.floats // train.ranks + _copy(config, size)
+    return CONTEXT + states + autocast + CHUNK + _activations(config, size, 2 if half else 4)
+
+
+def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:
+    """Bytes of a micro-batch's activations: of every layer, or of one and all layers' inputs.
+
+    A layer keeps about 6 values of the hidden and 3 of the inner width for each token: for a 4B
+    student of 36 layers and 16,384 tokens 53 GB, where 46 GB were measured.
+    """
+    train = config.train
+    layer = (6 * size.hidden + 3 * size.inner) * itemsize
+    whole = layer * size.layers
+    if recomputes(train, "cuda"):
+        whole = layer + size.layers * size.hidden * itemsize
+    return whole * train.tokens_per_micro_batch
+
+
+def _host(config: RunConfig, pool: str) -> str:
+    """The pool whose GPUs a pool has: its own, or its host's."""
+    teacher = config.teachers.get(pool.removeprefix("teachers."))
+    return (teacher.host if teacher is not None and pool.startswith("teachers.") else None) or pool
+
+
+def _guests(config: RunConfig, host: str) -> list[str]:
+    """Names of the pools of teachers on the GPUs of a host."""
+    return [f"teachers.{name}" for name, one in config.teachers.items() if one.host == host]

@@ -1,0 +1,126 @@
+"""Shares of GPUs that several pools have, on models of made-up sizes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from async_opd.checks.gpu_memory import ASLEEP, CONTEXT, GIB, beside, faults
+from async_opd.config.run_config import RunConfig
+from async_opd.models.engine_args import share_left
+from async_opd.models.model_size import ModelSize
+from tests.checks.inputs import MODELS
+
+H100 = 80 * GIB
+BILLION = 1_000_000_000
+
+
+def sizes(model: str) -> ModelSize:
+    """As many parameters as the model's name says, in the shape of a 4B model."""
+    return ModelSize(int(float(model) * BILLION), 0, 2560, 9728, 36)
+
+
+def config(student: str = "4", train: Any = None, **teachers: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": student},
+            "teachers": teachers,
+            "data": {"train": "prompts.jsonl"},
+            "train": train or {},
+        }
+    )
+
+
+def guest(model: str, host: str = "rollout", share: Any = "auto", **settings: Any) -> Any:
+    engine = {"gpu_memory_utilization": share}
+    return {"model": model, "placement": "colocated", "with": host, "engine": engine, **settings}
+
+
+def share(made: RunConfig, pool: str) -> float:
+    return share_left(H100, beside(made, pool, sizes))
+
+
+def test_an_engine_that_is_alone_on_its_gpu_gets_the_most() -> None:
+    assert share(config(a={"model": "8"}), "rollout") == 0.9
+
+
+@pytest.mark.parametrize("pool", ["rollout", "teachers.a", "teachers.b"])
+def test_a_gpus_context_and_the_others_that_sleep_there_are_not_an_engines_to_take(
+    pool: str,
+) -> None:
+    made = config(a=guest("8"), b=guest("8"), c={"model": "8"})
+    assert beside(made, pool, sizes) == CONTEXT + 2 * ASLEEP
+
+
+def test_a_teacher_beside_the_trainer_gets_what_weights_and_optimizer_leave() -> None:
+    made = config("2", a=guest("4", "train"))
+    trainer = CONTEXT + (12 + 2) * 2 * BILLION
+    assert beside(made, "teachers.a", sizes) == CONTEXT + trainer
+    assert share(made, "teachers.a") == pytest.approx((H100 - 2 * CONTEXT - 28e9) / H100, abs=0.01)
+    assert beside(made, "rollout", sizes) == CONTEXT
+
+
+def test_more_ranks_leave_their_teachers_more() -> None:
+    one, four = (
+        beside(config("2", {"ranks": ranks}, a=guest("4", "train")), "teachers.a", sizes)
+        for ranks in (1, 4)
+    )
+    assert one - four == 12 * 2 * BILLION * 3 // 4
+
+
+def found(made: RunConfig) -> list[tuple[str, str, str]]:
+    return list(faults(made, H100, sizes))
+
+
+def test_what_fits_is_no_fault() -> None:
+    assert found(config(a=guest("8"), b=guest("30"))) == []
+
+
+def test_a_fixed_share_beside_others_that_leave_less_is_refused_with_all_terms() -> None:
+    ((key, fault, remedy),) = found(config(a=guest("8", share=0.97), b=guest("4")))
+    assert key == "teachers.a.engine.gpu_memory_utilization"
+    assert fault.splitlines() == [
+        "found 0.97, of a GPU that has at most 0.9 beside the others on it",
+        "      GiB of the GPU's 80.0  works with  rests with  share",
+        "      rollout                       9.5         2.0   auto",
+        "      teachers.a                   16.9         2.0   0.97",
+        "      teachers.b                    9.5         2.0   auto",
+    ]
+    assert "auto" in remedy
+
+
+def test_a_teacher_whose_weights_do_not_fit_beside_the_others_is_refused() -> None:
+    ((key, fault, _),) = found(config(a=guest("40")))
+    assert key == "teachers.a.engine.gpu_memory_utilization"
+    assert fault.startswith("teachers.a needs 76.5 GiB of a GPU while it works, and gets 73.0")
+
+
+def test_a_share_that_is_too_small_for_the_weights_is_refused() -> None:
+    ((key, fault, _),) = found(config(a=guest("8", share=0.1)))
+    assert key == "teachers.a.engine.gpu_memory_utilization"
+    assert "and gets 9.0" in fault
+
+
+def test_a_trainer_whose_states_do_not_fit_beside_its_teachers_is_refused() -> None:
+    recomputes = {"gradient_checkpointing": True}
+    assert found(config("3", recomputes, a=guest("4", "train"))) == []
+    (first, *_) = found(config("4", recomputes, a=guest("4", "train")))
+    assert first[0] == "train"
+    assert first[1].startswith("train needs ")
+
+
+def test_recomputed_activations_take_less() -> None:
+    kept, recomputed = (
+        found(config("3", {"gradient_checkpointing": on}, a=guest("4", "train")))
+        for on in (False, True)
+    )
+    assert ([key for key, *_ in kept], recomputed) == (["train"], [])
+
+
+def test_the_size_of_a_model_is_read_from_the_headers_of_its_files() -> None:
+    size = ModelSize.read(MODELS / "student")
+    stored = sum(file.stat().st_size for file in (MODELS / "student").glob("*.safetensors"))
+    assert size.engine_bytes("bfloat16") == pytest.approx(stored, rel=0.05)
+    assert size.engine_bytes("float32") == 2 * size.engine_bytes("bfloat16")
+    assert (size.hidden, size.layers) > (0, 0)
