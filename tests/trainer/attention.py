@@ -72,3 +72,33 @@ def varlen_attn(
     assert query.shape[-1] == key.shape[-1] == value.shape[-1]
     left = None if window_size[0] < 0 else window_size[0]
     return reference(query, key, value, Ragged(cu_seq_q, max_q, scale, left, None))
+
+
+def flash_attn_varlen_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Any = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Any = None,
+) -> torch.Tensor:
+    """The interface of flash-attn 2.6 to 2.8; ``softcap`` 0 is none."""
+    assert causal
+    assert dropout_p == 0
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    window = (window_size[0], 0)
+    if not softcap:
+        options = {"scale": softmax_scale, "window_size": window, "enable_gqa": True}
+        return varlen_attn(q, k, v, *lengths, **options)
+    left = None if window[0] < 0 else window[0]
+    return reference(q, k, v, Ragged(cu_seqlens_q, max_seqlen_q, softmax_scale, left, softcap))

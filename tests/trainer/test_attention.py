@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
 from trainer.losses import ForwardKL, Objective, OnTopK
-from trainer.student.attention import VARLEN, attend, register, register_kernel
+from trainer.student.attention import FLASH, VARLEN, attend, register, register_kernel
 from trainer.student.loading import recompute_activations, refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
 
@@ -32,9 +34,11 @@ SIZES = [7, 1, 9, 3]
 
 
 @pytest.fixture(autouse=True)
-def torchs_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    """varlen_attn of a CPU, with the signature of torch's."""
+def functions_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both packages' functions for a CPU, with their signatures."""
     register()
+    package = SimpleNamespace(flash_attn_varlen_func=attention.flash_attn_varlen_func)
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", attention.varlen_attn)
 
 
@@ -52,10 +56,13 @@ def loss_of(model: Any, implementation: str, row: Packed) -> tuple[float, list[t
     return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-def test_ragged_rows_have_the_loss_and_gradients_of_eager_attention(name: str) -> None:
-    model = FAMILIES[name]().eval()
-    (ours, gradients), (theirs, expected) = (loss_of(model, n, packed()) for n in (VARLEN, "eager"))
+CASES = [*((name, VARLEN) for name in FAMILIES), *((name, FLASH) for name in FAMILIES)]
+
+
+@pytest.mark.parametrize(("name", "kind"), [*CASES, ("soft cap", FLASH)])
+def test_ragged_rows_have_the_loss_and_gradients_of_eager_attention(name: str, kind: str) -> None:
+    model = (FAMILIES | {"soft cap": families.gemma2})[name]().eval()
+    (ours, gradients), (theirs, expected) = (loss_of(model, n, packed()) for n in (kind, "eager"))
     assert ours == pytest.approx(theirs, rel=1e-5)
     one, other = (torch.cat([t.flatten() for t in all_]) for all_ in (gradients, expected))
     assert (one - other).norm() < 1e-5 * other.norm()
