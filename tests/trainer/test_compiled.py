@@ -23,7 +23,9 @@ OBJECTIVE = Objective(term(ForwardKL(), "bucket"))
 
 
 @pytest.fixture(autouse=True)
-def no_notes() -> Iterator[None]:
+def few_rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Six rows are enough to be measured; nothing was noted before."""
+    monkeypatch.setattr(compiled, "MIN_TRIED_ROWS", 6)
     drain_notes()
     yield
     drain_notes()
@@ -86,6 +88,17 @@ def test_one_with_another_gradient_is_not_kept() -> None:
     run, _, _ = tried(wrong, 1.0, 1.0, 1.0, 0.1)
     assert run.compiled is None
     assert "its gradient differs by" in drain_notes()[0]
+
+
+def test_too_few_rows_are_not_measured_and_run_eagerly() -> None:
+    def refused(*_: Any) -> Any:
+        raise AssertionError("it ran")
+
+    x = case(n=5, v=11)
+    run = ObjectiveRun(OBJECTIVE, refused, clock())
+    logits = x.logits.detach().clone()
+    assert run.tile_rows(logits, x.tokens, None) == 5
+    assert run(logits, x.tokens).keys() == OBJECTIVE(x.logits.detach().clone(), x.tokens).keys()
 
 
 def test_both_are_measured_once() -> None:

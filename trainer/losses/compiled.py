@@ -26,6 +26,9 @@ TILE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
 """Bytes of the logits that an objective works on at a time, not compiled: each of its operations
 makes another tensor of that size. A CPU's cache holds it."""
 
+MIN_TRIED_ROWS = 64
+"""Of fewer rows the times would be those of launching kernels: they run eagerly until then."""
+
 MAX_DIFFERENCE = 1e-3
 """Largest difference of the compiled gradient, relative to its largest entry."""
 
@@ -38,10 +41,12 @@ def compiled(objective: Objective, backend: Any = "inductor") -> Compiled:
     Without duck shapes: torch would take sizes that are equal by chance for the same size, and
     compile again for each chance.
     """
+    from torch.fx.experimental import _config
+
     form = torch.compile(objective.__call__, dynamic=True, fullgraph=True, backend=backend)
 
     def call(logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Metrics:
-        with torch.fx.experimental._config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             return form(logits, tokens, teacher)
 
     return call
@@ -78,28 +83,34 @@ class ObjectiveRun:
     def tile_rows(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> int:
         """Rows of a tile of this chunk; compiled, the chunk is one tile.
 
-        The first call tries the compiled form on copies of a tile, and keeps what is faster.
+        The first call with enough rows tries the compiled form on copies of a tile, and keeps what
+        is faster.
         """
         row = logits.shape[-1] * logits.itemsize
         rows = min(max(TILE_BYTES[logits.device.type] // row, 1), max(len(logits), 1))
-        if self.compiled is not None and not self._tried and len(logits):
+        if self.compiled is not None and not self._tried and len(logits) >= MIN_TRIED_ROWS:
             self._tried = True
             part = slice(0, rows)
             self._try(logits[part], tokens.part(part), None if teacher is None else teacher[part])
-        return rows if self.compiled is None else max(len(logits), 1)
+        return rows if self._chosen is None else max(len(logits), 1)
 
     def __call__(
         self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None = None
     ) -> Metrics:
         """See Objective.__call__."""
-        if self.compiled is not None:
+        if self._chosen is not None:
             try:
-                return self.compiled(logits, tokens, teacher)
+                return self._chosen(logits, tokens, teacher)
             except Exception as error:
                 if not _of_the_compiler(error):  # a kernel: it may have overwritten the logits
                     raise
                 self._fall_back(f"it cannot be compiled again: {_told(error)}")
         return self.objective(logits, tokens, teacher)
+
+    @property
+    def _chosen(self) -> Compiled | None:
+        """The compiled form, once it was tried and kept."""
+        return self.compiled if self._tried else None
 
     def _try(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> None:
         """Runs both forms twice, the first time to warm up; both overwrite what they are given."""

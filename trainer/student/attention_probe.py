@@ -29,11 +29,12 @@ def platform_of(device: torch.device, half: bool) -> Platform:
     from transformers.utils import is_flash_attn_2_available
 
     known = inspect.signature(varlen_attn).parameters.keys()
+    built = device.type != "cuda" or torch.backends.cuda.is_flash_attention_available()
     return Platform(
         device=device.type,
         capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0),
         half=half,
-        varlen={"scale", "window_size", "enable_gqa"} <= known,
+        varlen=built and {"scale", "window_size", "enable_gqa"} <= known,
         flash_attn=bool(is_flash_attn_2_available()) and _flash_attn_version() >= FLASH_ATTN,
     )
 
