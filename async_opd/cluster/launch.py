@@ -88,7 +88,6 @@ async def launch(
             yield stages
         finally:
             await actor_factory.close()
-            bundles.remove()
 
 
 async def _build(actor_factory: ActorFactory) -> LaunchedStages:

@@ -64,7 +64,7 @@ def _probe(config: RunConfig, folders: dict[str, str]) -> Iterator[Probe]:
     """A file in the run directory, removed at the end."""
     models = {path: files_of(path) for path, key in folders.items() if key != "run_dir"}
     token = secrets.token_hex(8)
-    probe = Probe(config.run_dir, f".probe-{token}", token, models)
+    probe = Probe(config.run_dir, f".probe-{token}", token, models, config.cluster.interface)
     if config.run_dir is None:
         yield probe
         return

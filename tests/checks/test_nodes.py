@@ -70,6 +70,11 @@ def test_settings_of_nccl_that_differ_are_a_problem(settings: dict[str, str], me
     assert found(A, replace(B, settings=settings)) == [("cluster.address", message)]
 
 
+def test_nodes_without_the_interface_are_named() -> None:
+    fault = "b has no interface 'ib0' with an address; it has eth0"
+    assert found(A, replace(B, interface=fault)) == [("cluster.interface", fault)]
+
+
 def test_only_nodes_with_gpus_need_shared_memory() -> None:
     small = [replace(one, shm_mib=64) for one in (A, B)]
     ((_, message),) = found(*small)
@@ -152,10 +157,15 @@ def test_a_model_that_is_not_there_is_a_fault(probe: Probe) -> None:
     assert "No such file" in faults(replace(probe, models={"/none/such": {"config.json": 2}}))[0]
 
 
+def test_a_report_says_which_interface_is_missing(probe: Probe) -> None:
+    assert "no interface 'none0'" in report("n", replace(probe, interface="none0"), False).interface
+    assert report("n", replace(probe, interface="lo"), False).interface == ""
+
+
 def test_a_report_has_the_versions_of_all_that_a_run_imports(probe: Probe) -> None:
     versions = report("n", probe, False).versions
-    assert set(versions) == {"python", "torch", "vllm", "ray", "async_opd"}
-    assert "nothing" not in versions.values()
+    assert set(versions) == {"python", "torch", "vllm", "ray", "nccl", "async_opd"}
+    assert "nothing" not in {versions[name] for name in ("torch", "vllm", "ray", "async_opd")}
     assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
 
 

@@ -88,14 +88,19 @@ async def factory(cluster: None) -> AsyncIterator[ActorFactory]:
     finally:
         for remote in made.started:
             remote.kill()
-        bundles.remove()
-        await all_free()
+        await give_back(bundles)
 
 
 async def all_free() -> None:
     async with asyncio.timeout(BOUND_S):
         while [node.free for node in gpu_nodes()] != [8, 8]:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
+
+
+async def give_back(bundles: GpuBundles) -> None:
+    for group, _ in bundles.groups.values():
+        remove_placement_group(group)
+    await all_free()
 
 
 async def place(remote: Remote) -> ActorPlacement:
@@ -140,9 +145,8 @@ async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
     await asyncio.wait_for(said.wait(), BOUND_S)
     remove_placement_group(others)
     bundles = await asyncio.wait_for(waiting, BOUND_S)
-    bundles.remove()
+    await give_back(bundles)
     assert words[0].startswith("cluster: waiting for GPUs that others use")
-    await all_free()
 
 
 async def test_gpus_that_others_do_not_give_back_are_a_shortage(cluster: None) -> None:
