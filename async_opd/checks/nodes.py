@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -178,8 +178,8 @@ def node_problems(
         *(_problem("cluster.address", f"{n.node}: {n.error}", ANSWER) for n in nodes if n.error),
         *_folders(answered, keys),
         *(_problem("cluster.interface", n.interface, NAME) for n in answered if n.interface),
-        *_different("versions", {one.node: one.versions for one in answered}, driver.versions),
-        *_different("settings", {one.node: one.settings for one in answered}, driver.settings),
+        *_different([(n.node, n.versions) for n in answered], driver.versions, INSTALL),
+        *_different([(n.node, n.settings) for n in answered], driver.settings, SET),
         *_too_little_shared_memory(answered),
     ]
 
@@ -204,17 +204,20 @@ def _folders(nodes: list[NodeReport], keys: Mapping[str, str]) -> Iterator[Probl
 
 
 def _different(
-    what: str, nodes: Mapping[str, Mapping[str, str]], driver: Mapping[str, str]
+    nodes: Sequence[tuple[str, Mapping[str, str]]], driver: Mapping[str, str], remedy: str
 ) -> Iterator[Problem]:
-    """A problem for each name whose value differs between the driver and a node."""
-    names = {name for found in (driver, *nodes.values()) for name in found}
+    """A problem for each name whose value differs between the driver and a node.
+
+    Two nodes on one machine have the same name.
+    """
+    names = set(driver).union(*(found for _, found in nodes))
     for name in sorted(names):
         expected = driver.get(name, NOTHING)
-        others = {n: found.get(name, NOTHING) for n, found in nodes.items()}
-        wrong = [f"{value} on {node}" for node, value in others.items() if value != expected]
+        others = [(node, found.get(name, NOTHING)) for node, found in nodes]
+        wrong = [f"{value} on {node}" for node, value in others if value != expected]
         if wrong:
             message = f"{name} is {expected} on the driver's node, {', '.join(wrong)}"
-            yield _problem("cluster.address", message, INSTALL if what == "versions" else SET)
+            yield _problem("cluster.address", message, remedy)
 
 
 def _too_little_shared_memory(nodes: list[NodeReport]) -> Iterator[Problem]:

@@ -50,6 +50,12 @@ def test_a_version_that_differs_is_named_with_its_node(name: str) -> None:
     assert found(A, other) == [("cluster.address", message)]
 
 
+def test_two_nodes_of_one_name_are_both_compared() -> None:
+    other = replace(A, versions=VERSIONS | {"ray": "0.1"})
+    message = "ray is 2.60.0 on the driver's node, 0.1 on a (10.0.0.1)"
+    assert found(A, other) == found(other, A) == [("cluster.address", message)]
+
+
 def test_a_package_that_a_node_lacks_differs() -> None:
     lacking = {name: value for name, value in VERSIONS.items() if name != "vllm"}
     ((_, message),) = found(replace(B, versions=lacking))
