@@ -9,8 +9,6 @@ from __future__ import annotations
 import errno
 import socket
 
-import psutil
-
 from async_opd.core.errors import StageError
 
 
@@ -37,6 +35,8 @@ def interface_address(name: str) -> str:
 
     StageError if there is no such interface, or if it has no address.
     """
+    import psutil  # the trainer's measurements on a GPU do without it
+
     interfaces = psutil.net_if_addrs()
     for family in (socket.AF_INET, socket.AF_INET6):
         for found in interfaces.get(name, ()):
