@@ -4,18 +4,23 @@
 
 writes ``DIR/gpu.json`` (figures by script) and ``DIR/NAME.log``. A script that is still running at
 its limit is killed, and what it had measured is kept. Time that a script does not use goes to the
-later ones; ``rank``, which has the most cells, is the last. Exit code 1 if a script failed.
+later ones; ``rank``, which has the most cells, is the last. The scripts run with the trainer's
+settings of the allocator. Exit code 1 if a script failed.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from async_opd.config.device_defaults import ALLOCATOR
 
 SHARES = {
     "streams": 0.10,
@@ -30,13 +35,17 @@ GRACE_S = 10.0
 """Seconds before its limit in which a script begins no further cell."""
 
 
-def outcome(command: list[str], limit_s: float, log: Path) -> dict[str, Any]:
+def outcome(
+    command: list[str], limit_s: float, log: Path, settings: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What the command measured: its last line or, where it was killed or failed, its cells.
 
+    ``settings`` are variables of its environment, unless they are set already.
     ``ended`` says how: ``done``, ``exit code N`` with the last words, or ``killed after N s``.
     """
     with log.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        environment = {**(settings or {}), **os.environ}
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             code = process.wait(limit_s)
             ended = "done" if code == 0 else f"exit code {code}{last_words(log)}"
@@ -83,7 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
         limit = max(left * SHARES[name] / sum(SHARES[one] for one in names[place:]), 1.0)
         command = [sys.executable, "-m", f"benchmarks.gpu.{name}", "--device", options.device]
         command += ["--seconds", str(max(limit - GRACE_S, 1.0))]
-        results[name] = outcome(command, limit, options.out / f"{name}.log")
+        log = options.out / f"{name}.log"
+        results[name] = outcome(command, limit, log, ALLOCATOR[options.device])
         (options.out / "gpu.json").write_text(json.dumps(results, indent=1))
         print(f"{name}: {len(results[name]['cells'])} cells, {results[name]['ended']}", flush=True)
     print(json.dumps({name: result["ended"] for name, result in results.items()}), flush=True)

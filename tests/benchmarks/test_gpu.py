@@ -222,6 +222,16 @@ def test_a_script_that_fails_leaves_its_cells_and_its_last_words(tmp_path: Path)
     assert found == {"cells": [{"size": 1}], "ended": "exit code 3: no driver"}
 
 
+def test_a_script_has_the_settings_that_its_environment_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GIVEN", "outside")
+    told = "import os; print(os.environ['GIVEN'], os.environ['MISSING']); sys.exit(1)"
+    settings = {"GIVEN": "here", "MISSING": "here"}
+    found = runner.outcome(saying(then=told), 60, tmp_path / "log", settings)
+    assert found["ended"] == "exit code 1: outside here"
+
+
 RESULTS = {
     "rank": {
         "cells": [
