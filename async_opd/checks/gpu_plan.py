@@ -73,9 +73,9 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
     one unit; if no node has room for it, they come last, each to the node of the rank before or,
     when that is full, to the emptiest one.
 
-    An assignment is found whenever there is one. The first choices are never wrong if each size
-    divides the next larger one (1, 2, 4, 8): a unit can then always change places with smaller
-    ones of exactly its size. For other sizes further choices are tried, up to ``MAX_TRIED``.
+    If each size divides the next larger one (1, 2, 4, 8), an assignment is found whenever there is
+    one, by the first choices: a unit can always change places with smaller ones of exactly its
+    size. For other sizes further choices are tried, up to ``MAX_TRIED`` that fail.
     """
     ranks = [unit for unit in units if unit.pool == RANKS]
     others = [[unit] for unit in units if unit.pool != RANKS]

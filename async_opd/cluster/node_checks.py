@@ -56,7 +56,13 @@ def _folders(config: RunConfig) -> dict[str, str]:
     }
     models[config.student.model] = "student.model"
     found = {path: key for path, key in models.items() if os.path.isdir(path)}
-    return found | ({} if config.run_dir is None else {config.run_dir: "run_dir"})
+    run_dir = _run_dir(config)
+    return found | ({} if run_dir is None else {run_dir: "run_dir"})
+
+
+def _run_dir(config: RunConfig) -> str | None:
+    """The absolute path: a process on a node has another working directory."""
+    return None if config.run_dir is None else str(Path(config.run_dir).absolute())
 
 
 @contextmanager
@@ -64,11 +70,12 @@ def _probe(config: RunConfig, folders: dict[str, str]) -> Iterator[Probe]:
     """A file in the run directory, removed at the end."""
     models = {path: files_of(path) for path, key in folders.items() if key != "run_dir"}
     token = secrets.token_hex(8)
-    probe = Probe(config.run_dir, f".probe-{token}", token, models, config.cluster.interface)
-    if config.run_dir is None:
+    run_dir = _run_dir(config)
+    probe = Probe(run_dir, f".probe-{token}", token, models, config.cluster.interface)
+    if run_dir is None:
         yield probe
         return
-    path = Path(config.run_dir) / probe.name
+    path = Path(run_dir) / probe.name
     make_folder(path.parent)
     try:
         with open(path, "x", opener=regular_file) as file:

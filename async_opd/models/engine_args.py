@@ -110,9 +110,12 @@ def sleep_level(kwargs: dict[str, Any]) -> int:
 
 
 def trainer_env(device: Device, threads: int) -> dict[str, str]:
-    """Environment of a trainer's rank. A user's settings of the allocator replace ours."""
-    given = any(key in os.environ for key in ALLOCATOR_KEYS)
-    return {"OMP_NUM_THREADS": str(threads), **({} if given else ALLOCATOR[device])}
+    """Environment of a trainer's rank, on any node.
+
+    Settings of the allocator in this process's environment replace ours.
+    """
+    given = {key: os.environ[key] for key in ALLOCATOR_KEYS if key in os.environ}
+    return {"OMP_NUM_THREADS": str(threads), **(given or ALLOCATOR[device])}
 
 
 def engine_env(device: Device) -> dict[str, str]:

@@ -144,6 +144,7 @@ def test_what_is_learned_may_not_change(changes: dict[str, Any], key: str) -> No
         {"rollout": {"replicas": 3, "concurrency": 8}},
         {"teachers": {"a": {"model": "a", "replicas": 2, "engine": {"max_num_seqs": 8}}}},
         {"timeouts": {"stall_s": 5}, "log": {"wandb": "off"}, "run_dir": "d", "name": "n"},
+        {"train": {"attention": "sdpa", "peak_tflops": 900.0}},
         {"checkpoint": {"every": 1}, "queue": {"max_mib": 7}, "eval": {"every": 0}},
     ],
 )

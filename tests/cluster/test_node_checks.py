@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 
+from async_opd.checks import nodes
 from async_opd.checks.nodes import NodeReport
 from async_opd.cluster import node_checks
 from async_opd.cluster.node_checks import check_nodes
@@ -95,3 +96,20 @@ async def test_the_drivers_file_is_in_the_run_directory_only_while_nodes_look_fo
         await check_nodes(config(tmp_path), "cpu")
     assert len(seen) == 2
     assert os.listdir(tmp_path) == []
+
+
+async def test_nodes_look_for_the_run_directory_by_its_absolute_path(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, alive: Callable[[int], None]
+) -> None:
+    """A process on a node has another working directory than the driver."""
+
+    async def answer(ask: Any, timeout_s: float) -> NodeReport:
+        name, probe, gpus = ask.args
+        with monkeypatch.context() as patch:
+            patch.chdir("/")
+            return nodes.report(name, probe, gpus)
+
+    alive(2)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(node_checks, "_answer", answer)
+    await check_nodes(config(Path("runs/r")), "cpu")

@@ -140,7 +140,9 @@ def test_ranks_on_gpus_have_segments_that_grow() -> None:
 
 @pytest.mark.usefixtures("nothing_given")
 @pytest.mark.parametrize("key", ALLOCATOR_KEYS)
-def test_settings_of_the_user_are_left_alone(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_settings_of_the_user_replace_ours_on_every_node(
+    key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """torch reads several variables; one of ours could win over the user's."""
     monkeypatch.setenv(key, "max_split_size_mb:512")
-    assert trainer_env("cuda", 1) == {"OMP_NUM_THREADS": "1"}
+    assert trainer_env("cuda", 1) == {"OMP_NUM_THREADS": "1", key: "max_split_size_mb:512"}
