@@ -79,6 +79,17 @@ def test_one_that_fails_is_not_kept_and_the_log_has_the_cause() -> None:
     assert said.endswith("compiling failed: RuntimeError: CppCompileError: no compiler")
 
 
+def test_without_memory_for_the_copies_it_is_kept_unmeasured() -> None:
+    def full(call: Callable[[], Any]) -> float:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    x = case(n=6, v=11)
+    run = ObjectiveRun(OBJECTIVE, OBJECTIVE.__call__, full)
+    assert run.tile_rows(x.logits.detach().clone(), x.tokens, None) == 6
+    assert run.compiled is not None
+    assert "no memory was left" in drain_notes()[0]
+
+
 def test_one_with_another_gradient_is_not_kept() -> None:
     def wrong(logits: torch.Tensor, tokens: Tokens, teacher: Any) -> Any:
         found = OBJECTIVE(logits, tokens, teacher)

@@ -144,6 +144,12 @@ def test_chunked_attention_is_refused_by_name() -> None:
         check_student(families.llama4())
 
 
+def test_masks_that_ignore_positions_are_refused() -> None:
+    """transformers makes gpt-oss's without positions: packed samples would see each other."""
+    with pytest.raises(StageError, match="packed logits of GptOssForCausalLM differ"):
+        check_student(families.gpt_oss())
+
+
 def sharp(error: float) -> Any:
     """Logits around 30, of which the model's own are larger by ``error`` nats at most."""
     model = families.made("Granite", logits_scaling=0.02)

@@ -122,6 +122,9 @@ class ObjectiveRun:
                     given = logits.clone(), tokens, None if teacher is None else teacher.clone()
                     took = self.seconds(partial(run, *given))
                 found.append((took, given[0]))
+            except torch.OutOfMemoryError:  # of the copies: compiled, it takes less memory
+                note("the objective runs compiled: no memory was left to measure it")
+                return
             except Exception as error:
                 if run is self.objective:
                     raise

@@ -60,6 +60,8 @@ def set_attention(model: Any, wanted: Attention, platform: Platform) -> None:
     if wanted == "sdpa" or (wanted == "auto" and platform.device == "cpu"):
         if getattr(settings, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
+        if platform.device != "cpu":
+            note("attention of packed rows: sdpa, with a mask of each whole row for each layer")
         return
     kind = choose_attention(wanted, platform, attention_needs(model))
     register()
