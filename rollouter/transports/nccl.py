@@ -41,6 +41,8 @@ class NcclGroup:
         self.device: torch.device = communicator.device
         self._communicator = communicator
         self._aborted = False
+        self._destroying = threading.Lock()
+        self._destroyed = False
 
     @classmethod
     def joined(cls, at: Rendezvous, rank: int) -> NcclGroup:
@@ -87,9 +89,16 @@ class NcclGroup:
             raise chunks.BrokenOff("NCCL was aborted")
 
     def close(self) -> None:
-        """Aborts what is under way, and frees the communicator. A second call does nothing."""
+        """Aborts what is under way, and frees the communicator; returns when that has ended.
+
+        A second call, of any thread, only waits for the first: vLLM's ``destroy`` would abort again
+        a communicator that NCCL is freeing. ``destroy`` itself takes 5 s at most.
+        """
         self._aborted = True
-        self._communicator.destroy()
+        with self._destroying:
+            if not self._destroyed:
+                self._destroyed = True
+                self._communicator.destroy()
 
 
 class NcclSender(chunks.Sender):

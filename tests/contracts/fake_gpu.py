@@ -4,13 +4,16 @@
                                                         or its communicator is aborted
 
 Nothing here ever times out, as with NCCL. A broadcast that is aborted ends as if it had succeeded,
-and has moved no bytes. Each rank is a thread, and has the current stream of its thread.
+and has moved no bytes; the abort goes on for ``ABORT_S`` after that. A communicator that is used
+after its abort began fails the test: NCCL is freeing its memory. Each rank is a thread, and has the
+current stream of its thread.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -19,6 +22,9 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+
+ABORT_S = 0.05
+"""Seconds that an abort takes to free its communicator, after the broadcasts have ended."""
 
 
 class Stream:
@@ -81,13 +87,17 @@ class Communicator:
 
 
 class Gpu:
-    """What a test sees and decides: ``worlds`` by unique id; ``calls`` of NCCL by name."""
+    """What a test sees and decides: ``worlds`` by unique id; ``calls`` of NCCL by name.
+
+    ``freed_used`` names the calls with a communicator whose abort had begun.
+    """
 
     streams: ClassVar[dict[int, Stream]] = {}
 
     def __init__(self) -> None:
         self.worlds: dict[bytes, World] = {}
         self.calls: Counter[str] = Counter()
+        self.freed_used: list[str] = []
         self.local = threading.local()
 
     def current_stream(self, *_: Any) -> Stream:
@@ -146,6 +156,8 @@ class Library:
         self, _: Any, recv: Any, count: int, dtype: int, root: int, comm: Communicator, stream: Any
     ) -> None:
         self.gpu.calls["ncclBroadcast"] += 1
+        if comm.aborted:
+            self.gpu.freed_used.append("ncclBroadcast")
         world, operation = comm.world, comm.operation()
 
         def run() -> None:
@@ -162,11 +174,15 @@ class Library:
     def ncclCommAbort(self, comm: Communicator) -> None:  # noqa: N802
         self.gpu.calls["ncclCommAbort"] += 1
         with comm.world.changed:
+            if comm.aborted:
+                self.gpu.freed_used.append("ncclCommAbort")
             comm.aborted = True
             for operation in comm.world.operations:
                 if not operation.moved:
                     operation.buffers.pop(comm.rank, None)
             comm.world.changed.notify_all()
+        time.sleep(ABORT_S)
+        self.gpu.calls["ncclCommAbort returned"] += 1
 
 
 @pytest.fixture
@@ -200,3 +216,4 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
     monkeypatch.setattr(torch.accelerator, "synchronize", gpu.synchronize)
     yield gpu
     gpu.ended_all()
+    assert gpu.freed_used == []

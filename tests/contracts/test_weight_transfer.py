@@ -278,6 +278,7 @@ def test_a_communicators_broadcast_takes_a_stream_and_destroy_aborts() -> None:
         source = inspect.getsource(PyNcclCommunicator.destroy)
         assert "ncclCommAbort" in source
         assert "Thread" in source
+        assert "join(timeout=" in source, "NcclGroup.close waits for a destroy without a bound"
         assert "self.disabled = True" in source
 
 
@@ -408,6 +409,22 @@ async def test_after_an_abort_nothing_seems_to_be_sent(gpu: Gpu) -> None:  # noq
     transport._group.close()
     with pytest.raises(chunks.BrokenOff, match="NCCL was aborted"):
         transport.broadcast(run.publisher._snapshot, meta)
+
+
+async def test_a_communicator_is_aborted_once_although_both_watchdog_and_trainer_close_it(
+    gpu: Gpu,  # noqa: F811
+) -> None:
+    """PyNcclCommunicator.destroy sets ``disabled`` when its abort has returned, not before.
+
+    The broadcast ends earlier than that: the trainer opens the next group during the abort.
+    """
+    run = Run(1, timeout_s=SOON)
+    await run.sync.connect()
+    run.publisher.snapshot()
+    with pytest.raises(chunks.BrokenOff):
+        await asyncio.to_thread(run.publisher.send, 0)  # nobody receives
+    run.publisher.open(0, 2)
+    assert gpu.calls["ncclCommAbort"] == gpu.calls["ncclCommAbort returned"] == 1
 
 
 async def test_communicators_are_destroyed_at_both_ends_before_the_next_meeting(
