@@ -6,9 +6,13 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
+from async_opd.config.loss import score_kind, scored_top_k
+from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
+from async_opd.models.engine_args import Device, engine_kwargs
+from rollouter.transports import chosen
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,48 @@ class StudentEngineSpec:
     seed: int | None = None
     incarnation: int = 0
     beside: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        device: Device,
+        eos_ids: tuple[int, ...],
+        name: str,
+        index: int,
+        incarnation: int,
+        beside: int | None,
+    ) -> StudentEngineSpec:
+        """Replica ``index`` of a run's student, on a device."""
+        rollout = config.rollout
+        return cls(
+            name=name,
+            kwargs=engine_kwargs(
+                rollout.engine,
+                model=config.student.model,
+                device=device,
+                tensor_parallel=rollout.tensor_parallel,
+                seed=config.seed + index,
+                trust_remote_code=config.student.trust_remote_code,
+                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
+            ),
+            sampling=SamplingSpec(
+                rollout.max_tokens,
+                rollout.temperature,
+                rollout.top_p,
+                rollout.n,
+                rollout.top_k,
+                rollout.min_p,
+            ),
+            eos_ids=eos_ids,
+            transfer_backend=chosen(config.sync.backend, device),
+            concurrency=rollout.concurrency,
+            top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
+            grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
+            seed=config.seed if rollout.reproducible else None,
+            incarnation=incarnation,
+            beside=beside,
+        )
 
     @property
     def consumer(self) -> str:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from async_opd.config.loss import ScoreKind
+from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
+from async_opd.config.run_config import RunConfig
+from async_opd.config.teachers import EngineTeacher, VllmTeacher
+from async_opd.models.engine_args import Device, engine_kwargs
 
 
 @dataclass(frozen=True)
@@ -24,3 +27,35 @@ class TeacherEngineSpec:
     eos_ids: tuple[int, ...]
     temperature: float = 1.0
     beside: int | None = None
+
+    @classmethod
+    def of(
+        cls,
+        config: RunConfig,
+        device: Device,
+        eos_ids: tuple[int, ...],
+        name: str,
+        teacher: str,
+        beside: int | None,
+    ) -> TeacherEngineSpec:
+        """Any replica of a run's teacher, on a device."""
+        settings = config.teachers[teacher]
+        assert isinstance(settings, EngineTeacher)
+        trusted = settings if isinstance(settings, VllmTeacher) else config.student
+        return cls(
+            name=name,
+            kwargs=engine_kwargs(
+                settings.engine,
+                model=config.teacher_model(teacher),
+                device=device,
+                tensor_parallel=settings.tensor_parallel,
+                seed=config.seed,
+                trust_remote_code=trusted.trust_remote_code,
+                sleeps=settings.host is not None,
+            ),
+            kind=score_kind(config.loss),
+            top_k=scored_top_k(config.loss),
+            eos_ids=eos_ids,
+            temperature=settings.temperature,
+            beside=beside,
+        )

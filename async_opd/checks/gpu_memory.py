@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.gpu_plan import table
+from async_opd.checks.resources import guests_of
 from async_opd.config.device_defaults import recomputes
 from async_opd.config.run_config import RolloutConfig, RunConfig
 from async_opd.config.teachers import EngineTeacher
@@ -173,4 +174,4 @@ def _host(config: RunConfig, pool: str) -> str:
 
 def _guests(config: RunConfig, host: str) -> list[str]:
     """Names of the pools of teachers on the GPUs of a host."""
-    return [f"teachers.{name}" for name, one in config.teachers.items() if one.host == host]
+    return [f"teachers.{name}" for name in guests_of(config, host)]

@@ -8,7 +8,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.resources import Pool
@@ -56,14 +57,22 @@ class GpuNode:
     free: int
 
 
-def units(pools: Iterable[Pool]) -> list[Unit]:
-    """A unit for each replica and each rank that has GPUs of its own."""
-    return [
-        Unit((Bundle(pool.name, index, pool.gpus_per_replica),))
-        for pool in pools
-        if pool.gpus
-        for index in range(pool.replicas)
-    ]
+def units(pools: Collection[Pool]) -> list[Unit]:
+    """A unit for each replica and each rank that has GPUs of its own.
+
+    Those whose GPUs one colocated teacher shares are a unit together.
+    """
+    found = []
+    for pool in pools:
+        if pool.gpus:
+            size = pool.gpus_per_replica
+            guests = [-(-p.gpus_per_replica // size) for p in pools if p.shares == pool.name]
+            bundles = [Bundle(pool.name, index, size) for index in range(pool.replicas)]
+            together = math.lcm(*guests)
+            found += [
+                Unit(tuple(bundles[at : at + together])) for at in range(0, len(bundles), together)
+            ]
+    return found
 
 
 def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | None:

@@ -102,16 +102,38 @@ def pools(config: RunConfig) -> list[Pool]:
     ]
 
 
+def guests_of(config: RunConfig, host: str) -> list[str]:
+    """Names of the teachers on the GPUs of a pool."""
+    return [name for name, teacher in config.teachers.items() if teacher.host == host]
+
+
+def hosts_of(config: RunConfig, teacher: str) -> list[range]:
+    """For each replica of a colocated teacher, the processes of its host whose GPUs it shares.
+
+    They are as many as have the GPUs that it needs; several next to each other.
+    """
+    guest = config.teachers[teacher]
+    each = config.rollout.tensor_parallel if guest.host == "rollout" else 1
+    span = -(-guest.gpus // each)
+    return [range(span * at, span * (at + 1)) for at in range(guest.replicas)]
+
+
 def misplaced(config: RunConfig) -> Iterator[tuple[str, str, str]]:
     """Colocated teachers that do not fit the pool whose GPUs they share: (key, fault, remedy)."""
     hosts = {pool.name: pool for pool in pools(config) if pool.name in ("rollout", "train")}
     for name, teacher in config.teachers.items():
         if teacher.host is None:
             continue
-        host = hosts[teacher.host]
-        if teacher.replicas > host.replicas:
+        host, taken = hosts[teacher.host], hosts_of(config, name)
+        each, span = host.gpus_per_replica, len(taken[0])
+        if teacher.gpus > each and teacher.gpus % each:
+            fault = f"{teacher.gpus}, which is not the GPUs of several {each} of {host.name}"
+            yield f"teachers.{name}.tensor_parallel", fault, f"at most {each}, or a multiple of it"
+        elif span > host.replicas:
+            total = host.replicas * each
+            fault = f"{teacher.gpus}, but {host.name} has {total} GPUs to share"
+            yield f"teachers.{name}.tensor_parallel", fault, f"at most {total}"
+        elif taken[-1].stop > host.replicas:
             fault = f"{teacher.replicas}, but {host.name} has {host.replicas} to share GPUs with"
-            yield f"teachers.{name}.replicas", fault, f"at most {host.replicas}"
-        if teacher.gpus != host.gpus_per_replica:
-            fault = f"{teacher.gpus}, but it shares the {host.gpus_per_replica} of {host.name}"
-            yield f"teachers.{name}.tensor_parallel", fault, f"{host.gpus_per_replica}"
+            fault += f", {span} for each replica" if span > 1 else ""
+            yield f"teachers.{name}.replicas", fault, f"at most {host.replicas // span}"

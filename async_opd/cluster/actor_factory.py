@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 from async_opd.checks.gpu_memory import beside
+from async_opd.checks.resources import guests_of, hosts_of
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
@@ -20,16 +21,13 @@ from async_opd.cluster.gpu_bundles import GpuBundles
 from async_opd.cluster.network import shared_environment
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
-from async_opd.config.loss import score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher, VllmTeacher
+from async_opd.config.teachers import EndpointTeacher
 from async_opd.core.errors import EngineStartError
-from async_opd.core.stages import SamplingSpec
-from async_opd.grading.grader_pool import GraderSpec
-from async_opd.models.engine_args import Device, engine_env, engine_kwargs, trainer_env
+from async_opd.models.engine_args import Device, engine_env, trainer_env
+from async_opd.waiting.meetings import Meetings
 from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
-from rollouter.transports import chosen
 from teachers.endpoint.replica import EndpointReplica
 from teachers.endpoint.spec import endpoint_spec
 from teachers.spec import TeacherEngineSpec
@@ -73,6 +71,7 @@ class ActorFactory:
     stages: list[Remote] = field(default_factory=list)
     placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
     colocated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
+    meetings: Meetings = field(default_factory=Meetings)
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
@@ -86,42 +85,14 @@ class ActorFactory:
 
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
         """One replica of the student; ``incarnation`` counts its restarts."""
-        config = self.config
-        rollout = config.rollout
         actor = actor_names.student(index)
-        spec = StudentEngineSpec(
-            name=actor.name,
-            kwargs=engine_kwargs(
-                rollout.engine,
-                model=config.student.model,
-                device=self.device,
-                tensor_parallel=rollout.tensor_parallel,
-                seed=config.seed + index,
-                trust_remote_code=config.student.trust_remote_code,
-                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
-            ),
-            sampling=SamplingSpec(
-                rollout.max_tokens,
-                rollout.temperature,
-                rollout.top_p,
-                rollout.n,
-                rollout.top_k,
-                rollout.min_p,
-            ),
-            eos_ids=self.eos_ids,
-            transfer_backend=chosen(config.sync.backend, self.device),
-            concurrency=rollout.concurrency,
-            top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
-            grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
-            seed=config.seed if rollout.reproducible else None,
-            incarnation=incarnation,
-            beside=self._beside("rollout"),
-        )
+        given = (self.config, self.device, self.eos_ids, actor.name)
+        spec = StudentEngineSpec.of(*given, index, incarnation, self._beside("rollout"))
         remote = await self._start(
             actor,
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
-            gpus=rollout.tensor_parallel,
+            gpus=self.config.rollout.tensor_parallel,
             bundle=("rollout", index),
         )
         return StudentProxy(remote, spec.consumer)
@@ -132,37 +103,42 @@ class ActorFactory:
         actor = actor_names.teacher(teacher_name, index)
         if isinstance(teacher, EndpointTeacher):
             return EndpointReplica(endpoint_spec(config, teacher, actor.name, teacher.urls[index]))
-        spec = TeacherEngineSpec(
-            name=actor.name,
-            kwargs=engine_kwargs(
-                teacher.engine,
-                model=config.teacher_model(teacher_name),
-                device=self.device,
-                tensor_parallel=teacher.tensor_parallel,
-                seed=config.seed,
-                trust_remote_code=(
-                    teacher if isinstance(teacher, VllmTeacher) else config.student
-                ).trust_remote_code,
-                sleeps=teacher.host is not None,
-            ),
-            kind=score_kind(config.loss),
-            top_k=scored_top_k(config.loss),
-            eos_ids=self.eos_ids,
-            temperature=teacher.temperature,
-            beside=self._beside(f"teachers.{teacher_name}"),
-        )
+        given = (config, self.device, self.eos_ids, actor.name)
+        spec = TeacherEngineSpec.of(*given, teacher_name, self._beside(f"teachers.{teacher_name}"))
         remote = await self._start(
             actor,
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             gpus=teacher.tensor_parallel,
-            bundle=(teacher.host or f"teachers.{teacher_name}", index),
-            guest=teacher.host is not None,
+            bundle=self._bundle(teacher_name, index),
+            guest=teacher_name if teacher.host is not None else "",
         )
         return TeacherProxy(remote)
 
     def _beside(self, pool: str) -> int | None:
         return beside(self.config, pool) if self.device == "cuda" else None
+
+    def _bundle(self, teacher: str, index: int) -> tuple[str, int]:
+        """The bundle in which a teacher's replica starts: of a guest that of its first host."""
+        host = self.config.teachers[teacher].host
+        return (
+            (f"teachers.{teacher}", index)
+            if host is None
+            else (host, hosts_of(self.config, teacher)[index][0])
+        )
+
+    def _shared_place(self, teacher: str, first: int) -> ActorPlacement | None:
+        """The GPUs of a guest: as many of its hosts' as it needs; None on a CPU.
+
+        ``first`` is its first host. Its hosts are on one node (``checks.gpu_plan``).
+        """
+        config = self.config.teachers[teacher]
+        (hosts,) = (hosts for hosts in hosts_of(self.config, teacher) if hosts[0] == first)
+        places = [p for i in hosts if (p := self.placements.get((str(config.host), i))) is not None]
+        if not places:
+            return None
+        gpus = [gpu for place in places for gpu in place.gpus]
+        return ActorPlacement(places[0].node, tuple(gpus[: config.gpus]))
 
     async def _build_after_teachers(
         self, host: str, remotes: Mapping[int, Remote], build: Build
@@ -180,23 +156,29 @@ class ActorFactory:
             await build()
 
     async def _start_all_asleep(self, host: str, index: int, remote: Remote) -> None:
-        """Starts the teachers on the GPUs of one process; on GPUs each sleeps before the next."""
-        guests = [
-            name
-            for name, teacher in self.config.teachers.items()
-            if teacher.host == host and index < teacher.replicas
-        ]
-        colocated = [name for name in guests if index not in self.colocated.get(name, {})]
+        """Starts the teachers on the GPUs of one process; on GPUs each sleeps before the next.
+
+        A teacher on the GPUs of several processes starts when all of them have no other to start.
+        """
+        guests = {
+            name: (at, hosts)
+            for name in guests_of(self.config, host)
+            for at, hosts in enumerate(hosts_of(self.config, name))
+            if index in hosts
+        }
+        new = {n: found for n, found in guests.items() if found[0] not in self.colocated.get(n, {})}
         if self.device == "cpu":
-            await gather_or_cancel(*(self._start_asleep(name, index) for name in colocated))
+            first = ((name, at) for name, (at, hosts) in new.items() if index == hosts[0])
+            await gather_or_cancel(*(self._start_asleep(*one) for one in first))
             return
-        if len(colocated) < len(guests):  # a teacher outlives its host
+        if len(new) < len(guests):  # a teacher outlives its host
             remote.shared_place = self.placements[host, index]
         elif guests:
             place = await remote.place(self.config.timeouts.engine_start_s)
             remote.shared_place = self.placements[host, index] = place
-        for name in colocated:
-            await self._start_asleep(name, index)
+        for name, (at, hosts) in new.items():
+            start = partial(self._start_asleep, name, at)
+            await self.meetings.attend((name, at), index, hosts, start)
 
     async def _start_asleep(self, name: str, index: int) -> None:
         teacher = await self.teacher(name, index)
@@ -235,7 +217,13 @@ class ActorFactory:
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
         """The scoring stage."""
         actor_factory = replace(
-            self, notify=discard, started=[], engines=[], stages=[], colocated={}
+            self,
+            notify=discard,
+            started=[],
+            engines=[],
+            stages=[],
+            colocated={},
+            meetings=Meetings(),
         )
         rebuild = _RebuildTeacher(actor_factory)
         scorer = ScorerActor(
@@ -269,11 +257,14 @@ class ActorFactory:
         *,
         gpus: int,
         bundle: tuple[str, int],
-        guest: bool = False,
+        guest: str = "",
     ) -> Remote:
-        """Starts and builds an engine in a bundle. A guest uses the GPUs of the bundle's host."""
+        """Starts and builds an engine in a bundle.
+
+        ``guest`` is the name of a teacher that uses the GPUs of the bundle's process, its host.
+        """
         reserved = gpus if self.device == "cuda" and not guest else 0
-        place = self.placements.get(bundle) if guest else None
+        place = self._shared_place(guest, bundle[1]) if guest else None
         env = engine_env(self.device)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
         remote.shared_place = place

@@ -112,7 +112,8 @@ class EngineTeacher(Teacher):
     with it: the teacher sleeps, wakes when a batch of rollouts waits for teachers or the pool is
     idle, scores all waiting rollouts, and sleeps again."""
     with_: Literal["rollout", "train"] | None = Field(default=None, alias="with")
-    """The pool whose GPUs a colocated teacher shares, one replica on those of each engine."""
+    """The pool whose GPUs a colocated teacher shares: each replica those of one engine or rank, or
+    of as many as have its ``tensor_parallel`` GPUs."""
 
     @property
     def gpus(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,6 +124,18 @@ def test_pools_that_share_gpus_or_take_none_have_no_unit() -> None:
         Pool("train", 1, 1, "m"),
     ]
     assert units(pools) == [*engines(4, 4), *ranks(1)]
+
+
+@pytest.mark.parametrize(
+    ("guests", "sizes"), [((), [1] * 5), ((2,), [2, 2, 1]), ((2, 4), [4, 1]), ((2, 3), [5])]
+)
+def test_hosts_whose_gpus_one_teacher_shares_are_a_unit(
+    guests: tuple[int, ...], sizes: list[int]
+) -> None:
+    shared = [Pool(f"teachers.{n}", 1, n, "m", "rollout") for n in guests]
+    found = units([Pool("rollout", 5, 1, "m"), *shared])
+    assert [unit.gpus for unit in found] == sizes
+    assert [b.index for unit in found for b in unit.bundles] == list(range(5))
 
 
 def test_gpus_of_others_do_not_make_a_cluster_too_small() -> None:

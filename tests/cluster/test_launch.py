@@ -55,8 +55,9 @@ async def test_a_guest_that_does_not_go_to_sleep_is_ended_and_named() -> None:
 class Handle:
     """Ray's handle of a process on the first GPU of ``node``, which builds everything."""
 
-    def __init__(self, node: str) -> None:
+    def __init__(self, node: str, gpu: str = "0") -> None:
         self.node = node
+        self.gpu = gpu
         self.built = 0
         self.pid = SimpleNamespace(remote=self._pid)
         self.place = SimpleNamespace(remote=self._place)
@@ -66,7 +67,7 @@ class Handle:
         return 1
 
     async def _place(self) -> ActorPlacement:
-        return ActorPlacement(self.node, ("0",))
+        return ActorPlacement(self.node, (self.gpu,))
 
     async def _build(self, factory: str, args: tuple[Any, ...]) -> None:
         self.built += 1
@@ -161,3 +162,101 @@ async def test_a_guest_on_its_hosts_node_is_built(
     actor_factory.placements["rollout", 0] = ActorPlacement("a", ("0",))
     await actor_factory.teacher("t", 0)
     assert handle.built == 1
+
+
+class Together:
+    """A cluster of four hosts of one GPU each on one node; ``events`` in their order."""
+
+    def __init__(self, **spans: int) -> None:
+        self.events: list[str] = []
+        self.broken = ""
+        teachers = {
+            name: {
+                "model": "t",
+                "placement": "colocated",
+                "with": "rollout",
+                "tensor_parallel": span,
+                "replicas": 4 // span,
+            }
+            for name, span in spans.items()
+        }
+        settings = config(5).model_dump(by_alias=True) | {"teachers": teachers}
+        self.factory = ActorFactory(
+            RunConfig.model_validate(settings), "cuda", (), Factories(), print
+        )
+        self.factory._start_asleep = self.start_asleep  # type: ignore[method-assign]
+
+    async def start_asleep(self, name: str, index: int) -> None:
+        place = self.factory._shared_place(name, self.factory._bundle(name, index)[1])
+        assert place is not None
+        self.events.append(f"{name}/{index} on {', '.join(place.gpus)}")
+        if name == self.broken:
+            raise EngineStartError(f"teacher {name}/{index}", "no memory")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.events.append(f"{name}/{index} sleeps")
+        self.factory.colocated.setdefault(name, {})[index] = SimpleNamespace()  # type: ignore[assignment]
+
+    async def host(self, index: int) -> None:
+        handle = Handle("a", str(index))
+        remote = Remote(f"student/{index}", handle, 5)  # type: ignore[arg-type]
+
+        async def build() -> None:
+            self.events.append(f"host {index}")
+
+        await self.factory._build_after_teachers("rollout", {index: remote}, build)
+
+    async def launch(self, *hosts: int) -> None:
+        works = (self.host(index) for index in hosts)
+        await asyncio.wait_for(asyncio.gather(*works), 5)
+
+
+async def test_a_teacher_on_two_hosts_gpus_starts_when_both_have_come_and_before_either() -> None:
+    made = Together(t=2)
+    first = asyncio.create_task(made.host(0))
+    await asyncio.sleep(0.01)
+    assert made.events == []
+    await made.launch(1)
+    await first
+    assert made.events[:2] == ["t/0 on 0, 1", "t/0 sleeps"]
+    assert sorted(made.events[2:]) == ["host 0", "host 1"]
+
+
+async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() -> None:
+    made = Together(one=1, two=2, three=3, four=4)
+    await made.launch(2, 0, 3, 1)
+    awake: set[str] = set()
+    for event in made.events:
+        name, _, rest = event.partition(" ")
+        gpus = set(rest.removeprefix("on ").split(", ")) if rest.startswith("on") else set()
+        assert not awake & gpus, made.events
+        awake |= gpus
+        if rest == "sleeps":
+            (started,) = (e for e in made.events if e.startswith(f"{name} on"))
+            awake -= set(started.partition(" on ")[2].split(", "))
+    assert {event for event in made.events if " on " in event} >= {
+        "two/1 on 2, 3",
+        "three/0 on 0, 1, 2",
+        "four/0 on 0, 1, 2, 3",
+    }
+
+
+async def test_a_smaller_teacher_than_its_host_gets_the_first_of_its_gpus() -> None:
+    made = Together(t=1)
+    made.factory.placements["rollout", 0] = ActorPlacement("a", ("4", "5"))
+    assert made.factory._shared_place("t", 0) == ActorPlacement("a", ("4",))
+
+
+async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts() -> None:
+    made = Together(t=2)
+    made.broken = "t"
+    works = [asyncio.create_task(made.host(index)) for index in range(2)]
+    await asyncio.wait_for(asyncio.wait(works), 5)
+    assert [str(work.exception()) for work in works] == ["teacher t/0: no memory"] * 2
+
+
+async def test_a_host_that_is_restarted_waits_for_no_other_host_of_its_teacher() -> None:
+    made = Together(t=2)
+    await made.launch(0, 1)
+    await made.launch(1)
+    assert made.events[-1] == "host 1"

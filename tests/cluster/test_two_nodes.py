@@ -6,7 +6,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import ray
@@ -129,6 +129,28 @@ async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(factory: Act
     student.kill()
     again = await factory.student(0, nothing, 1)
     assert await place(again.remote) == at
+
+
+async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) -> None:
+    given = config().model_dump(by_alias=True)
+    given["teachers"] = {
+        "guest": given["teachers"]["guest"] | {"replicas": 1, "tensor_parallel": 6}
+    }
+    given["rollout"] |= {"tensor_parallel": 3}
+    wide, nothing = RunConfig.model_validate(given), cast(Any, None)
+    engine, bundles = Factory(f"{__name__}:Engine"), await reserve(wide, print)
+    made = ActorFactory(wide, "cuda", (), Factories(engine, engine), print, bundles)
+    try:
+        students = await asyncio.gather(*(made.student(index, nothing) for index in range(2)))
+        places = [await place(student.remote) for student in students]
+        guest = made.colocated["guest"][0].remote
+        assert places[0].node == places[1].node == (await place(guest)).node
+        assert await guest.call("gpus") == ",".join((*places[0].gpus, *places[1].gpus))
+    finally:
+        for remote in made.started:
+            remote.kill()
+        bundles.remove()
+        await all_free()
 
 
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.checks.preflight import preflight
-from async_opd.checks.resources import pools
+from async_opd.checks.resources import hosts_of, misplaced, pools
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
@@ -207,9 +207,42 @@ def test_more_replicas_than_hosts_are_refused_with_both_numbers() -> None:
     assert "found 3, but rollout has 2" in problem.message
 
 
-def test_another_number_of_gpus_than_the_hosts_is_refused() -> None:
-    (problem,) = problems(vllm(**{"with": "train", "tensor_parallel": 2}))
-    assert problem.key == "teachers.sort.tensor_parallel"
+@pytest.mark.parametrize(
+    ("teacher", "host", "key", "words"),
+    [
+        ({"tensor_parallel": 3}, {"tensor_parallel": 2}, "tensor_parallel", "several 2 of rollout"),
+        ({"tensor_parallel": 4}, {"replicas": 3}, "tensor_parallel", "rollout has 3 GPUs to share"),
+        (
+            {"tensor_parallel": 2, "replicas": 2},
+            {"replicas": 3},
+            "replicas",
+            "rollout has 3 to share GPUs with, 2 for each replica",
+        ),
+    ],
+)
+def test_gpus_that_the_hosts_do_not_have_are_refused(
+    teacher: dict[str, int], host: dict[str, int], key: str, words: str
+) -> None:
+    (problem,) = problems(vllm(**teacher), *(f"rollout.{name}={host[name]}" for name in host))
+    assert problem.key == f"teachers.sort.{key}"
+    assert words in problem.message
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "each", "hosts"),
+    [
+        (2, 2, [range(1), range(1, 2)]),
+        (1, 2, [range(1), range(1, 2)]),
+        (4, 2, [range(2), range(2, 4)]),
+    ],
+)
+def test_a_replica_shares_the_gpus_of_as_many_hosts_as_have_those_that_it_needs(
+    tensor_parallel: int, each: int, hosts: list[range]
+) -> None:
+    sizes = f"rollout.tensor_parallel={each}", "rollout.replicas=4"
+    config = load(vllm(tensor_parallel=tensor_parallel, replicas=2), *sizes)
+    assert hosts_of(config, "sort") == hosts
+    assert list(misplaced(config)) == []
 
 
 def test_a_refreshed_teacher_cannot_be_colocated() -> None:
