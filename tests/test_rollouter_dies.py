@@ -92,7 +92,7 @@ class Sender:
         await self.trainer.pace.wait()
         return 0.0
 
-    async def snapshot(self, version: int) -> WeightMeta:
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         await self.trainer.pace.wait()
         self.trainer.version = version
         return META

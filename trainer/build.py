@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from async_opd.core.samples import Int32
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
+from async_opd.weight_sync.freshness import LENGTHS, held_rows
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
@@ -42,6 +44,14 @@ def build_learner(
 def build_follower(config: RunConfig, device_name: Device, spec: RankSpec) -> Follower:
     """The follower of a rank other than the first (see build_rank)."""
     return Follower(build_rank(config, device_name, spec))
+
+
+def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:
+    """The held rows of ``weight_sync.freshness`` for the student and its engines."""
+    settings = learner.model.config.get_text_config().to_dict()
+    longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
+    room = LENGTHS[-1] if longest is None else longest - 1  # an engine samples one token more
+    return held_rows(int(settings["vocab_size"]), room)
 
 
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:

@@ -25,7 +25,8 @@ import torch
 
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Int32, Sample
+from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import assign_micro_batches
 from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.repetition import repetition
@@ -225,6 +226,14 @@ class Learner:
         """
         with self._dispatched("join_gather", "weights"):
             yield from self._rank.weights()
+
+    def reference(self, rows: Sequence[Int32]) -> Reference:
+        """The current weights' log-probabilities of held rows; see ``trainer.student.reference``.
+
+        Of several ranks all compute them together.
+        """
+        with self._dispatched("reference", tuple(rows)):
+            return self._rank.reference(rows)
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""

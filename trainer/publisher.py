@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 
@@ -46,12 +47,16 @@ class Publisher:
         self,
         source: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         transport: Callable[[], Transport],
+        digests: bool = False,
     ) -> None:
+        """With ``digests`` the metadata of a snapshot holds those of its tensors."""
         self._source = source
         self._new_transport = transport
         self._transports: dict[int, Transport] = {}
         self._snapshot: list[tuple[str, torch.Tensor]] = []
         self._copied: torch.cuda.Event | None = None
+        self._with_digests = digests
+        self._digests: tuple[str, ...] = ()
 
     def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
         """A new group for a sync group; see Transport.open. Closes all but the ``connected``."""
@@ -66,8 +71,11 @@ class Publisher:
 
     def snapshot(self) -> WeightMeta:
         """Copies the weights; the learner may go on changing its own afterwards."""
-        self._snapshot = []
-        self._snapshot = list(self._source())
+        self._snapshot, self._digests = [], ()
+        digests = Digests(torch)
+        source = self._source()
+        self._snapshot = list(digests.add_all(source) if self._with_digests else source)
+        self._digests = tuple(digests.values().values())
         self._copied = _event_behind_all_work()
         return self.meta
 
@@ -79,6 +87,7 @@ class Publisher:
             dtype_names=tuple(str(tensor.dtype).split(".")[-1] for _, tensor in self._snapshot),
             shapes=tuple(tuple(tensor.shape) for _, tensor in self._snapshot),
             itemsizes=tuple(tensor.dtype.itemsize for _, tensor in self._snapshot),
+            digests=self._digests,
         )
 
     def send(self, group: int) -> float:

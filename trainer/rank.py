@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Int32, Sample
+from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.batches.token_weights import TokenWeight
 from trainer.flops import ModelSize
@@ -28,6 +29,7 @@ from trainer.saving.state import Tensors, copy_state, load_state, model_state, t
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
+from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
 from trainer.work_thread import WorkThread
@@ -95,6 +97,7 @@ class Rank:
         self._wire_dtype = wire_dtype
         self.half = half = in_bfloat16(train.dtype, device)
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
+        self._rounding = ROUNDING[torch.bfloat16 if half else torch.float32]
         self.ranks = 1 if mesh is None else mesh.size()
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
@@ -137,6 +140,10 @@ class Rank:
         """Returns the GPU memory that torch caches, for other processes on the same GPU."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def reference(self, rows: Sequence[Int32]) -> Reference:
+        """Log-probabilities of held rows; every rank computes all of them."""
+        return reference_of(self.model, self.logits, rows, self._rounding)
 
     # ── weights and state: rank 0 gathers full tensors, the other ranks join each gather ───────
 
@@ -227,6 +234,7 @@ class Follower:
         return BackwardResult(tuple(reports), computed.norm)
 
     apply = _in_thread(Rank.apply)
+    reference = _in_thread(Rank.reference)
     join_gather = _in_thread(Rank.join_gather)
     load = _in_thread(Rank.load)
     free_cache = _in_thread(Rank.free_cache)

@@ -15,11 +15,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from async_opd.core.errors import CheckpointError, StageError
-from async_opd.core.samples import Header, Sample
+from async_opd.core.samples import Header, Int32, Sample
 from async_opd.core.stages import Captured, Progress, StageReport, StepReport
 from async_opd.core.uid import Uid
 from async_opd.observability.activity import Activity
@@ -54,7 +55,10 @@ class TrainerStage:
         max_version_lag: int | None,
         model_dir: str,
         rank_group: RankGroup = SINGLE_RANK,
+        held_rows: Sequence[Int32] = (),
     ) -> None:
+        """``held_rows`` are those of ``async_opd.weight_sync.freshness``."""
+        self._held_rows = held_rows
         self._learner = learner
         self._publisher = publisher
         self._batcher = batcher
@@ -213,10 +217,16 @@ class TrainerStage:
         """Joins the transfer group of that sync group as rank 0."""
         await self._sending.run(self._publisher.connect, group)
 
-    async def snapshot(self, version: int) -> WeightMeta:
-        """Copies the weights; the trainer's weight version is ``version`` from now on."""
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
+        """Copies the weights; the trainer's weight version is ``version`` from now on.
+
+        ``compare``: the metadata has the log-probabilities of held rows under these weights.
+        """
         async with self._weights:
             meta = await self._compute(self._publisher.snapshot)
+            if compare and self._held_rows:
+                reference = await self._compute(self._learner.reference, self._held_rows)
+                meta = replace(meta, reference=reference)
             self._version = version
         return meta
 

@@ -104,6 +104,7 @@ class StudentProxy(Proxy):
     receive = remote(StudentReplica.receive, NO_TIMEOUT)
     finish = remote(StudentReplica.finish, NO_TIMEOUT)
     resume = remote(StudentReplica.resume, NO_TIMEOUT)
+    evidence = remote(StudentReplica.evidence, NO_TIMEOUT)
     idle = remote(StudentReplica.idle, NO_TIMEOUT)
     sleep = remote(StudentReplica.sleep, NO_TIMEOUT)
     wake = remote(StudentReplica.wake, NO_TIMEOUT)

@@ -37,6 +37,7 @@ from async_opd.processes.members import Member
 from async_opd.waiting.liveness import CombinedProgress, answer_s
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
+from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender
 from rollouter.stage import RollouterStage
@@ -125,6 +126,11 @@ async def build_rollouter(
     return service
 
 
+def _freshness(config: RunConfig) -> Freshness | None:
+    sync = config.sync
+    return Freshness(sync.verify_every, sync.on_stale) if sync.verify_every else None
+
+
 class RollouterService:
     """Implements ``async_opd.core.stages.Rollouter``, and the weight sync to the replicas."""
 
@@ -171,6 +177,7 @@ class RollouterService:
             rolling=config.sync.rolling,
             tries=config.sync.tries,
             newest=newest,
+            freshness=_freshness(config),
         )
         self.gpus, self._sharing = self._shared(config, trainer, teachers)
         self._trainers, replicas_lock = self.gpus.get("train"), self.gpus.get("rollout")

@@ -26,17 +26,22 @@ def build_trainer(
     followers: Sequence[Remote] = (),
 ) -> TrainerStage:
     """The stage of rank 0 with learner and publisher. ``spec``: rank 0 is one of several."""
-    from trainer.build import build_learner
+    from trainer.build import build_learner, rows_to_compare
 
     rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
     learner = build_learner(config, device, spec, rank_group)
     return TrainerStage(
         learner,
-        Publisher(learner.named_weights, lambda: _transport(config, device)),
+        Publisher(
+            learner.named_weights,
+            lambda: _transport(config, device),
+            digests=config.sync.verify_every > 0,
+        ),
         build_batcher(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
         rank_group=rank_group,
+        held_rows=rows_to_compare(config, learner),
     )
 
 

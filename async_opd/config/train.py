@@ -99,3 +99,10 @@ class SyncConfig(Section):
     tries: PositiveInt = 3
     """Tries of a sync that fails without a failed replica; after the last one the run ends. A
     failed replica is rebuilt, and the sync is repeated with the others."""
+    verify_every: int = Field(default=10, ge=0)
+    """Syncs between two proofs that every rollout replica has the trainer's weights: both score a
+    few held rows, and digests of the engines' parameters are compared. The first sync is always
+    proven, and so is the one after a replica was rebuilt. Digests of what was received are compared
+    at every sync. 0 switches all of it off."""
+    on_stale: Literal["rebuild", "stop"] = "rebuild"
+    """A replica without the trainer's weights is rebuilt, or ends the run."""

@@ -8,6 +8,7 @@
     │   │   └── ProcessRestarts
     │   ├── WeightSyncError
     │   │   ├── TransferAborted
+    │   │   ├── StaleWeights
     │   │   └── SyncTimeout   (also a StageTimeout)
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
@@ -95,6 +96,10 @@ class TransferAborted(WeightSyncError):
 
     It has all of its old weights, or stays paused until another transfer has set all of them.
     """
+
+
+class StaleWeights(WeightSyncError):
+    """A rollout replica has other weights than the trainer sent, or computes with others."""
 
 
 class LeaseExpired(StageError):

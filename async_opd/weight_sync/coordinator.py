@@ -27,16 +27,19 @@ import asyncio
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from async_opd.core.errors import (
     ProcessDied,
     StageTimeout,
+    StaleWeights,
     TransferAborted,
     WeightSyncError,
 )
 from async_opd.core.stages import TRAINER, SyncReport
 from async_opd.processes.members import MemberSet
+from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import (
     SENDER,
@@ -64,6 +67,7 @@ class BroadcastSync:
         rolling: bool = False,
         tries: int = 1,
         newest: Snapshot | None = None,
+        freshness: Freshness | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Every member that serves takes part; its value is a WeightReceiver.
@@ -71,7 +75,8 @@ class BroadcastSync:
         ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
         bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
         bounds the time without a new token. ``newest`` is the sender's
-        snapshot, where another coordinator had it made.
+        snapshot, where another coordinator had it made. ``freshness`` None: no replica is compared
+        with the trainer.
         """
         self._groups = SyncGroups(
             sender,
@@ -84,6 +89,8 @@ class BroadcastSync:
         self._rolling = rolling
         self._members = members
         self._tries = tries
+        self._freshness = freshness
+        self._stale = 0  # replicas found since the start
         self._clock = clock
         self.newest = newest
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
@@ -97,6 +104,7 @@ class BroadcastSync:
     async def rejoin(self, index: int, receiver: WeightReceiver, workers: int) -> None:
         """Gives the newest weights to the next incarnation of a member. Raises WeightSyncError.
 
+        It is compared with the trainer, if the newest snapshot was; else the next sync is.
         Its group connects again before the next push. The caller has to make the member serve
         before it awaits anything else: a push that begins in between would leave the member out.
         """
@@ -108,6 +116,11 @@ class BroadcastSync:
                 if failures:
                     self._groups.disband(number)
                     raise _worst(failures)
+                failures, compared = await self._compare([index])
+                if failures:
+                    raise _worst(failures)
+                if self._freshness is not None and not compared:
+                    self._freshness.owe()
 
     async def connect(self) -> None:
         """Connects all groups. Raises WeightSyncError if a member does not connect in time."""
@@ -122,9 +135,13 @@ class BroadcastSync:
         """Copies the trainer's weights out as ``version``. ProcessDied if the trainer hangs."""
         async with self._lock:
             try:
-                self.newest = version, await self._groups.snapshot(version)
+                due = self._freshness is not None and self._freshness.due()
+                meta = await self._groups.snapshot(version, due)
             except StageTimeout as error:
                 raise _hangs(error) from error
+            if self._freshness is not None:
+                self._freshness.refuse_other_names(meta)
+            self.newest = version, meta
 
     async def push(self) -> SyncReport:
         """Sends the snapshot to every member that serves, group by group."""
@@ -134,7 +151,10 @@ class BroadcastSync:
             started = self._clock()
             self._groups.restart_timings()
             rounds = await self._push(*self.newest)
-            return self._report(self._clock() - started, rounds)
+            report = self._report(self._clock() - started, rounds)
+            failures, found = await self._compare(sorted(self._alive))
+            self._fail(failures)
+            return replace(report, metrics={**report.metrics, **found, **self._stale_replicas})
 
     async def _push(self, version: int, meta: WeightMeta) -> int:
         """Updates groups until no member that serves is behind. Returns the number of rounds."""
@@ -185,15 +205,50 @@ class BroadcastSync:
         """
         self._groups.disband(number)
         dead = {i for i, e in failures.items() if not isinstance(e, TransferAborted)} - {SENDER}
-        for index in sorted(dead):
-            member = self._members.all[index]
-            self._members.fail(member, member.incarnation, failures[index])
+        self._fail({index: failures[index] for index in sorted(dead)})
         sender = failures.get(SENDER)
         if isinstance(sender, ProcessDied):
             raise sender
         if isinstance(sender, StageTimeout):
             raise _hangs(sender)
         return bool(dead)
+
+    # ── freshness ───────────────────────────────────────────────────────────────────────────────
+
+    async def _compare(self, group: list[int]) -> tuple[Failures, dict[str, float]]:
+        """Compares members with the trainer, if the newest snapshot has what it takes.
+
+        Returns the errors of those that are stale or do not answer, and metrics. Generation goes
+        on meanwhile, and no other sync begins.
+        """
+        assert self.newest is not None
+        meta = self.newest[1]
+        if self._freshness is None:
+            return {}, {}
+        if meta.reference is None or not group:
+            return {}, {}
+        started = self._clock()
+        evidence, failures = await self._groups.evidence(group, meta.reference.rows)
+        verdict = self._freshness.judge(meta, evidence)
+        seconds = {
+            "sync/freshness_s": self._clock() - started,
+            "sync/reference_s": meta.reference.seconds,
+        }
+        return failures | verdict.stale, verdict.metrics | seconds
+
+    def _fail(self, failures: Failures) -> None:
+        """Fails the members. Raises StaleWeights if one is stale and that ends the run."""
+        stale = [error for error in failures.values() if isinstance(error, StaleWeights)]
+        self._stale += len(stale)
+        if stale and self._freshness is not None and self._freshness.stops:
+            raise stale[0]
+        for index, error in failures.items():
+            member = self._members.all[index]
+            self._members.fail(member, member.incarnation, error)
+
+    @property
+    def _stale_replicas(self) -> dict[str, float]:
+        return {} if self._freshness is None else {"sync/stale_replicas": float(self._stale)}
 
     def _numbered_groups(self, indices: set[int]) -> dict[int, list[int]]:
         """The groups by number: one of all members, or with ``rolling`` one of each."""

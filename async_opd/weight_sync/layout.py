@@ -12,6 +12,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from async_opd.core.errors import WeightSyncError
+from async_opd.core.samples import Float32, Int32
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -31,13 +36,46 @@ class Rendezvous:
 
 
 @dataclass(frozen=True)
+class Reference:
+    """The trainer's log-probabilities of held rows under the weights of a snapshot.
+
+    ``logprobs`` are those of each row's tokens but the first, float32, in nats. ``noise`` is their
+    mean absolute change in nats if the result of every module has a relative error that is uniform
+    within ±1, extrapolated from smaller errors; ``rounding`` is the largest relative error of one
+    rounding of the dtype in which the trainer computed them; ``seconds``: what computing took.
+    """
+
+    rows: tuple[Int32, ...]
+    logprobs: tuple[Float32, ...]
+    noise: float
+    rounding: float
+    seconds: float = 0.0
+
+    def refuse_not_finite(self) -> None:
+        """WeightSyncError unless all numbers are finite."""
+        if not math.isfinite(self.noise) or not all(map(_finite, self.logprobs)):
+            cause = "the trainer's own log-probabilities of held rows are not finite"
+            raise WeightSyncError("weight sync", cause, "its weights are broken: resume the run")
+
+
+def _finite(values: Float32) -> bool:
+    return bool(np.isfinite(values).all())
+
+
+@dataclass(frozen=True)
 class WeightMeta:
-    """Names, dtypes (``bfloat16``) and shapes of the tensors, in the order they are sent."""
+    """Names, dtypes (``bfloat16``) and shapes of the tensors, in the order they are sent.
+
+    ``digests`` are those of the tensors (``async_opd.weight_sync.digests``); ``reference`` is there
+    if replicas are compared with the trainer after this sync.
+    """
 
     names: tuple[str, ...]
     dtype_names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     itemsizes: tuple[int, ...]
+    digests: tuple[str, ...] = ()
+    reference: Reference | None = None
 
     @property
     def sizes(self) -> tuple[int, ...]:

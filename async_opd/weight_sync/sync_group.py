@@ -18,13 +18,16 @@ from async_opd.core.errors import (
     ProcessDied,
     StageError,
     StageTimeout,
+    StaleWeights,
     SyncTimeout,
     TransferAborted,
     WeightSyncError,
 )
+from async_opd.core.samples import Int32
 from async_opd.core.stages import Progress
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.liveness import ProgressWatchdog
+from async_opd.weight_sync.freshness import Evidence
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
@@ -50,8 +53,8 @@ class WeightSender(Protocol):
     async def connect(self, group: int) -> None:
         """Joins the group as rank 0 while the receivers join."""
 
-    async def snapshot(self, version: int) -> WeightMeta:
-        """Copies the weights out."""
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
+        """Copies the weights out. ``compare``: the metadata has a reference."""
         ...
 
     async def send(self, group: int) -> float:
@@ -82,6 +85,10 @@ class WeightReceiver(Protocol):
     async def finish(self, version: int) -> None: ...
     async def resume(self) -> None:
         """Generates again. TransferAborted if it has weights of two versions: it stays paused."""
+
+    async def evidence(self, rows: Sequence[Int32]) -> Evidence:
+        """What the weights of its engine give for the rows, after ``resume``."""
+        ...
 
 
 Failures = dict[int, Exception]
@@ -129,9 +136,27 @@ class SyncGroups:
         """Sets all timings to zero."""
         self.timings = dict.fromkeys(self.timings, 0.0)
 
-    async def snapshot(self, version: int) -> WeightMeta:
-        """Copies the sender's weights out."""
-        return await self._bounded("the snapshot", self._sender.snapshot(version))
+    async def snapshot(self, version: int, compare: bool) -> WeightMeta:
+        """Copies the sender's weights out; see WeightSender.snapshot."""
+        return await self._bounded("the snapshot", self._sender.snapshot(version, compare))
+
+    async def evidence(
+        self, group: list[int], rows: Sequence[Int32]
+    ) -> tuple[dict[int, Evidence], Failures]:
+        """The evidence of the receivers, and the errors of those that give none.
+
+        Rows may wait for a response to end, however long it is: bounded by progress.
+        """
+        found: dict[int, Evidence] = {}
+
+        async def ask(index: int) -> None:
+            receiver = self.receivers[index]
+            watchdog = ProgressWatchdog(f"student/{index}", self._timeout_s, "sync.timeout_s")
+            work = receiver.evidence(rows)
+            found[index] = await watchdog.within("scoring held rows", work, receiver.progress)
+
+        works = {index: ask(index) for index in group}
+        return found, await self._each(f"comparing {_names(group)}", works, math.inf)
 
     async def update(
         self, number: int, group: list[int], version: int, meta: WeightMeta
@@ -255,7 +280,7 @@ class SyncGroups:
         deadline = Deadline("weight sync")
         try:
             return await deadline.within(timeout_s or self._timeout_s, what, work, _SLOW)
-        except (ProcessDied, TransferAborted):
+        except (ProcessDied, TransferAborted, StaleWeights):
             raise
         except StageTimeout as error:  # this bound, or one inside of the work
             inner = "" if error.stage == "weight sync" else f"{what}: {error.stage}: "

@@ -86,7 +86,7 @@ class Trainer:
     async def send(self, group: int) -> float:
         return 0.0
 
-    async def snapshot(self, version: int) -> WeightMeta:
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         return META
 
     async def wake(self) -> None: ...
@@ -356,7 +356,7 @@ class TestShutdown:
         never = asyncio.Event()
         sender: Any = service._broadcast._groups._sender
 
-        async def snapshot(version: int) -> None:
+        async def snapshot(version: int, compare: bool = False) -> None:
             await never.wait()
 
         sender.snapshot = snapshot

@@ -82,7 +82,7 @@ class Trainer:
         self.staleness.append(staleness)
         return StepReport(len(self.ends), taken.headers, staleness, {}, taken.requeued)
 
-    async def snapshot(self, version: int) -> WeightMeta:
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         await asyncio.sleep(self._speed.snapshot_s)
         self._version = version
         return WeightMeta((), (), (), ())

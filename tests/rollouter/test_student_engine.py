@@ -88,7 +88,7 @@ class Sender:
     async def connect(self, group: int) -> None:
         await asyncio.to_thread(self.publisher.connect, group)
 
-    async def snapshot(self, version: int) -> Any:
+    async def snapshot(self, version: int, compare: bool = False) -> Any:
         return self.publisher.snapshot()
 
     async def send(self, group: int) -> float:

@@ -14,10 +14,11 @@ from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
+from async_opd.weight_sync.freshness import held_rows
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.attention import double_scale, reference
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
@@ -52,6 +53,12 @@ def trained(learner: Learner, batches: Sequence[list[Sample]]) -> list[dict[str,
     return [learner.train_batch(batch).metrics for batch in batches]
 
 
+def held_logprobs(learner: Learner) -> torch.Tensor:
+    """Log-probabilities of held rows."""
+    found = learner.reference(held_rows(VOCABULARY, 20))
+    return torch.cat([torch.from_numpy(row) for row in found.logprobs])
+
+
 def ranks(tied: bool, folder: Path) -> dict[str, Any]:
     """What two ranks found, in processes of their own: they train, go back and train on."""
     objective = build_objective(ForwardKLConfig())
@@ -63,9 +70,11 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
             rank_group=rank_group,
         )
         found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
+        found["reference"] = held_logprobs(learner)
         state = learner.state()
         found["rest"] = trained(learner, BATCHES[1:])
         found["weights"] = dict(learner.named_weights())
+        found["reference of these weights"] = held_logprobs(learner)
         learner.restore(1, state)
         found["again"] = trained(learner, BATCHES[1:])
         found["weights again"] = dict(learner.named_weights())
@@ -143,6 +152,18 @@ def test_the_engines_get_the_weights_of_one_rank(found: dict[str, Any], alone: A
     expected = dict(alone[2].named_weights())
     assert list(found["weights"]) == list(expected)
     assert all(torch.allclose(found["weights"][n], expected[n], atol=1e-5) for n in expected)
+
+
+def test_the_ranks_together_compute_the_reference_of_the_weights_that_the_engines_get(
+    found: dict[str, Any], tied: bool, alone: Alone
+) -> None:
+    """Again after later steps: FSDP may not keep the weights that an earlier one gathered."""
+    first = Learner(Rank(model(tied, seed=7), build_objective(ForwardKLConfig()), TRAIN, CPU))
+    first.restore(1, found["state"])
+    assert torch.allclose(found["reference"], held_logprobs(first), atol=1e-5)
+    now = found["reference of these weights"]
+    assert torch.allclose(now, held_logprobs(alone[2]), atol=1e-5)
+    assert not torch.allclose(now, found["reference"], atol=1e-3)
 
 
 def test_the_state_is_that_of_one_rank(found: dict[str, Any], alone: Alone) -> None:

@@ -33,7 +33,7 @@ class Sender:
 
     async def connect(self, group: int) -> None: ...
 
-    async def snapshot(self, version: int) -> WeightMeta:
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         self.events.append(f"snapshot {version}")
         return META
 
@@ -182,7 +182,7 @@ async def test_ranks_of_the_replicas_do_not_collide() -> None:
 async def test_a_trainer_that_hangs_in_its_snapshot_is_as_good_as_dead() -> None:
     weights = sync([], [], timeout_s=0.01)
 
-    async def hangs(version: int) -> WeightMeta:
+    async def hangs(version: int, compare: bool) -> WeightMeta:
         return await asyncio.get_running_loop().create_future()
 
     weights._groups._sender.snapshot = hangs  # type: ignore[method-assign]

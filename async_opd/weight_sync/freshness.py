@@ -1,0 +1,286 @@
+"""Proof that every replica of the student samples from the trainer's weights.
+
+    trainer   snapshot(v): digests of its tensors; when due, log-probabilities of held rows
+    replica   receive(v) : digests of what its engine's loader was given  ──► refuse_other_digests
+              when due   : log-probabilities of the same rows, digests of ┐
+                           the parameters that its engine computes with   ├─► Freshness.judge
+    trainer's own log-probabilities, and their noise                      ┘
+
+Three witnesses, since each is blind somewhere:
+
+rows        see everything up to the sampled distribution, if it changes more than rounding does
+received    see one wrong bit of what was sent, and nothing that the loader does with it
+parameters  see one wrong bit of those that are sent tensors, or some joined (which ones is learned:
+            ``async_opd.weight_sync.parameters``), and any difference between two replicas
+
+The rows are fixed, the same in every run of a model: no state has to survive a restart, and their
+tokens lie evenly over the whole vocabulary, which the samples of a task do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from async_opd.core.errors import StaleWeights, WeightSyncError
+from async_opd.core.samples import Float32, Int32
+from async_opd.weight_sync.layout import Reference, WeightMeta
+from async_opd.weight_sync.parameters import LearnedParameters, Place
+
+LENGTHS = (2, 5, 13, 33, 75)
+"""Tokens of the rows: 128 in all, of which 123 are predicted."""
+GOLDEN = (math.sqrt(5) - 1) / 2
+FIRST_RATIO = 32.0
+"""Largest mean difference at a first sync, in multiples of the noise that one rounding of each
+module's result makes. `python -m benchmarks.freshness` finds 1.2 of them with bfloat16 engines and
+4 with float32 ones, whose sums are rounded too; the first sync measures how many a run has."""
+MARGIN = 4.0
+"""Largest mean difference of later syncs, in multiples of that of the first one."""
+
+Receivers = Mapping[int, "Evidence"]
+
+
+def held_rows(vocabulary: int, longest: int) -> tuple[Int32, ...]:
+    """The rows for a model: token ids below ``vocabulary``, rows of 2 to ``longest`` tokens.
+
+    The i-th token is the fractional part of i times the golden ratio, times ``vocabulary``: any run
+    of them lies evenly over the vocabulary.
+    """
+    lengths = [max(2, min(length, longest)) for length in LENGTHS]
+    numbers = np.arange(1, sum(lengths) + 1) * GOLDEN % 1.0
+    ids = (numbers * vocabulary).astype(np.int32)
+    return tuple(np.split(ids, np.cumsum(lengths)[:-1]))
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a replica's engine has after a sync.
+
+    ``logprobs`` are those of each row's tokens but the first, float32, in nats. ``loaded`` are
+    digests of its parameters, by name, one mapping for each worker. ``rounding`` is the largest
+    relative error of one rounding of its dtype; infinite for a quantized engine.
+    """
+
+    logprobs: tuple[Float32, ...]
+    loaded: tuple[Mapping[str, str], ...]
+    rounding: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The replicas that are stale, with the reasons, and the metrics of the comparison."""
+
+    stale: dict[int, StaleWeights]
+    metrics: dict[str, float]
+
+
+def refuse_other_digests(
+    replica: str, meta: WeightMeta, received: Sequence[Mapping[str, str]]
+) -> None:
+    """StaleWeights unless every worker's loader was given exactly the tensors of the snapshot."""
+    sent = dict(zip(meta.names, meta.digests, strict=True))
+    for worker, found in enumerate(received):
+        wrong = [
+            f"{name} {'is missing' if name not in found else 'differs'}"
+            for name, digest in sent.items()
+            if found.get(name) != digest
+        ]
+        wrong += [f"{name} was not sent" for name in found if name not in sent]
+        if wrong:
+            cause = f"worker {worker} was given other tensors than the trainer sent: {_few(wrong)}"
+            raise StaleWeights(replica, cause, _TRANSFER)
+
+
+@dataclass
+class Freshness:
+    """When replicas are compared with the trainer, and what the comparison says.
+
+    ``every``: syncs between two comparisons; the first sync is always compared, and the next one
+    after a replica joined without a comparison. ``stops``: a stale replica ends the run; otherwise
+    it is rebuilt.
+    """
+
+    every: int
+    on_stale: Literal["rebuild", "stop"] = "rebuild"
+    _names: tuple[str, ...] = ()
+    _since: int = 0
+    _owed: bool = True
+    _ratio: float | None = None
+    _learned: LearnedParameters = field(default_factory=LearnedParameters)
+    _unequal: set[Place] = field(default_factory=set)
+    _compared: bool = False
+
+    @property
+    def stops(self) -> bool:
+        """Whether a stale replica ends the run."""
+        return self.on_stale == "stop"
+
+    def due(self) -> bool:
+        """Counts one more sync; whether its replicas are to be compared."""
+        self._since += 1
+        return self._owed or self._since >= self.every
+
+    def owe(self) -> None:
+        """The next sync is compared: a replica serves that was not."""
+        self._owed = True
+
+    def refuse_other_names(self, meta: WeightMeta) -> None:
+        """WeightSyncError unless the trainer sends the tensors that it sent at first.
+
+        Replicas would keep what they have of a tensor that is missing.
+        """
+        self._names = self._names or meta.names
+        missing, new = set(self._names) - set(meta.names), set(meta.names) - set(self._names)
+        if missing or new:
+            wrong = [*(f"{name} is missing" for name in sorted(missing)), *sorted(new)]
+            cause = f"the trainer sends other tensors than at its first sync: {_few(wrong)}"
+            raise WeightSyncError("weight sync", cause, "its copy of the weights is at fault")
+
+    def judge(self, meta: WeightMeta, evidence: Receivers) -> Verdict:
+        """Compares replicas, by index, with the trainer and with each other.
+
+        WeightSyncError without a reference in ``meta``, or if the reference is not finite.
+        """
+        reference = meta.reference
+        assert reference is not None, "the sync is due"
+        reference.refuse_not_finite()
+        nats = {index: _distance(reference, one) for index, one in evidence.items()}
+        units = {index: _noise(reference, one) for index, one in evidence.items()}
+        stale = dict(self._far(nats, units))
+        sent = dict(zip(meta.names, meta.digests, strict=True))
+        for index, reason in self._altered(sent, evidence, nats, stale):
+            stale.setdefault(index, reason)
+        if evidence and not stale:
+            self._owed, self._since = False, 0
+        limits = [self._limit * unit for unit in units.values()]
+        return Verdict(stale, self._metrics(nats, limits))
+
+    def _metrics(self, nats: Mapping[int, float], limits: Sequence[float]) -> dict[str, float]:
+        metrics = {f"sync/student/{index}/freshness_nats": found for index, found in nats.items()}
+        if nats:
+            metrics["sync/freshness_nats"] = max(nats.values())
+            metrics["sync/freshness_limit_nats"] = min(limits)
+        metrics["sync/learned_parameters"] = float(len(self._learned.sources))
+        return metrics
+
+    # ── rows ───────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _limit(self) -> float:
+        """Largest distance, in multiples of the noise of one rounding."""
+        if self._ratio is None:
+            return FIRST_RATIO
+        return min(FIRST_RATIO, max(MARGIN * self._ratio, 1.0))
+
+    def _far(
+        self, nats: Mapping[int, float], units: Mapping[int, float]
+    ) -> Iterator[tuple[int, StaleWeights]]:
+        """The replicas whose log-probabilities differ by more than rounding explains.
+
+        The first comparison measures the ratio of the nearest replica, which bounds the others and
+        every later comparison.
+        """
+        ratios = {index: nats[index] / units[index] for index in nats}
+        near = [ratio for ratio in ratios.values() if ratio <= self._limit]
+        if self._ratio is None and near:
+            self._ratio = min(near)
+        for index, ratio in ratios.items():
+            if not ratio <= self._limit:  # also if it is not a number
+                cause = (
+                    f"its log-probabilities of held rows differ from the trainer's by "
+                    f"{nats[index]:.3g} nats in the mean; rounding explains "
+                    f"{self._limit * units[index]:.3g}"
+                )
+                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+
+    # ── parameters ─────────────────────────────────────────────────────────────────────────────
+
+    def _altered(
+        self,
+        sent: Mapping[str, str],
+        evidence: Receivers,
+        nats: Mapping[int, float],
+        stale: Mapping[int, StaleWeights],
+    ) -> Iterator[tuple[int, StaleWeights]]:
+        """The replicas with a parameter that is neither the sent one nor that of the others."""
+        sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in stale}
+        for found in sound.values():
+            self._learned.learn(found, sent)
+        for index, found in sound.items():
+            if wrong := self._learned.wrong(found, sent):
+                cause = f"its engine computes with other weights than were sent: {_few(wrong)}"
+                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+        yield from self._unlike_the_others(sound, nats)
+
+    def _unlike_the_others(
+        self, places: Mapping[int, Mapping[Place, str]], nats: Mapping[int, float]
+    ) -> Iterator[tuple[int, StaleWeights]]:
+        """The replicas with a parameter that most others have otherwise.
+
+        Parameters that differ at the first comparison of several replicas hold something else than
+        weights, such as padding, and are left out. Of two replicas the farther one is stale.
+        """
+        if len(places) < 2:
+            return
+        by_place: dict[Place, dict[int, str]] = {}
+        for index, found in places.items():
+            for place, digest in found.items():
+                by_place.setdefault(place, {})[index] = digest
+        known = self._learned.sources.keys()
+        differing = {p for p, found in by_place.items() if len(set(found.values())) > 1} - known
+        if not self._compared:
+            self._compared, self._unequal = True, differing
+        wrong: dict[int, list[str]] = {}
+        for place in sorted(differing - self._unequal):
+            right = _right(by_place[place], nats)
+            for index in (i for i, digest in by_place[place].items() if digest != right):
+                wrong.setdefault(index, []).append(place[1])
+        for index, names in wrong.items():
+            cause = f"its parameters differ from those of the other replicas: {_few(names)}"
+            yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+
+
+_TRANSFER = "the transfer or the engine's loader is at fault; sync.verify_every: 0 does not look"
+_LOADING = "the engine's loader or its kernels are at fault; sync.verify_every: 0 does not look"
+
+
+def _few(names: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def _distance(reference: Reference, evidence: Evidence) -> float:
+    """Mean absolute difference of log-probabilities in nats; infinite if they are not finite."""
+    lengths = [len(one) for one in reference.logprobs]
+    if [len(one) for one in evidence.logprobs] != lengths:
+        return math.inf
+    own, its = np.concatenate(reference.logprobs), np.concatenate(evidence.logprobs)
+    if not np.isfinite(its).all():
+        return math.inf
+    return float(np.abs(own.astype(np.float64) - its).mean())
+
+
+def _noise(reference: Reference, evidence: Evidence) -> float:
+    """Mean difference in nats that one rounding of each module's result makes.
+
+    The coarser rounding of trainer and engine counts.
+    """
+    return reference.noise * max(reference.rounding, evidence.rounding)
+
+
+def _places(evidence: Evidence) -> Iterator[tuple[Place, str]]:
+    """The digests by worker and name."""
+    for worker, found in enumerate(evidence.loaded):
+        for name, digest in found.items():
+            yield (worker, name), digest
+
+
+def _right(digests: Mapping[int, str], nats: Mapping[int, float]) -> str:
+    """The digest of most replicas; of several such ones that of the nearest replica."""
+    votes = Counter(digests.values())
+    return digests[min(digests, key=lambda index: (-votes[digests[index]], nats[index]))]

@@ -1,0 +1,164 @@
+"""Faults between the trainer's weights and what replicas sample from: are they found, and at once?
+
+    Learner ──TrainerStage──► Publisher ──gloo──► StudentReplica: a vLLM engine in this process
+                                │ one of FAULTS is injected at its seam, for one sync
+                                ▼
+              BroadcastSync with Freshness ──► who was found stale
+
+A Qwen2 of two layers, with biases and a tied head; norms and biases are moved away from the values
+that the engine starts with. Twelve faults, with engines in float32 and in bfloat16; after each of
+them the replica joins again without the fault. Then syncs without a fault, whose weights change as
+in training, each one compared: any stale replica is a false alarm. Then the smallest change that
+the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
+moves every weight by so much. At last a run of the quickstart: ``cost_share`` are the seconds of
+references and comparisons over those of the run.
+
+``python -m benchmarks.freshness`` prints one JSON object last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from async_opd.models.engine_args import engine_env
+from async_opd.weight_sync.digests import Digests
+from benchmarks.freshness_faults import FAULTS, shown
+from benchmarks.freshness_world import STEP, World, make_student, world
+
+DTYPES = ("float32", "bfloat16")
+QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
+
+
+async def false_alarms(w: World, syncs: int) -> int:
+    """Replicas found stale in so many syncs without a fault."""
+    found, most = 0, 0.0
+    for _ in range(syncs):
+        w.move(STEP / 10)
+        metrics = await w.push()
+        most = max(most, metrics["sync/freshness_nats"] / metrics["sync/freshness_limit_nats"])
+        found += len(w.failures)
+        await w.mend()
+    print(f"  {syncs} syncs: {found} false alarms, at most {most:.2f} of the bound", flush=True)
+    return found
+
+
+async def smallest_visible(w: World) -> dict[str, float]:
+    """The smallest step of AdamW that the rows show if its update is ignored, and the bound.
+
+    Steps grow by a factor of 1.8; below the smallest visible one digests decide.
+    """
+    rows = w.trainer._held_rows
+    bound = (await w.push())["sync/freshness_limit_nats"]
+    engine = (await w.replicas[0].evidence(rows)).logprobs
+    weights = [weight.detach().clone() for weight in w.model.parameters()]
+    step, nats = 1e-9, 0.0
+    while nats <= bound:
+        step *= 10**0.25
+        w.move(step)
+        nats = mean_difference(w.learner.reference(rows).logprobs, engine)
+        for weight, before in zip(w.model.parameters(), weights, strict=True):
+            weight.data.copy_(before)
+    print(f"  smallest visible step {step:.2g}; bound {bound:.2g} nats", flush=True)
+    return {"step": float(f"{step:.2g}"), "nats": float(f"{bound:.2g}")}
+
+
+def mean_difference(one: Sequence[Any], other: Sequence[Any]) -> float:
+    """Mean absolute difference of the rows' log-probabilities, in nats."""
+    return float(np.abs(np.concatenate(one) - np.concatenate(other)).mean())
+
+
+async def digest_seconds(w: World, times: int = 20) -> float:
+    """What the digests of what is received take in one sync, at both ends."""
+    started = time.perf_counter()
+    for _ in range(times):
+        digests = Digests(torch)
+        deque(digests.add_all(w.publisher._snapshot), maxlen=0)
+        digests.values()
+    both = 2 * (time.perf_counter() - started)
+    started = time.perf_counter()
+    for _ in range(times):
+        await w.replicas[0]._rpc("record_received")
+        await w.replicas[0]._rpc("received_digests")
+    return (both + time.perf_counter() - started) / times
+
+
+def cost_share(steps: int, digests_s: float) -> float:
+    """Seconds of digests and comparisons in a run of the quickstart, over those of its training."""
+    with tempfile.TemporaryDirectory() as directory:
+        run = Path(directory) / "run"
+        command = [sys.executable, "-m", "async_opd.cli", "run", str(QUICKSTART)]
+        command += [f"run_dir={run}", f"train.steps={steps}"]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=1200)
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return share_of(lines, digests_s)
+
+
+def share_of(lines: list[dict[str, Any]], digests_s: float) -> float:
+    """The share in the lines of a ``metrics.jsonl``, from the first step to the last."""
+    pushes = sum("sync/seconds" in line for line in lines)
+    costs = ("sync/reference_s", "sync/freshness_s")
+    spent = pushes * digests_s + sum(line.get(key, 0.0) for line in lines for key in costs)
+    times = [line["time"] for line in lines if "loss/total" in line]
+    return float(spent / (max(times) - min(times)))
+
+
+async def measured(path: Path, dtype: str, syncs: int) -> dict[str, Any]:
+    """All but the cost, of one dtype."""
+    print(dtype, flush=True)
+    async with world(path, dtype) as w:
+        w.move()
+        await w.push()
+        found = await shown(w)
+        alarms = await false_alarms(w, syncs)
+        visible = await smallest_visible(w)
+        digests_s = await digest_seconds(w)
+    return {
+        "caught": len(found),
+        "false_alarms": alarms,
+        "smallest_visible": visible,
+        "digests_s": digests_s,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--syncs", type=int, default=500, help="without a fault, for each dtype")
+    parser.add_argument("--steps", type=int, default=100, help="of the quickstart")
+    sizes = parser.parse_args()
+    os.environ.update(engine_env("cpu"))
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_student(Path(directory))
+        by_dtype = {d: asyncio.run(measured(path, d, sizes.syncs)) for d in DTYPES}
+    digests_s = by_dtype["float32"]["digests_s"]
+    print(
+        json.dumps(
+            {
+                "faults": len(FAULTS),
+                "caught": {dtype: found["caught"] for dtype, found in by_dtype.items()},
+                "syncs": sizes.syncs * len(DTYPES),
+                "false_alarms": sum(found["false_alarms"] for found in by_dtype.values()),
+                "smallest_visible": {d: found["smallest_visible"] for d, found in by_dtype.items()},
+                "cost_share": round(cost_share(sizes.steps, digests_s), 5),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Faults between the trainer's weights and the engines': each is a context of one sync.
+
+The trainer's are here, those of an engine's worker in ``benchmarks.faulty_worker``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from async_opd.core.errors import StaleWeights, WeightSyncError
+from benchmarks.freshness_world import World
+
+
+def dropped(weights: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """One matrix is not sent."""
+    return [one for one in weights if one[0] != "model.layers.1.mlp.down_proj.weight"]
+
+
+def swapped(weights: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Two matrices are sent under each other's names."""
+    other = {"model.layers.0.self_attn.q_proj.weight": "model.layers.1.self_attn.q_proj.weight"}
+    other |= {theirs: ours for ours, theirs in other.items()}
+    found = dict(weights)
+    return [(name, found[other.get(name, name)]) for name, _ in weights]
+
+
+def at_source(w: World, change: Callable[[list[tuple[str, Any]]], list[tuple[str, Any]]]) -> Any:
+    """The trainer copies out other weights than it trains: digests are those of the copies."""
+    source = w.publisher._source
+
+    def faulty() -> Iterator[tuple[str, Any]]:
+        return iter(change(list(source())))
+
+    return mock.patch.object(w.publisher, "_source", faulty)
+
+
+def old_snapshot(w: World) -> Any:
+    """The sender sends the snapshot before."""
+    before, send = w.publisher._snapshot, w.publisher.send
+
+    def faulty(group: int) -> float:
+        with mock.patch.object(w.publisher, "_snapshot", before):
+            return send(group)
+
+    return mock.patch.object(w.publisher, "send", faulty)
+
+
+def wrong_dtype() -> Any:
+    """Bytes in another dtype: bfloat16 as float16; float32 loses its bits beyond bfloat16."""
+    from rollouter.transports import chunks
+
+    packed = chunks.packed
+
+    def other(weight: Any) -> Any:
+        if weight.dtype == torch.bfloat16:
+            return weight.to(torch.float16).view(torch.bfloat16)
+        return weight.to(torch.bfloat16).to(weight.dtype)
+
+    def faulty(weights: list[tuple[str, Any]], chunk: range) -> Any:
+        return packed([(name, other(weight)) for name, weight in weights], chunk)
+
+    return mock.patch.object(chunks, "packed", faulty)
+
+
+def without_digests() -> Any:
+    """The replica does not look at what its engine was given."""
+    from rollouter.replica import StudentReplica
+
+    receive = StudentReplica.receive
+
+    async def faulty(replica: Any, meta: Any) -> None:
+        await receive(replica, replace(meta, digests=()))
+
+    return mock.patch.object(StudentReplica, "receive", faulty)
+
+
+FAULTS = (
+    "dropped tensor",
+    "two swapped",
+    "one shard of two",
+    "stale tied head",
+    "old snapshot",
+    "ignored update",
+    "wrong dtype",
+    "truncated chunk",
+    "norm left out",
+    "bias left out",
+    "scaled matrix",
+    "false version",
+)
+"""All of them; those that are not the trainer's are the engine's (``benchmarks.faulty_worker``)."""
+
+
+def of_the_trainer(w: World, name: str) -> AbstractContextManager[Any]:
+    """The context of a fault outside of the engine; of another one it does nothing."""
+    if name in ("dropped tensor", "two swapped"):
+        return at_source(w, dropped if name == "dropped tensor" else swapped)
+    if name == "old snapshot":
+        return old_snapshot(w)
+    if name == "wrong dtype":
+        return wrong_dtype()
+    return without_digests() if name == "false version" else nullcontext()
+
+
+async def caught(w: World, name: str) -> str:
+    """Injects a fault into one sync, of the last replica if it is an engine's.
+
+    Returns the reason for which replicas were found stale, or an empty text. They are rebuilt
+    without the fault.
+    """
+    w.move()
+    engines = [replica._engine for replica in w.replicas]
+    await engines[-1].collective_rpc("begin_fault", args=(name,))
+    refused = []
+    try:
+        with of_the_trainer(w, name):
+            await w.push()
+    except WeightSyncError as error:
+        refused = [str(error)]
+    stale = sorted(str(one) for one in w.failures.values() if isinstance(one, StaleWeights))
+    reasons = refused + stale
+    await engines[-1].collective_rpc("end_fault")
+    await w.mend()
+    return reasons[0] if reasons else ""
+
+
+async def shown(w: World) -> dict[str, str]:
+    """The faults that are found, each with the reason."""
+    found = {}
+    for name in FAULTS:
+        if reason := await caught(w, name):
+            found[name] = reason
+        print(f"  {name}: {reason.splitlines()[0] if reason else 'NOT FOUND'}", flush=True)
+    return found

@@ -1,0 +1,171 @@
+"""A trainer's stage and a student's replicas in one process, all of them real, on a small model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from async_opd.config.engine import EngineConfig
+from async_opd.config.reliability import SupervisionConfig
+from async_opd.models.engine_args import engine_kwargs
+from async_opd.processes.events import State
+from async_opd.processes.members import Member, MemberSet, Policy
+from benchmarks.faulty_worker import WORKER
+
+STEP = 1e-3
+"""How far a sync moves each weight."""
+
+
+def make_student(path: Path) -> Path:
+    """A Qwen2 with random matrices; norms are 1 and biases 0, as a new model has them."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.1,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+class World:
+    """A trainer, and replicas that its weights are synced to."""
+
+    def __init__(self, path: Path, dtype: str, replicas: int = 1) -> None:
+        from transformers import AutoModelForCausalLM
+
+        from async_opd.config.loss import ForwardKLConfig
+        from async_opd.config.train import TrainConfig
+        from async_opd.core.stages import SamplingSpec
+        from async_opd.queue.message_queue import MessageQueue
+        from async_opd.weight_sync.coordinator import BroadcastSync
+        from async_opd.weight_sync.freshness import Freshness, held_rows
+        from rollouter import replica as replica_module
+        from rollouter.replica import StudentReplica
+        from rollouter.spec import StudentEngineSpec
+        from rollouter.transports.gloo import GlooSender
+        from trainer.learner import Learner
+        from trainer.losses import build_objective
+        from trainer.publisher import Publisher
+        from trainer.rank import Rank
+        from trainer.stage import TrainerStage
+
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model = model
+        train = TrainConfig(lr=STEP, steps=1, dtype="float32")
+        objective, wire = build_objective(ForwardKLConfig()), getattr(torch, dtype)
+        self.learner = Learner(Rank(model, objective, train, torch.device("cpu"), wire_dtype=wire))
+        self.publisher = Publisher(
+            self.learner.named_weights,
+            lambda: GlooSender("127.0.0.1", 60.0, 1 << 18),
+            digests=True,
+        )
+        rows = held_rows(model.config.vocab_size, 128)
+        self.trainer = TrainerStage(
+            self.learner,
+            self.publisher,
+            cast(Any, None),
+            max_version_lag=None,
+            model_dir=str(path),
+            held_rows=rows,
+        )
+        kwargs = engine_kwargs(
+            EngineConfig(dtype=dtype, max_num_seqs=16, cpu_kv_cache_mib=64),
+            model=str(path),
+            device="cpu",
+            tensor_parallel=1,
+            seed=0,
+            trust_remote_code=False,
+        )
+        queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
+        replica_module.EXTENSION = WORKER
+        self.replicas = [
+            StudentReplica(
+                StudentEngineSpec(
+                    f"student/{index}", kwargs, SamplingSpec(8, 1.0, 1.0, 1), (), "gloo"
+                ),
+                queue,
+            )
+            for index in range(replicas)
+        ]
+        named = {f"student/{i}": replica for i, replica in enumerate(self.replicas)}
+        supervision = SupervisionConfig(max_restarts=1 << 20, delay_s=1e-6)
+        policy = Policy[Any](supervision=supervision, rebuild=self._rebuilt)
+        self.members: MemberSet[Any] = MemberSet("rollout", named, policy)
+        self.freshness = Freshness(every=1)
+        self.sync = BroadcastSync(
+            self.trainer,
+            self.members,
+            [1] * replicas,
+            on_sync="keep",
+            timeout_s=120.0,
+            freshness=self.freshness,
+        )
+        self.version = 0
+
+    def move(self, step: float = STEP) -> None:
+        """Moves each weight by ``step``, up or down, as AdamW does at this learning rate."""
+        with torch.no_grad():
+            for weight in self.model.parameters():
+                weight.add_(torch.randn_like(weight).sign_(), alpha=step)
+
+    def train_away(self) -> None:
+        """Moves norms and biases far from their first values."""
+        with torch.no_grad():
+            for name, weight in self.model.named_parameters():
+                if weight.ndim == 1:
+                    weight.add_(torch.randn_like(weight), alpha=0.5 if "bias" in name else 0.3)
+
+    async def push(self) -> dict[str, float]:
+        """A sync of the current weights; its metrics."""
+        self.version += 1
+        await self.sync.snapshot(self.version)
+        return (await self.sync.push()).metrics
+
+    @property
+    def failures(self) -> dict[str, Exception]:
+        """Why members were ejected."""
+        return {m.name: m.failure for m in self.members.all if m.failure is not None}
+
+    async def mend(self) -> None:
+        """The ejected members join again, with the same engines and a snapshot of now."""
+        if self.failures:
+            self.version += 1
+            await self.sync.snapshot(self.version)
+        for member in self.members.all:
+            if member.state is State.EJECTED:
+                await self.members.mend(member)
+
+    async def _rebuilt(self, member: Member[Any]) -> Any:
+        replica = self.replicas[member.index]
+        await replica._engine.collective_rpc("finish_refused_update")
+        await self.sync.rejoin(member.index, replica, 1)
+        return replica
+
+
+@asynccontextmanager
+async def world(path: Path, dtype: str, replicas: int = 1) -> AsyncIterator[World]:
+    """A connected world, whose engines still have the first values."""
+    made = World(path, dtype, replicas)
+    try:
+        for replica in made.replicas:
+            await replica.ready()
+        await made.sync.connect()
+        made.train_away()
+        yield made
+    finally:
+        for replica in made.replicas:
+            await replica.shutdown()

@@ -1,0 +1,85 @@
+"""Updates that go wrong between the trainer and a real engine are found, and the replica rebuilt.
+
+The short form of ``python -m benchmarks.freshness``: one engine, each fault once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import pytest
+
+import tests.engines  # noqa: F401 - the environment, before vllm is imported
+from benchmarks.freshness_faults import FAULTS, shown
+from benchmarks.freshness_world import make_student, world
+
+pytestmark = pytest.mark.engine
+
+OF_ROWS = ("two swapped", "norm left out", "bias left out", "scaled matrix", "false version")
+OF_RECEIVED = ("old snapshot", "wrong dtype", "truncated chunk")
+
+
+@dataclass
+class Found:
+    """Reasons by fault, and how many rebuilds followed.
+
+    ``afterwards`` is the difference of a sync without a fault, in bounds; ``learned`` counts the
+    parameters that are known to be sent tensors.
+    """
+
+    reasons: dict[str, str]
+    rebuilds: int
+    afterwards: float
+    learned: float
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
+    path = make_student(tmp_path_factory.mktemp("student"))
+
+    async def run() -> Found:
+        async with world(path, "float32") as w:
+            await w.push()
+            reasons = await shown(w)
+            w.move()
+            metrics = await w.push()
+            return Found(
+                reasons,
+                w.members.rebuilds,
+                metrics["sync/freshness_nats"] / metrics["sync/freshness_limit_nats"],
+                metrics["sync/learned_parameters"],
+            )
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_found_within_one_sync(found: Found, fault: str) -> None:
+    assert fault in found.reasons
+
+
+@pytest.mark.parametrize("fault", OF_ROWS)
+def test_other_weights_in_the_engine_change_log_probabilities(found: Found, fault: str) -> None:
+    assert "its log-probabilities of held rows differ" in found.reasons[fault]
+
+
+@pytest.mark.parametrize("fault", OF_RECEIVED)
+def test_other_bytes_on_the_way_are_found_before_the_replica_generates(
+    found: Found, fault: str
+) -> None:
+    assert "was given other tensors than the trainer sent" in found.reasons[fault]
+
+
+def test_a_tensor_that_is_not_sent_is_the_trainers_fault(found: Found) -> None:
+    assert "the trainer sends other tensors" in found.reasons["dropped tensor"]
+
+
+def test_a_replica_whose_update_was_ignored_is_rebuilt_and_then_fresh(found: Found) -> None:
+    assert found.rebuilds == len(FAULTS) - 1  # the dropped tensor is no replica's fault
+    assert found.afterwards < 1
+
+
+def test_every_parameter_of_the_engine_is_known_to_be_sent_tensors(found: Found) -> None:
+    """Embedding and norms as they are; the tied head, biases and matrices as they are packed."""
+    assert found.learned == 20

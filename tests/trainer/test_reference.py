@@ -1,0 +1,114 @@
+"""The log-probabilities that replicas are compared with, and how much rounding changes them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from async_opd.weight_sync.freshness import held_rows
+from async_opd.weight_sync.layout import Reference
+from tests.engines import reference_logprobs
+from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Rank
+from trainer.student import reference as reference_module
+from trainer.student.reference import ROUNDING, Jitter
+
+CPU = torch.device("cpu")
+ROWS = held_rows(VOCABULARY, 60)
+
+
+def learner(model: Any, dtype: str = "float32") -> Learner:
+    train = TrainConfig(lr=1e-2, dtype=dtype, tokens_per_micro_batch=64)  # type: ignore[arg-type]
+    return Learner(Rank(model, build_objective(ForwardKLConfig()), train, CPU))
+
+
+def own(model: Any) -> np.ndarray:
+    """Log-probabilities of the rows, one after the other, from the model itself."""
+    tables = [reference_logprobs(model, ids[:1], ids[1:]) for ids in ROWS]
+    found = (t[np.arange(len(t)), ids[1:]] for t, ids in zip(tables, ROWS, strict=True))
+    return np.concatenate(list(found))
+
+
+def spread(model: Any) -> Any:
+    """A model whose rows are not all equally probable."""
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(3)
+    return model
+
+
+def test_the_log_probabilities_are_the_models_own() -> None:
+    model = spread(tiny_model())
+    found = learner(model).reference(ROWS)
+    np.testing.assert_allclose(np.concatenate(found.logprobs), own(model), atol=1e-5)
+
+
+def test_they_are_those_of_the_weights_after_a_step() -> None:
+    model = spread(tiny_model())
+    made = learner(model)
+    before = made.reference(ROWS)
+    made.train_batch([random_sample(0, 5, k=6)])
+    found = np.concatenate(made.reference(ROWS).logprobs)
+    np.testing.assert_allclose(found, own(model), atol=1e-5)
+    assert np.abs(found - np.concatenate(before.logprobs)).mean() > 1e-3
+
+
+def test_temperature_and_loss_of_the_run_do_not_matter() -> None:
+    model = spread(tiny_model())
+    objective = build_objective(ForwardKLConfig(), temperature=0.5)
+    found = Rank(model, objective, TrainConfig(), CPU).reference(ROWS)
+    np.testing.assert_allclose(np.concatenate(found.logprobs), own(model), atol=1e-5)
+
+
+def test_the_random_state_of_training_is_untouched() -> None:
+    made = learner(tiny_model())
+    before = torch.get_rng_state()
+    made.reference(ROWS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_no_gradient_and_no_hook_stays_behind() -> None:
+    model = tiny_model()
+    first, second = (learner(model).reference(ROWS) for _ in range(2))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert all(not module._forward_hooks for module in model.modules())
+    assert same(first, second)
+
+
+def same(one: Reference, other: Reference) -> bool:
+    pairs = zip(one.logprobs, other.logprobs, strict=True)
+    return one.noise == other.noise and all(np.array_equal(a, b) for a, b in pairs)
+
+
+def test_the_noise_is_in_proportion_to_the_relative_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured with errors a quarter as large, noise per error is the same within a tenth."""
+    made = learner(spread(tiny_model()))
+    coarse = made.reference(ROWS).noise
+    monkeypatch.setattr(reference_module, "JITTER", reference_module.JITTER / 4)
+    assert made.reference(ROWS).noise == pytest.approx(coarse, rel=0.1)
+
+
+def test_rounding_the_weights_to_bfloat16_changes_no_more_than_some_roundings() -> None:
+    model = spread(tiny_model())
+    found = learner(model).reference(ROWS)
+    rounded = model.to(torch.bfloat16).float()
+    distance = np.abs(own(rounded) - np.concatenate(found.logprobs)).mean()
+    assert 0.05 < distance / (found.noise * ROUNDING[torch.bfloat16]) < 5
+
+
+def test_the_rounding_is_that_of_the_computation() -> None:
+    assert learner(tiny_model()).reference(ROWS).rounding == 2.0**-24
+    assert learner(tiny_model(), "bfloat16").reference(ROWS).rounding == 2.0**-8
+
+
+def test_jitter_keeps_dtype_and_zeros() -> None:
+    moved = Jitter.of(CPU)(torch.tensor([0.0, 1.0], dtype=torch.bfloat16))
+    assert moved.dtype == torch.bfloat16
+    assert moved[0] == 0

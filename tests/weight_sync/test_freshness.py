@@ -1,0 +1,413 @@
+"""Which replicas are found stale, when they are compared, and what follows; on fakes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.config.reliability import SupervisionConfig
+from async_opd.core.errors import StaleWeights, WeightSyncError
+from async_opd.core.stages import Progress
+from async_opd.processes.members import Member, MemberSet, Policy
+from async_opd.weight_sync.coordinator import BroadcastSync
+from async_opd.weight_sync.freshness import (
+    FIRST_RATIO,
+    LENGTHS,
+    MARGIN,
+    Evidence,
+    Freshness,
+    held_rows,
+    refuse_other_digests,
+)
+from async_opd.weight_sync.layout import Reference, Rendezvous, WeightMeta
+
+ROWS = held_rows(100, 128)
+UNIT = 0.01
+"""Noise of one rounding in nats: noise 1.28 at a rounding of 2^-7."""
+
+
+def reference() -> Reference:
+    """Of rows whose tokens all have a probability of 1/e."""
+    logprobs = tuple(np.full(len(ids) - 1, -1.0, np.float32) for ids in ROWS)
+    return Reference(ROWS, logprobs, noise=1.28, rounding=2.0**-24)
+
+
+META = WeightMeta(
+    ("norm", "matrix"),
+    ("float32", "float32"),
+    ((2,), (2, 2)),
+    (4, 4),
+    digests=("n1", "m1"),
+    reference=reference(),
+)
+
+
+def evidence(nats: float = 0.001, **loaded: str) -> Evidence:
+    """Of a replica whose log-probabilities differ by so much."""
+    logprobs = tuple(np.full(len(ids) - 1, -1.0 - nats, np.float32) for ids in ROWS)
+    return Evidence(logprobs, (loaded or {"norm": "n1", "packed": "p1"},), 2.0**-7)
+
+
+# ── rows ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(vocabulary=st.integers(2, 200_000), longest=st.integers(2, 4096))
+def test_held_rows_are_tokens_of_the_model_and_fit_the_engine(
+    vocabulary: int, longest: int
+) -> None:
+    rows = held_rows(vocabulary, longest)
+    assert all(2 <= len(ids) <= max(longest, 2) for ids in rows)
+    assert all(0 <= ids.min() <= ids.max() < vocabulary for ids in rows)
+
+
+@pytest.mark.parametrize("vocabulary", [1_000, 151_936])
+def test_every_sixteenth_of_the_vocabulary_has_tokens_in_the_rows(vocabulary: int) -> None:
+    ids = np.concatenate(held_rows(vocabulary, 128))
+    assert set(ids * 16 // vocabulary) == set(range(16))
+
+
+# ── log-probabilities ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_replica_within_rounding_is_fresh() -> None:
+    verdict = Freshness(1).judge(META, {0: evidence(UNIT)})
+    assert verdict.stale == {}
+    assert verdict.metrics["sync/student/0/freshness_nats"] == pytest.approx(UNIT, rel=1e-4)
+
+
+def test_the_metric_is_the_largest_difference_of_the_replicas() -> None:
+    verdict = Freshness(1).judge(META, {0: evidence(0.001), 1: evidence(0.002)})
+    assert verdict.metrics["sync/freshness_nats"] == pytest.approx(0.002, rel=1e-3)
+
+
+def test_a_first_difference_beyond_any_rounding_is_stale() -> None:
+    verdict = Freshness(1).judge(META, {0: evidence(1.1 * FIRST_RATIO * UNIT)})
+    assert "differ from the trainer's by 0.352 nats" in str(verdict.stale[0])
+
+
+def test_the_first_sync_measures_the_bound_of_the_later_ones() -> None:
+    freshness, first = Freshness(1), 2 * UNIT
+    freshness.judge(META, {0: evidence(first)})
+    assert freshness.judge(META, {0: evidence(0.9 * MARGIN * first)}).stale == {}
+    assert list(freshness.judge(META, {0: evidence(1.1 * MARGIN * first)}).stale) == [0]
+
+
+def test_one_rounding_is_never_stale_however_exact_the_first_sync_was() -> None:
+    freshness = Freshness(1)
+    freshness.judge(META, {0: evidence(0.0)})
+    assert freshness.judge(META, {0: evidence(0.99 * UNIT)}).stale == {}
+
+
+def test_at_the_first_sync_the_nearest_replica_bounds_the_others() -> None:
+    verdict = Freshness(1).judge(META, {0: evidence(UNIT), 1: evidence(5 * UNIT)})
+    assert list(verdict.stale) == [1]
+
+
+def test_the_bound_grows_with_the_noise_of_the_weights() -> None:
+    freshness = Freshness(1)
+    freshness.judge(META, {0: evidence(UNIT)})
+    noisier = replace(META, reference=replace(reference(), noise=12.8))
+    assert freshness.judge(noisier, {0: evidence(30 * UNIT)}).stale == {}
+
+
+@pytest.mark.parametrize("broken", [np.nan, np.inf])
+def test_log_probabilities_that_are_no_numbers_are_stale(broken: float) -> None:
+    assert list(Freshness(1).judge(META, {0: evidence(broken)}).stale) == [0]
+
+
+def test_rows_of_other_lengths_are_stale() -> None:
+    cut = evidence()
+    cut = replace(cut, logprobs=cut.logprobs[:-1])
+    assert list(Freshness(1).judge(META, {0: cut}).stale) == [0]
+
+
+def test_no_replica_is_blamed_for_a_broken_trainer() -> None:
+    broken = replace(reference(), noise=float("nan"))
+    with pytest.raises(WeightSyncError, match="trainer's own log-probabilities"):
+        Freshness(1).judge(replace(META, reference=broken), {0: evidence()})
+
+
+# ── digests ────────────────────────────────────────────────────────────────────────────────────
+
+SENT = {"norm": "n1", "matrix": "m1"}
+
+
+def test_equal_digests_in_every_worker_are_accepted() -> None:
+    refuse_other_digests("student/0", META, [SENT, SENT])
+
+
+@pytest.mark.parametrize(
+    ("received", "said"),
+    [
+        ({}, "norm is missing, matrix is missing"),
+        ({"norm": "n1"}, "matrix is missing"),
+        ({"norm": "n1", "matrix": "m0"}, "matrix differs"),
+        (SENT | {"head": "h"}, "head was not sent"),
+    ],
+)
+def test_other_digests_in_one_worker_are_stale(received: dict[str, str], said: str) -> None:
+    with pytest.raises(StaleWeights, match=f"worker 1 was given other tensors .* sent: {said}"):
+        refuse_other_digests("student/0", META, [SENT, received])
+
+
+def test_a_parameter_that_was_equal_to_the_sent_one_has_to_stay_so() -> None:
+    freshness = Freshness(1)
+    freshness.judge(META, {0: evidence()})
+    later = replace(META, digests=("n2", "m2"))
+    assert "other weights than were sent: norm" in str(
+        freshness.judge(later, {0: evidence(norm="n1", packed="p2")}).stale[0]
+    )
+
+
+def test_a_parameter_that_the_engine_keeps_in_another_form_is_not_compared_with_the_sent() -> None:
+    freshness = Freshness(1)
+    freshness.judge(META, {0: evidence(norm="n1", matrix="transposed")})
+    assert freshness.judge(META, {0: evidence(norm="n1", matrix="again")}).stale == {}
+
+
+def test_a_parameter_unlike_that_of_the_other_replicas_is_stale() -> None:
+    freshness = Freshness(1)
+    same = {index: evidence() for index in range(3)}
+    freshness.judge(META, same)
+    verdict = freshness.judge(META, same | {1: evidence(norm="n1", packed="p0")})
+    assert "differ from those of the other replicas: packed" in str(verdict.stale[1])
+    assert list(verdict.stale) == [1]
+
+
+def test_of_two_replicas_the_farther_one_is_the_one_that_differs() -> None:
+    freshness = Freshness(1)
+    freshness.judge(META, {0: evidence(), 1: evidence()})
+    other = evidence(0.002, norm="n1", packed="p0")
+    assert list(freshness.judge(META, {0: other, 1: evidence(0.001)}).stale) == [0]
+
+
+def test_parameters_that_differ_from_the_first_are_no_weights_and_left_out() -> None:
+    freshness = Freshness(1)
+    two = {index: evidence(norm="n1", padding=f"garbage {index}") for index in range(2)}
+    assert freshness.judge(META, two).stale == {}
+    assert freshness.judge(META, two).stale == {}
+
+
+def test_the_trainer_may_not_leave_out_a_tensor_that_it_has_sent_before() -> None:
+    freshness = Freshness(1)
+    freshness.refuse_other_names(META)
+    with pytest.raises(WeightSyncError, match="other tensors than at its first sync: norm is miss"):
+        freshness.refuse_other_names(replace(META, names=("matrix",)))
+
+
+async def test_a_snapshot_without_a_tensor_is_never_sent() -> None:
+    world = World(Receiver())
+    await world.push(1)
+    names = replace(META, names=("norm",))
+    world.sender.snapshot = lambda version, compare=False: _answer(names)  # type: ignore
+    with pytest.raises(WeightSyncError, match="matrix is missing"):
+        await world.sync.snapshot(2)
+    assert world.sync.newest is not None
+    assert world.sync.newest[0] == 1
+
+
+async def _answer(meta: WeightMeta) -> WeightMeta:
+    return meta
+
+
+# ── when ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_first_sync_and_every_nth_after_it_are_compared() -> None:
+    freshness, due = Freshness(3), []
+    for _ in range(8):
+        due.append(freshness.due())
+        if due[-1]:
+            freshness.judge(META, {0: evidence()})
+    assert due == [True, False, False, True, False, False, True, False]
+
+
+def test_a_sync_without_a_comparison_leaves_the_next_one_due() -> None:
+    freshness = Freshness(3)
+    assert [freshness.due(), freshness.due()] == [True, True]
+
+
+def test_a_stale_replica_leaves_the_next_sync_due() -> None:
+    freshness = Freshness(3)
+    freshness.due()
+    freshness.judge(META, {0: evidence(np.inf)})
+    assert freshness.due()
+
+
+# ── the sync ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Sender:
+    """Counts versions; snapshots that are due have a reference."""
+
+    def __init__(self) -> None:
+        self.compared: list[bool] = []
+
+    async def open(self, group: int, world_size: int, connected: Any = ()) -> Rendezvous:
+        return Rendezvous("host", 1, world_size, 1.0, 1, b"secret")
+
+    async def connect(self, group: int) -> None: ...
+
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
+        self.compared.append(compare)
+        return META if compare else replace(META, reference=None)
+
+    async def send(self, group: int) -> float:
+        return 0.0
+
+
+@dataclass
+class Receiver:
+    """A replica: ``nats`` from the trainer; ``altered`` on its way, or silent."""
+
+    nats: float = 0.0
+    altered: bool = False
+    silent: bool = False
+    paused: bool = False
+    asked: list[bool] = field(default_factory=list)
+
+    async def alive(self) -> None: ...
+
+    async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None: ...
+
+    async def progress(self) -> Progress:
+        return Progress(0, 0)
+
+    async def pause(self, on_sync: str) -> None:
+        self.paused = True
+
+    async def receive(self, meta: WeightMeta) -> None:
+        if self.altered:
+            raise StaleWeights("student", "worker 0 was given other tensors")
+
+    async def finish(self, version: int) -> None: ...
+
+    async def resume(self) -> None:
+        self.paused = False
+
+    async def evidence(self, rows: Any) -> Evidence:
+        self.asked.append(self.paused)
+        if self.silent:
+            await asyncio.Event().wait()
+        return evidence(self.nats)
+
+
+class World:
+    """A sync to receivers, compared every second time."""
+
+    def __init__(self, *receivers: Receiver, on_stale: Any = "rebuild", every: int = 2) -> None:
+        named = {f"student/{index}": one for index, one in enumerate(receivers)}
+        policy = Policy[Any](supervision=SupervisionConfig(max_restarts=1))
+        self.members: MemberSet[Any] = MemberSet("rollout", named, policy)
+        self.sender = Sender()
+        self.sync = BroadcastSync(
+            self.sender,
+            self.members,
+            [1] * len(receivers),
+            on_sync="keep",
+            timeout_s=0.2,
+            freshness=Freshness(every, on_stale),
+        )
+
+    async def push(self, version: int = 1) -> dict[str, float]:
+        await self.sync.snapshot(version)
+        return (await self.sync.push()).metrics
+
+    async def rejoin(self, newcomer: Receiver) -> None:
+        """Member 0 is rebuilt. Raises why it is not."""
+
+        async def rebuild(member: Member[Any]) -> Receiver:
+            await self.sync.rejoin(member.index, newcomer, 1)
+            return newcomer
+
+        self.members.policy = Policy[Any](
+            supervision=SupervisionConfig(max_restarts=1), rebuild=rebuild, needed=99
+        )
+        member = self.members.all[0]
+        self.members.fail(member, member.incarnation, RuntimeError("it died"))
+        await self.members.mend(member)
+
+
+async def test_replicas_are_asked_while_they_generate() -> None:
+    receiver = Receiver()
+    await World(receiver).push()
+    assert receiver.asked == [False]
+
+
+async def test_a_sync_that_is_not_due_asks_nobody() -> None:
+    receiver = Receiver()
+    world = World(receiver)
+    for version in range(3):
+        metrics = await world.push(version)
+    assert world.sender.compared == [True, False, True]
+    assert len(receiver.asked) == 2
+    assert metrics["sync/stale_replicas"] == 0
+
+
+async def test_a_stale_replica_is_ejected_with_the_difference_and_the_others_go_on() -> None:
+    world = World(Receiver(), Receiver(nats=9.0))
+    metrics = await world.push()
+    assert [member.name for member in world.members.serving] == ["student/0"]
+    assert "by 9 nats" in str(world.members["student/1"].failure)
+    assert metrics["sync/stale_replicas"] == 1
+
+
+async def test_a_replica_that_was_given_other_tensors_is_ejected_and_never_resumed() -> None:
+    altered = Receiver(altered=True)
+    world = World(Receiver(), altered)
+    metrics = await world.push()
+    assert [member.name for member in world.members.serving] == ["student/0"]
+    assert altered.paused
+    assert metrics["sync/stale_replicas"] == 1
+
+
+@pytest.mark.parametrize("stale", [Receiver(nats=9.0), Receiver(altered=True)])
+async def test_with_stop_a_stale_replica_ends_the_run(stale: Receiver) -> None:
+    world = World(Receiver(), stale, on_stale="stop")
+    with pytest.raises(StaleWeights, match="student"):
+        await world.push()
+
+
+async def test_a_replica_that_scores_no_rows_in_time_is_ejected_and_not_called_stale() -> None:
+    world = World(Receiver(), Receiver(silent=True), on_stale="stop")
+    metrics = await world.push()
+    assert "no new token for 0.2 s" in str(world.members["student/1"].failure)
+    assert metrics["sync/stale_replicas"] == 0
+
+
+async def test_who_rejoins_is_compared_before_it_serves() -> None:
+    world = World(Receiver(), Receiver())
+    await world.push()
+    newcomer = Receiver()
+    await world.rejoin(newcomer)
+    assert newcomer.asked == [False]
+
+
+async def test_who_rejoins_stale_does_not_serve() -> None:
+    world = World(Receiver(), Receiver())
+    await world.push()
+    with pytest.raises(StaleWeights):
+        await world.rejoin(Receiver(nats=9.0))
+    assert [member.name for member in world.members.serving] == ["student/1"]
+
+
+async def test_the_sync_after_a_rejoin_without_a_comparison_is_due() -> None:
+    world = World(Receiver(), every=100)
+    await world.push(1)
+    await world.push(2)
+    newcomer = Receiver()
+    await world.rejoin(newcomer)
+    assert newcomer.asked == []
+    await world.push(3)
+    assert world.sender.compared == [True, False, True]
+    assert newcomer.asked == [False]
+
+
+def test_the_rows_have_128_tokens() -> None:
+    assert sum(LENGTHS) == 128

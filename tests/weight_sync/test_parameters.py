@@ -1,0 +1,103 @@
+"""Which parameters are which sent tensors: learned from digests, and held to from then on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.weight_sync.digests import Digests, joined
+from async_opd.weight_sync.parameters import PACKED, LearnedParameters
+
+Q, K, V, OUT = (f"l.0.attn.{name}_proj.weight" for name in "qkvo")
+QKV = "l.0.attn.qkv_proj.weight"
+
+
+def digests(**tensors: torch.Tensor) -> dict[str, str]:
+    found = Digests(torch)
+    for name, tensor in tensors.items():
+        found.add(name, tensor)
+    return found.values()
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    """Of an attention layer; query has more heads than key and value."""
+    draw = torch.Generator().manual_seed(seed)
+    rows = {Q: 8, K: 4, V: 4, OUT: 8}
+    return {name: torch.randn(count, 6, generator=draw) for name, count in rows.items()}
+
+
+def fused(sent: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([sent[Q], sent[K], sent[V]])
+
+
+@given(
+    rows=st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    width=st.sampled_from([(), (2,), (3, 4)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_digest_of_joined_tensors_follows_from_those_of_the_parts(
+    rows: list[int], width: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    parts = [torch.randn(count * 2, *width).to(dtype) for count in rows]
+    found = digests(**{str(i): part for i, part in enumerate(parts)})
+    assert joined(list(found.values())) == digests(whole=torch.cat(parts))["whole"]
+
+
+def test_parts_that_do_not_fit_have_no_joined_digest() -> None:
+    found = digests(a=torch.ones(2, 3), b=torch.ones(2, 4), c=torch.ones(2, 3).half())
+    assert joined([found["a"], found["b"]]) is None
+    assert joined([found["a"], found["c"]]) is None
+
+
+def test_a_part_that_ends_within_a_word_has_no_joined_digest() -> None:
+    odd = digests(a=torch.ones(3, dtype=torch.bfloat16))["a"]
+    assert joined([odd, odd]) is None
+
+
+@pytest.mark.parametrize("prefix", ["", PACKED])
+def test_a_joined_parameter_has_to_follow_its_tensors(prefix: str) -> None:
+    learned, first, later = LearnedParameters(), weights(0), weights(1)
+    place = (0, prefix + QKV)
+    learned.learn({place: digests(w=fused(first))["w"]}, digests(**first))
+    assert learned.sources == {place: (Q, K, V)}
+    now = {place: digests(w=fused(later))["w"]}
+    assert learned.wrong(now, digests(**later)) == []
+    half = fused(later | {K: first[K]})
+    assert learned.wrong({place: digests(w=half)["w"]}, digests(**later)) == [prefix + QKV]
+
+
+def test_a_parameter_that_is_gone_or_whose_tensor_is_not_sent_is_wrong() -> None:
+    learned, sent = LearnedParameters(), weights(0)
+    found = {(0, OUT): digests(w=sent[OUT])["w"]}
+    learned.learn(found, digests(**sent))
+    assert learned.wrong({}, digests(**sent)) == [OUT]
+    del sent[OUT]
+    assert learned.wrong(found, digests(**sent)) == [OUT]
+
+
+def test_a_tied_head_is_learned_from_the_embedding() -> None:
+    learned = LearnedParameters()
+    sent = digests(**{"embed.weight": torch.ones(4, 2), "norm.weight": torch.ones(2)})
+    learned.learn({(0, f"{PACKED}head.weight"): sent["embed.weight"]}, sent)
+    assert learned.sources == {(0, f"{PACKED}head.weight"): ("embed.weight",)}
+
+
+def test_equal_tensors_explain_a_parameter_twice_and_it_is_learned_later() -> None:
+    """The biases of a new model are all zero: their order in the joined one is unknown."""
+    learned = LearnedParameters()
+    zeros = {f"a.{name}.bias": torch.zeros(4) for name in "qkv"}
+    place = (0, "a.qkv.bias")
+    learned.learn({place: digests(w=torch.zeros(12))["w"]}, digests(**zeros))
+    assert learned.sources == {}
+    trained = {name: torch.randn(4) for name in zeros}
+    learned.learn({place: digests(w=torch.cat(list(trained.values())))["w"]}, digests(**trained))
+    assert learned.sources == {place: tuple(zeros)}
+
+
+def test_a_tensor_that_is_sent_under_the_name_is_explained_by_no_other() -> None:
+    learned = LearnedParameters()
+    sent = digests(**{"a.norm.weight": torch.ones(4), "b.norm.weight": torch.zeros(4)})
+    learned.learn({(0, "a.norm.weight"): sent["b.norm.weight"]}, sent)
+    assert learned.sources == {}
