@@ -15,8 +15,6 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-import numpy as np
-import torch
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer.base import (
@@ -31,7 +29,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.utils import CoreEngineProcManager
 
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
-from async_opd.core.samples import Float32, Int32, Prompt, Rollout
+from async_opd.core.samples import Int32, Prompt, Rollout
 from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import fitted, sleep_level
@@ -39,10 +37,11 @@ from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import gather_or_cancel, race
-from async_opd.weight_sync.freshness import LENGTHS, Evidence, refuse_other_digests
+from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher
 from rollouter.freshness_worker import EXTENSION
+from rollouter.held_rows import held_logprobs, rounding_of, with_seats
 from rollouter.outputs import rollout_of
 from rollouter.rewards import RewardGrader
 from rollouter.rollout_worker import RolloutWorker
@@ -60,9 +59,6 @@ PAUSE = {
 engine computes their KV cache again from their tokens, with the new weights."""
 
 
-HELD_ROWS = len(LENGTHS)
-QUANTIZED_ROUNDING = 2.0**-4
-"""Largest relative error of one rounding to a number of 3 bits after the point, such as float8."""
 COUNTERS = ("tokens", "request_s", "paused_s")
 
 
@@ -72,11 +68,10 @@ class StudentReplica:
     def __init__(self, spec: StudentEngineSpec, queue: Queue) -> None:
         register()
         self._transport = transport(spec.transfer_backend)
-        kwargs = spec.kwargs
-        if kwargs["max_num_seqs"] > 1:  # held rows seldom wait for a response; see ADR 13
-            kwargs = kwargs | {"max_num_seqs": kwargs["max_num_seqs"] + HELD_ROWS}
         args = AsyncEngineArgs(
-            **fitted(kwargs, spec.beside, current_platform.get_device_total_memory),
+            **fitted(
+                with_seats(spec.kwargs), spec.beside, current_platform.get_device_total_memory
+            ),
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(backend=self._transport.BACKEND),
             logprobs_mode="processed_logprobs",
@@ -255,8 +250,7 @@ class StudentReplica:
                 self._mixed = str(error)
             raise TransferAborted(self._spec.name, str(error)) from error
         if meta.digests:
-            received = await self._rpc("received_digests")
-            refuse_other_digests(self._spec.name, meta, received)
+            refuse_other_digests(self._spec.name, meta, await self._rpc("received_digests"))
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""
@@ -282,36 +276,17 @@ class StudentReplica:
 
     async def evidence(self, rows: Sequence[Int32]) -> Evidence:
         """Log-probabilities of the rows under the current weights, and digests of these."""
-        logprobs = await asyncio.gather(*(self._prompt_logprobs(ids) for ids in rows))
-        loaded = await self._rpc("loaded_digests")
-        config = self._engine.vllm_config
-        rounding = QUANTIZED_ROUNDING
-        if config.quant_config is None:
-            rounding = torch.finfo(config.model_config.dtype).eps / 2
-        return Evidence(tuple(logprobs), tuple(loaded), rounding)
-
-    async def _prompt_logprobs(self, ids: Int32) -> Float32:
-        """Log-probabilities of the tokens but the first, at temperature 1; from no cached prefix.
-
-        vLLM reads no cached prefix for a request with ``prompt_logprobs``; the salt makes sure.
-        """
         self._requests += 1
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        salt = f"held {self._syncs} {self._requests}"
-        request = TokensPrompt(prompt_token_ids=ids.tolist(), cache_salt=salt)
         async with self._gate:
             await self._unpaused.wait()
-            answers = self._engine.generate(request, params, f"held#{self._requests}")
-            async for output in answers:
-                if output.finished and output.prompt_logprobs is not None:
-                    found = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
-                    return np.array([row[token].logprob for row, token in found if row], np.float32)
-        raise StageError(self._spec.name, "the engine scored no held row")
+            scoring = held_logprobs(self._engine, rows, f"held#{self._requests}")
+            logprobs = await self._exit_watch.within(scoring)
+        loaded = await self._rpc("loaded_digests")
+        return Evidence(logprobs, tuple(loaded), rounding_of(self._engine.vllm_config))
 
     async def _rpc(self, method: str) -> list[dict[str, str]]:
         """Calls a method of FreshnessWorker in every worker of the engine."""
-        calling = self._engine.collective_rpc(method)
-        return list(await self._exit_watch.within(calling))
+        return list(await self._exit_watch.within(self._engine.collective_rpc(method)))
 
     # ── time sharing with colocated teachers ───────────────────────────────────────────────────
 

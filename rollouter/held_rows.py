@@ -1,0 +1,59 @@
+"""How a student engine scores held rows: vLLM's prompt log-probabilities, in seats of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.inputs import TokensPrompt
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Float32, Int32
+from async_opd.waiting.race import gather_or_cancel
+from async_opd.weight_sync.freshness import LENGTHS
+
+QUANTIZED_ROUNDING = 2.0**-4
+"""Largest relative error of one rounding to a number of 3 bits after the point, such as float8."""
+
+
+def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The engine arguments with room for the rows above ``max_num_seqs``: they seldom wait.
+
+    An engine with one seat gets no more: there a response is never computed in another batch than
+    alone, and rows wait for its end.
+    """
+    seats = int(kwargs["max_num_seqs"])
+    most = int(kwargs.get("max_num_batched_tokens") or seats + len(LENGTHS))
+    return kwargs if seats == 1 else kwargs | {"max_num_seqs": min(seats + len(LENGTHS), most)}
+
+
+def rounding_of(config: VllmConfig) -> float:
+    """Largest relative error of one rounding in the engine."""
+    if config.quant_config is not None:
+        return QUANTIZED_ROUNDING
+    return torch.finfo(config.model_config.dtype).eps / 2
+
+
+async def held_logprobs(engine: AsyncLLM, rows: Sequence[Int32], name: str) -> tuple[Float32, ...]:
+    """Log-probabilities of each row's tokens but the first, at temperature 1.
+
+    ``name`` is unique. StageError if the engine ends a request without them.
+    """
+    scoring = (_scored(engine, ids, f"{name}/{index}") for index, ids in enumerate(rows))
+    return tuple(await gather_or_cancel(*scoring))
+
+
+async def _scored(engine: AsyncLLM, ids: Int32, name: str) -> Float32:
+    """Of one row; vLLM reads no cached prefix with ``prompt_logprobs``, the salt makes sure."""
+    params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    request = TokensPrompt(prompt_token_ids=ids.tolist(), cache_salt=name)
+    async for output in engine.generate(request, params, name):
+        if output.finished and output.prompt_logprobs is not None:
+            found = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
+            return np.array([row[token].logprob for row, token in found if row], np.float32)
+    raise StageError("student", f"the engine ended the held row {name} without its scores")
