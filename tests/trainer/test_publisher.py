@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.publisher import Publisher
 
@@ -86,3 +88,14 @@ def test_without_a_gpu_there_is_nothing_to_wait_for(monkeypatch: pytest.MonkeyPa
     made.snapshot()
     made.send(0)
     assert order == ["copy a", "copy b", "read"]
+
+
+def test_a_snapshot_has_the_digests_of_its_tensors_where_they_are_wanted() -> None:
+    weights = [("a", torch.ones(2)), ("b", torch.zeros(3))]
+    expected = Digests(torch)
+    deque(expected.add_all(iter(weights)), maxlen=0)
+    publisher = Publisher(lambda: iter(weights), lambda: Transport([]), digests=True)
+    assert publisher.snapshot().digests == tuple(expected.values().values())
+    assert publisher.meta.digests == publisher.snapshot().digests
+    without = Publisher(lambda: iter(weights), lambda: Transport([]))
+    assert without.snapshot().digests == ()

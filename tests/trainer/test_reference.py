@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -16,7 +16,9 @@ from tests.engines import reference_logprobs
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.publisher import Publisher
 from trainer.rank import Rank
+from trainer.stage import TrainerStage
 from trainer.student import reference as reference_module
 from trainer.student.reference import ROUNDING, Jitter
 
@@ -112,3 +114,43 @@ def test_jitter_keeps_dtype_and_zeros() -> None:
     moved = Jitter.of(CPU)(torch.tensor([0.0, 1.0], dtype=torch.bfloat16))
     assert moved.dtype == torch.bfloat16
     assert moved[0] == 0
+
+
+def stage(made: Learner, rows: Any = ROWS) -> TrainerStage:
+    """A training stage without a queue."""
+    publisher = Publisher(made.named_weights, cast(Any, None), digests=True)
+    queue: Any = None
+    return TrainerStage(made, publisher, queue, max_version_lag=None, model_dir="", held_rows=rows)
+
+
+async def test_a_snapshot_that_is_compared_has_the_reference_of_what_is_sent() -> None:
+    model = spread(tiny_model())
+    made = learner(model)
+    meta = await stage(made).snapshot(3, compare=True)
+    made.train_batch([random_sample(0, 5, k=6)])
+    assert meta.reference is not None
+    sent = spread(tiny_model())
+    np.testing.assert_allclose(np.concatenate(meta.reference.logprobs), own(sent), atol=1e-5)
+    assert len(meta.digests) == len(meta.names)
+
+
+@pytest.mark.parametrize(("rows", "compare"), [(ROWS, False), ((), True)])
+async def test_a_snapshot_that_is_not_compared_has_no_reference(rows: Any, compare: bool) -> None:
+    meta = await stage(learner(tiny_model()), rows).snapshot(3, compare)
+    assert meta.reference is None
+
+
+async def test_no_weight_changes_between_the_copies_and_their_reference() -> None:
+    """Both are made under the lock that a step takes."""
+    made = learner(tiny_model())
+    training = stage(made)
+    locked: list[bool] = []
+    reference = made.reference
+
+    def noted(rows: Any) -> Reference:
+        locked.append(training._weights.locked())
+        return reference(rows)
+
+    made.reference = noted  # type: ignore[method-assign]
+    await training.snapshot(1, compare=True)
+    assert locked == [True]
