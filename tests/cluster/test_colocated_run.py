@@ -1,4 +1,4 @@
-"""A run whose two teachers take turns with the student's engine."""
+"""Runs whose two teachers take turns with the student's engine, or with the trainer."""
 
 from __future__ import annotations
 
@@ -12,12 +12,21 @@ from tests.cluster.test_run import Run, Running
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
+WORK = {"rollout": "generate", "train": "train"}
+"""What each host of colocated teachers does, as trace.json names it."""
+
+
+@pytest.fixture(scope="module", params=WORK)
+def host(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def shared(host: str, tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "shared",
         *(f"teachers.{name}.placement=colocated" for name in ("sort", "reverse")),
-        *(f"teachers.{name}.with=rollout" for name in ("sort", "reverse")),
+        *(f"teachers.{name}.with={host}" for name in ("sort", "reverse")),
         *("eval.every=0", "log.wandb=off"),
     )
     return running.end()
@@ -32,16 +41,16 @@ def test_the_teachers_answer_their_tasks_in_their_turns(shared: Run) -> None:
         assert shared.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
 
 
-def test_the_student_and_its_teachers_never_work_at_the_same_time(shared: Run) -> None:
+def test_a_host_and_its_teachers_never_work_at_the_same_time(host: str, shared: Run) -> None:
     events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
     work = [
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
-        if event.get("ph") == "X" and event["name"] in ("generate", "score")
+        if event.get("ph") == "X" and event["name"] in (WORK[host], "score")
     ]
     work.sort()
     late = [
         (one, two) for one, two in itertools.pairwise(work) if one[2] != two[2] and two[0] < one[1]
     ]
-    assert work
+    assert {name for _, _, name in work} == {WORK[host], "score"}
     assert late == []
