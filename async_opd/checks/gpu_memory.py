@@ -85,6 +85,21 @@ def faults(
                 yield tenant.key, f"{fault}\n{_shown(tenants, total)}", REMEDY
 
 
+def notes(config: RunConfig, total: int, sizes: Sizes = ModelSize.read) -> Iterator[str]:
+    """A note if a rank on a GPU of its own may need more than ``total`` bytes. It is no fault.
+
+    The bytes of activations are a bound.
+    """
+    works = _works(config, sizes)
+    if works > total and not guests_of(config, "train"):
+        needed, has = (f"{nbytes / GIB:.1f}" for nbytes in (works, total))
+        yield (
+            f"train: a rank may need {needed} GiB in a step, and its GPU has {has}: more "
+            "train.ranks, a smaller train.tokens_per_micro_batch or "
+            "train.gradient_checkpointing need less"
+        )
+
+
 REMEDY = "set gpu_memory_utilization to auto, take fewer teachers on these GPUs, or more GPUs"
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
-from async_opd.checks.gpu_memory import faults
+from async_opd.checks.gpu_memory import faults, notes
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_bytes, gpu_count, misplaced, pools, resolve_device
 from async_opd.config.run_config import RunConfig
@@ -120,5 +120,6 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         )
     total_bytes = gpu_bytes()
     if total_bytes is not None and not found.problems and not models.partial:
+        found.notes.extend(notes(config, total_bytes))
         for key, fault, remedy in faults(config, total_bytes):
             found.add(key, fault, remedy)

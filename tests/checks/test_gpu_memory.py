@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.checks.gpu_memory import ASLEEP, CONTEXT, GIB, beside, faults
+from async_opd.checks.gpu_memory import ASLEEP, CONTEXT, GIB, beside, faults, notes
 from async_opd.config.run_config import RunConfig
 from async_opd.models.engine_args import share_left
 from async_opd.models.model_size import ModelSize
@@ -108,6 +108,21 @@ def test_a_trainer_whose_states_do_not_fit_beside_its_teachers_is_refused() -> N
     (first, *_) = found(config("4", recomputes, a=guest("4", "train")))
     assert first[0] == "train"
     assert first[1].startswith("train needs ")
+
+
+@pytest.mark.parametrize(
+    ("student", "train", "noted"),
+    [("3", {}, False), ("8", {}, True), ("8", {"ranks": 4}, False)],
+)
+def test_a_rank_that_may_need_more_than_its_gpu_is_noted(
+    student: str, train: dict[str, int], noted: bool
+) -> None:
+    said = list(notes(config(student, train, a={"model": "4"}), H100, sizes))
+    assert [line.startswith("train: a rank may need 1") for line in said] == [True] * noted
+
+
+def test_a_rank_that_shares_its_gpu_is_refused_and_not_noted() -> None:
+    assert list(notes(config("8", a=guest("4", "train")), H100, sizes)) == []
 
 
 def test_recomputed_activations_take_less() -> None:
