@@ -15,8 +15,10 @@ from typing import Any
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Of the dtypes whose digests can be joined."""
-CHUNK_WORDS = 1 << 22
-"""Words that are summed at a time: their int64 copies take 64 MiB."""
+CHUNK_WORDS = {"cpu": 1 << 16}
+CHUNK_WORDS_GPU = 1 << 22
+"""Words that are summed at a time. On a CPU their int64 copies fit the cache: 0.8 to 3 GB/s on
+one core, a quarter of it with chunks of a GPU's size, which take 64 MiB."""
 
 
 class Digests:
@@ -53,12 +55,14 @@ class Digests:
         words = data.view(torch.int32) if data.storage_offset() % 4 == 0 else None
         if words is None:  # a view of another dtype has to be aligned
             words = data.clone().view(torch.int32)
+        size = CHUNK_WORDS.get(tensor.device.type, CHUNK_WORDS_GPU)
+        places = torch.arange(1, 1 + min(size, words.numel()), device=tensor.device)
         total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-        for start in range(0, words.numel(), CHUNK_WORDS):
-            part = words[start : start + CHUNK_WORDS].long()
-            places = torch.arange(start + 1, start + 1 + part.numel(), device=tensor.device)
-            total[0] += part.sum()
-            total[1] += part.mul_(places).sum()
+        for start in range(0, words.numel(), size):
+            part = words[start : start + size].long()
+            one = part.sum()
+            total[0] += one
+            total[1] += part.mul_(places[: part.numel()]).sum() + start * one
         return total
 
 
