@@ -1,0 +1,111 @@
+"""The races of the trainer's threads, on streams that are as late as a GPU's may be."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from itertools import cycle
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.weight_sync.layout import WeightMeta
+from benchmarks.gpu import streams, vllm_streams
+from benchmarks.gpu.measuring import Figures
+from tests.benchmarks.late_streams import Late, LateGpu
+from trainer.work_thread import WorkThread
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Queued(streams.Steps):
+    """Its tensors are on the CPU, its operations on the streams of a late GPU.
+
+    After a snapshot it waits until it is ``sent``: a step reads a norm, and so waits for the copies
+    of the snapshot, which would be complete then by chance.
+    """
+
+    def __init__(self, gpu: LateGpu, sent: threading.Event) -> None:
+        super().__init__(CPU)
+        self.gpu, self.sent = gpu, sent
+
+    def train_batch(self, samples: object) -> Any:
+        assert self.sent.wait(60)
+        with Late(self.gpu):
+            return super().train_batch(samples)
+
+    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.sent.clear()
+        with Late(self.gpu):
+            copies = list(super().named_weights())
+        yield from copies
+
+
+class Alternating:
+    """A pool of two threads that take turns."""
+
+    def __init__(self) -> None:
+        self.threads = cycle([WorkThread("one"), WorkThread("other")])
+
+    async def run(self, work: Callable[..., Any], /, *args: Any, **named: Any) -> Any:
+        return await next(self.threads).run(work, *args, **named)
+
+
+def queueing(kind: Any, gpu: LateGpu, sent: threading.Event) -> Any:
+    """A sender of this kind whose operations are on the GPU's streams."""
+
+    class Queueing(kind):  # type: ignore[misc]
+        def broadcast(self, weights: streams.Named, meta: WeightMeta) -> float:
+            try:
+                with Late(gpu):
+                    return float(super().broadcast(weights, meta))
+            finally:
+                sent.set()
+
+    return Queueing(CUDA)
+
+
+@pytest.fixture
+def synced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Figures]]:
+    gpu = LateGpu()
+    gpu.install(monkeypatch)
+    monkeypatch.setattr(streams, "Pool", Alternating)
+    vllm_streams._streams.cache_clear()
+
+    def run(kind: Any, *, pool: bool, hasty: bool) -> Figures:
+        sent = threading.Event()
+        sent.set()
+        learner, sender = Queued(gpu, sent), queueing(kind, gpu, sent)
+        return asyncio.run(streams.synced(learner, sender, pool=pool, hasty=hasty))
+
+    yield run
+    vllm_streams._streams.cache_clear()
+
+
+Synced = Callable[..., Figures]
+
+
+def test_steps_on_a_pool_overwrite_each_other_after_a_transport_has_set_a_stream(
+    synced: Synced,
+) -> None:
+    assert synced(streams.PackedSender, pool=True, hasty=False)["wrong_trained"] > 0
+
+
+@pytest.mark.parametrize("kind", [streams.PackedSender, streams.OwnSender])
+def test_without_an_event_the_receivers_get_what_was_there_before(
+    kind: Any, synced: Synced
+) -> None:
+    found = synced(kind, pool=False, hasty=True)
+    assert found["wrong_received"] > 0
+    assert found["wrong_trained"] == 0
+
+
+@pytest.mark.parametrize("kind", [streams.PackedSender, streams.OwnSender])
+def test_with_a_thread_for_each_and_an_event_every_tensor_is_right(
+    kind: Any, synced: Synced
+) -> None:
+    found = synced(kind, pool=False, hasty=False)
+    assert (found["wrong_trained"], found["wrong_received"]) == (0, 0)
+    assert found["of_received"] == 4 * streams.VERSIONS
