@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from async_opd.checks.gpu_plan import table
 from async_opd.checks.resources import guests_of
 from async_opd.config.device_defaults import recomputes
+from async_opd.config.loss import score_kind
 from async_opd.config.run_config import RolloutConfig, RunConfig
 from async_opd.config.teachers import EngineTeacher
 from async_opd.models.engine_args import engine_dtype, share_left
@@ -150,12 +151,25 @@ def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
     if host != "train":
         return ASLEEP
     size = sizes(config.student.model)
-    return CONTEXT + RESTING * size.floats // config.train.ranks + _copy(config, size)
+    states = RESTING * size.floats // config.train.ranks + _copy(config, size)
+    return CONTEXT + states + _heads(config, sizes)
 
 
 def _copy(config: RunConfig, size: ModelSize) -> int:
     """Bytes of the weights that rank 0 sends, until the next ones."""
     return size.engine_bytes(engine_dtype(config.rollout.engine, "cuda"))
+
+
+def _heads(config: RunConfig, sizes: Sizes) -> int:
+    """Bytes of the teachers' heads, which every rank keeps for ``support: full_vocab``."""
+    if score_kind(config.loss) != "hidden":
+        return 0
+    heads = {
+        (config.teacher_model(name), engine_dtype(teacher.engine, "cuda"))
+        for name, teacher in config.teachers.items()
+        if isinstance(teacher, EngineTeacher)
+    }
+    return sum(sizes(model).head_bytes(dtype) for model, dtype in heads)
 
 
 def _works(config: RunConfig, sizes: Sizes) -> int:
@@ -164,7 +178,8 @@ def _works(config: RunConfig, sizes: Sizes) -> int:
     half = train.dtype != "float32"
     autocast = 2 * size.floats if half and train.ranks == 1 else 0
     states = STATES * size.floats // train.ranks + _copy(config, size)
-    return CONTEXT + states + autocast + CHUNK + _activations(config, size, 2 if half else 4)
+    kept = states + autocast + _heads(config, sizes)
+    return CONTEXT + kept + CHUNK + _activations(config, size, 2 if half else 4)
 
 
 def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:

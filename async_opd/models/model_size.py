@@ -22,7 +22,8 @@ STORED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1, "I16": 
 class ModelSize:
     """``floats`` entries in floating point and ``others`` bytes of other types, as stored.
 
-    ``hidden``, ``inner`` and ``layers`` are the widths and the depth of the decoder.
+    ``hidden``, ``inner`` and ``layers`` are the widths and the depth of the decoder, ``vocabulary``
+    is the number of rows of its head.
     """
 
     floats: int
@@ -30,6 +31,7 @@ class ModelSize:
     hidden: int
     inner: int
     layers: int
+    vocabulary: int
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
@@ -44,10 +46,15 @@ class ModelSize:
             hidden = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
             inner = int(settings.get("intermediate_size") or 4 * hidden)
             layers = int(settings.get("num_hidden_layers") or settings.get("n_layer") or 0)
+            vocabulary = int(settings.get("vocab_size") or 0)
         except Exception as error:  # safetensors has an exception of its own, without a base
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
-        return cls(floats, others, hidden, inner, layers)
+        return cls(floats, others, hidden, inner, layers, vocabulary)
+
+    def head_bytes(self, dtype: str) -> int:
+        """Bytes of the head's weight in ``dtype``."""
+        return self.vocabulary * self.hidden * (4 if dtype == "float32" else 2)
 
     def engine_bytes(self, dtype: str) -> int:
         """Bytes of its weights in an engine that computes in ``dtype``."""

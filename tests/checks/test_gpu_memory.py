@@ -18,7 +18,7 @@ BILLION = 1_000_000_000
 
 def sizes(model: str) -> ModelSize:
     """As many parameters as the model's name says, in the shape of a 4B model."""
-    return ModelSize(int(float(model) * BILLION), 0, 2560, 9728, 36)
+    return ModelSize(int(float(model) * BILLION), 0, 2560, 9728, 36, 150_000)
 
 
 def config(student: str = "4", train: Any = None, **teachers: Any) -> RunConfig:
@@ -59,6 +59,16 @@ def test_a_teacher_beside_the_trainer_gets_what_weights_and_optimizer_leave() ->
     assert beside(made, "teachers.a", sizes) == CONTEXT + trainer
     assert share(made, "teachers.a") == pytest.approx((H100 - 2 * CONTEXT - 28e9) / H100, abs=0.01)
     assert beside(made, "rollout", sizes) == CONTEXT
+
+
+def test_the_different_heads_that_ranks_keep_for_the_full_vocabulary_are_not_a_teachers() -> None:
+    teachers = {"a": guest("4", "train"), "b": {"model": "8"}, "c": {"model": "8"}}
+    plain = config("2", **teachers)
+    full = plain.model_copy(
+        update={"loss": plain.loss.model_copy(update={"support": "full_vocab"})}
+    )
+    heads = 2 * 150_000 * 2560 * 2  # of the models 4 and 8, in bfloat16
+    assert beside(full, "teachers.a", sizes) - beside(plain, "teachers.a", sizes) == heads
 
 
 def test_more_ranks_leave_their_teachers_more() -> None:
