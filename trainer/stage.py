@@ -119,6 +119,7 @@ class TrainerStage:
         """Writes the student to the directory in Hugging Face format."""
         async with self._weights:
             await self._compute(self._learner.save, self._model_dir, directory)
+            await self._free_if_asleep()
 
     async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         """Runs the work on the thread that trains; raises another rank's failure before it."""
@@ -142,6 +143,7 @@ class TrainerStage:
 
         async with self._weights:
             tensors = await self._compute(self._learner.state)
+            await self._free_if_asleep()
             held = self._batcher.held
             self._captured = TrainerState(self._step, self._version, tensors, held)
         return Captured(self._step, self._trained, self._skipped)
@@ -197,6 +199,11 @@ class TrainerStage:
         cached memory: the caller of ``sleep`` has gone.
         """
         if await self._gate.close():
+            await self._compute(self._learner.free_cache)
+
+    async def _free_if_asleep(self) -> None:
+        """Frees what gathering full tensors of several ranks has left in torch's cache."""
+        if self._gate.closed:
             await self._compute(self._learner.free_cache)
 
     async def wake(self) -> None:

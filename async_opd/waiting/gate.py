@@ -27,6 +27,11 @@ class Gate:
         if not self._inside:
             self._empty.set()
 
+    @property
+    def closed(self) -> bool:
+        """Whether work that comes now waits."""
+        return not self._open.is_set()
+
     async def empty(self) -> None:
         """Returns when no work is inside."""
         await self._empty.wait()

@@ -17,6 +17,8 @@ class Learner:
     def free_cache(self) -> None:
         self.freed += 1
 
+    def save(self, source: str, directory: str) -> None: ...
+
 
 async def test_a_trainer_that_was_woken_during_a_step_frees_no_memory_under_the_next_one() -> None:
     learner: Any = Learner()
@@ -31,3 +33,14 @@ async def test_a_trainer_that_was_woken_during_a_step_frees_no_memory_under_the_
     assert learner.freed == 0
     await stage.sleep()
     assert learner.freed == 1
+
+
+async def test_what_a_sleeping_trainer_gathers_for_a_copy_does_not_stay_on_the_gpu() -> None:
+    learner: Any = Learner()
+    nobody: Any = None
+    stage = TrainerStage(learner, nobody, nobody, max_version_lag=None, model_dir="")
+    await stage.save("model")
+    assert learner.freed == 0
+    await stage.sleep()
+    await stage.save("model")
+    assert learner.freed == 2
