@@ -39,10 +39,11 @@ class ScoringWorker(Worker):
         """Replaces the weights in place, from a directory in Hugging Face format.
 
         On a CPU the head computes with a packed copy of its weights. The loop packs it again, as
-        ``reload_weights`` would leave the old one: see ``rollouter.transports.engine``.
+        ``reload_weights`` would leave the old one: see ``rollouter.transports.engine``. A GPU's
+        head has none, and a quantized one would be processed twice.
         """
         self.reload_weights(weights_path=directory)
-        for module in self.model_runner.model.modules():
+        for module in self.model_runner.model.modules() if current_platform.is_cpu() else ():
             if isinstance(module, ParallelLMHead):
                 module.quant_method.process_weights_after_loading(module)
 

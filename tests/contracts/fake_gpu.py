@@ -207,6 +207,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
         monkeypatch.setattr(module, "NCCLLibrary", Library)
     monkeypatch.setattr(vllm.platforms.current_platform, "is_cuda", lambda: True)
     monkeypatch.setattr(vllm.utils.torch_utils, "prev_set_stream", gpu.set_stream)
+    of_vllm = vllm.utils.torch_utils._patched_set_stream  # vLLM's worker of CPUs replaces it
+    monkeypatch.setattr(torch.cuda, "set_stream", of_vllm)
     monkeypatch.setattr(vllm.utils.torch_utils, "_current_stream_tls", threading.local())
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     monkeypatch.setattr(torch.cuda, "stream", stream)
