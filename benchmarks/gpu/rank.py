@@ -83,7 +83,7 @@ def let_varlen_be_told_of_grouped_queries() -> None:
     """Adds the argument ``enable_gqa`` to torch's ``varlen_attn`` where it is older than 2.13.
 
     There it has none, and its kernel (flash attention 2) takes fewer keys than queries untold. The
-    trainer refuses such a torch; here it is measured all the same.
+    trainer does not choose varlen with such a torch; here it is measured all the same.
     """
     from torch.nn.attention import varlen
 
