@@ -123,10 +123,13 @@ class Teachers:
         return Progress(0)
 
 
-def run_config(host: str = "") -> RunConfig:
-    """Of a run whose teacher shares the GPUs of the pool ``host``."""
-    colocated = {"placement": "colocated", "with": host} if host else {}
-    return config(Path("run"), teachers={"t": {"model": "t", "replicas": 2, **colocated}})
+def run_config(hosts: str = "") -> RunConfig:
+    """Of a run with a teacher on the GPUs of each of the pools ``hosts``."""
+    teachers = {
+        f"t{index}": {"model": "t", "placement": "colocated", "with": host}
+        for index, host in enumerate(hosts.split())
+    }
+    return config(Path("run"), teachers=teachers or {"t": {"model": "t", "replicas": 2}})
 
 
 class World:
@@ -424,6 +427,24 @@ class TestGpus:
         assert student.version == 0
         service.gpus["train"].release()
         await settled()
+        assert student.version == 3
+
+    async def test_a_sync_that_waits_for_a_rebuild_does_not_keep_teachers_from_the_trainers_gpu(
+        self, world: World
+    ) -> None:
+        world.teachers.asleep.set()
+        service = await world.runs("rollout train")
+        await service.snapshot(3)
+        world.students[0].over.set()
+        assert await world.ordered() == [0]
+        push = asyncio.create_task(service.push())
+        await settled()
+        assert (push.done(), service.gpus["train"].locked()) == (False, False)
+        await service.gpus["train"].acquire("a scoring phase")
+        student = await world.delivers(0)
+        assert (push.done(), student.version) == (False, 0)
+        service.gpus["train"].release()
+        await asyncio.wait_for(push, 5)
         assert student.version == 3
 
     async def test_the_trainer_of_a_stage_that_died_in_a_scoring_phase_is_woken_by_the_next(
