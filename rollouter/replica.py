@@ -48,6 +48,7 @@ from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
+from rollouter.transports.chunks import BACKEND, chunk_info
 from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
 
 PAUSE = {
@@ -73,7 +74,7 @@ class StudentReplica:
                 with_seats(spec.kwargs), spec.beside, current_platform.get_device_total_memory
             ),
             worker_extension_cls=EXTENSION,
-            weight_transfer_config=WeightTransferConfig(backend=self._transport.BACKEND),
+            weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             logprobs_mode="processed_logprobs",
             max_logprobs=spec.top_k + 1,
         )
@@ -207,7 +208,7 @@ class StudentReplica:
     async def join(self, rendezvous: Rendezvous, rank_offset: int) -> None:
         """Joins the transfer group with this engine's workers at ``rank_offset``."""
         ranks = {"rank_offset": rank_offset, "world_size": rendezvous.world_size}
-        info = ranks | self._transport.engine_info(rendezvous)
+        info = ranks | chunk_info(self._transport.__name__, rendezvous)
         request = WeightTransferInitRequest(init_info=info)
         await self._exit_watch.within(self._engine.init_weight_transfer_engine(request))
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from async_opd.core.errors import StageError
 
 if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
     from async_opd.weight_sync.layout import Rendezvous
-    from rollouter.transports.chunks import Sender
+    from rollouter.transports.chunks import Receiver, Sender
 
 AUTO = {"cpu": "gloo", "cuda": "nccl"}
 """The transport of ``sync.backend: auto``, by the device of the pools."""
@@ -26,8 +26,7 @@ AUTO = {"cpu": "gloo", "cuda": "nccl"}
 class Transport(Protocol):
     """A module of this folder."""
 
-    BACKEND: str
-    """vLLM's name of the engines' end: ``chunks.BACKEND``, or a backend of vLLM's own."""
+    __name__: str
     DEVICES: Collection[str]
     """Where it works: ``cpu``, ``cuda``."""
 
@@ -35,8 +34,8 @@ class Transport(Protocol):
         """The trainer's end of one group. ``host``: the trainer's address."""
         ...
 
-    def engine_info(self, at: Rendezvous) -> dict[str, Any]:
-        """What an engine is told to join the group, beside its ranks, in JSON's types."""
+    def receiver(self, at: Rendezvous, rank: int) -> Receiver:
+        """A worker's end: joins the group as ``rank``."""
         ...
 
 

@@ -122,5 +122,8 @@ def packed(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tenso
 
 
 def chunk_info(module: str, at: Rendezvous) -> dict[str, Any]:
-    """``Transport.engine_info`` of a transport whose engines' end is ``module.receiver``."""
+    """What an engine is told to join the group by ``module.receiver``, in JSON's types.
+
+    Its ranks are not among it.
+    """
     return {"module": module, "at": {**asdict(at), "secret": at.secret.hex()}}

@@ -6,7 +6,6 @@ A member is let in that shows the group's secret (``async_opd.weight_sync.rendez
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 from async_opd.weight_sync.gloo_group import GlooGroup, gloo_group
@@ -17,7 +16,6 @@ from rollouter.transports import chunks
 if TYPE_CHECKING:
     import torch
 
-BACKEND = chunks.BACKEND
 DEVICES = ("cpu", "cuda")
 
 
@@ -87,4 +85,3 @@ class GlooReceiver(chunks.Receiver):
 
 
 sender, receiver = GlooSender, GlooReceiver
-engine_info = partial(chunks.chunk_info, __name__)

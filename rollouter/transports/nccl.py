@@ -26,7 +26,6 @@ from rollouter.transports import chunks
 if TYPE_CHECKING:
     import torch
 
-BACKEND = chunks.BACKEND
 DEVICES = ("cuda",)
 
 
@@ -208,4 +207,3 @@ def _communicator(unique_id: bytes, rank: int, size: int, device: int) -> Any:
 
 
 sender, receiver = NcclSender, NcclReceiver
-engine_info = partial(chunks.chunk_info, __name__)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import socket
-from functools import partial
 from typing import TYPE_CHECKING
 
 from async_opd.weight_sync.layout import Rendezvous
@@ -18,7 +17,6 @@ from rollouter.transports import chunks
 if TYPE_CHECKING:
     import torch
 
-BACKEND = chunks.BACKEND
 DEVICES = ("cpu", "cuda")
 
 
@@ -83,4 +81,3 @@ class TcpReceiver(chunks.Receiver):
 
 
 sender, receiver = TcpSender, TcpReceiver
-engine_info = partial(chunks.chunk_info, __name__)

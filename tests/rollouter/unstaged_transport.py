@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
-
-from rollouter.transports import chunks
 from tests.rollouter import tcp_transport
 
-BACKEND, DEVICES, sender = tcp_transport.BACKEND, tcp_transport.DEVICES, tcp_transport.sender
+DEVICES, sender = tcp_transport.DEVICES, tcp_transport.sender
 
 
 class UnstagedReceiver(tcp_transport.TcpReceiver):
@@ -17,4 +14,3 @@ class UnstagedReceiver(tcp_transport.TcpReceiver):
 
 
 receiver = UnstagedReceiver
-engine_info = partial(chunks.chunk_info, __name__)

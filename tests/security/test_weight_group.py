@@ -37,6 +37,7 @@ from async_opd.weight_sync.rendezvous import (
 )
 from benchmarks.local_ranks import in_processes
 from rollouter.transports import nccl as nccl_transport
+from rollouter.transports.chunks import chunk_info
 from rollouter.transports.gloo import GlooReceiver, GlooSender
 from rollouter.transports.nccl import NcclSender
 from trainer.publisher import Publisher
@@ -291,7 +292,7 @@ def test_gpus_meet_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any])
     at = transport.open(3)
     transport.connect()
     assert nccl == [(at.secret, 0, 3, 0)]
-    told = nccl_transport.engine_info(at)["at"]
+    told = chunk_info("module", at)["at"]
     assert bytes.fromhex(told["secret"]) == at.secret
     assert (told["host"], told["port"]) == ("", 0)
 
