@@ -335,8 +335,17 @@ class StudentReplica:
                 "version": float(self._version),
             },
             busy=self._activity.drain(),
-            waits_for="" if self._activity.depth else "prompts (admission)",
+            waits_for=self._waits_for,
         )
+
+    @property
+    def _waits_for(self) -> str:
+        """What the engine waits for now; '' if it computes."""
+        if self._activity.depth and not self._mixed:
+            return ""
+        if not self._unpaused.is_set():
+            return "the newest weights"
+        return "its GPU, on which teachers score" if self._gate.closed else "prompts (admission)"
 
     async def shutdown(self) -> None:
         """Ends the processes of the engine and of the grader."""

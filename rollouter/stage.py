@@ -155,8 +155,16 @@ class RollouterStage:
                 "replicas": float(len(serving)),
                 "rebuilds": float(self.members.rebuilds),
             },
-            waits_for=merged.waits_for if serving else "a replica that is being rebuilt",
+            waits_for=self._waits_for(merged),
         )
+
+    def _waits_for(self, merged: StageReport) -> str:
+        """What the pool waits for now; '' if a replica computes."""
+        if not self.members.serving:
+            return "a replica that is being rebuilt"
+        if merged.waits_for and not self._current.is_set():
+            return "the newest weights"
+        return merged.waits_for
 
     # ── one replica ────────────────────────────────────────────────────────────────────────────
 

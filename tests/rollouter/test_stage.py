@@ -65,6 +65,7 @@ class Replica:
         self.runs = False
         self.tokens = 0
         self.counters: dict[str, float] = {}
+        self.waits_for = ""
 
     async def run(self) -> None:
         self.runs = True
@@ -90,13 +91,13 @@ class Replica:
     async def report(self) -> StageReport:
         if self.death.done():
             await self.death
-        return StageReport(self.counters, {"version": float(self.life)})
+        return StageReport(self.counters, {"version": float(self.life)}, waits_for=self.waits_for)
 
 
 class World:
     """A pool of ``count`` replicas whose rebuilding can be made to fail."""
 
-    def __init__(self, count: int, tries: int = 3) -> None:
+    def __init__(self, count: int, tries: int = 3, current: asyncio.Event | None = None) -> None:
         self.clock = Clock()
         self.replicas = {f"student/{i}": Replica(f"student/{i}") for i in range(count)}
         self.broken: set[str] = set()  # cannot be rebuilt
@@ -110,6 +111,7 @@ class World:
             self.rebuild,
             SupervisionConfig(max_restarts=tries, delay_s=2, heartbeat_s=10, timeout_s=60),
             timer=self.clock,
+            current=current,
         )
         self.stage.members.listen(lambda event: self.told.append(str(event)))
         self.running = asyncio.create_task(self.stage.run())
@@ -273,6 +275,19 @@ async def test_the_report_counts_rebuilds_and_who_serves() -> None:
     await settle()
     gauges = (await world.stage.report()).gauges
     assert (gauges["rebuilds"], gauges["replicas"]) == (1, 2)
+
+
+async def test_until_every_replica_has_the_newest_weights_they_are_what_the_pool_waits_for() -> (
+    None
+):
+    current = asyncio.Event()
+    world = World(2, current=current)
+    for replica in world.replicas.values():
+        replica.waits_for = "prompts (admission)"
+    await settle()
+    assert (await world.stage.report()).waits_for == "the newest weights"
+    current.set()
+    assert (await world.stage.report()).waits_for == "prompts (admission)"
 
 
 async def test_progress_counts_the_tokens_of_all_replicas_and_of_those_before_them() -> None:
