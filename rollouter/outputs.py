@@ -1,4 +1,4 @@
-"""Converts the engine's final output of a request to a rollout: lists become arrays."""
+"""What goes into the engine, and comes out: lists of a final output become a rollout's arrays."""
 
 from __future__ import annotations
 
@@ -6,11 +6,24 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from async_opd.core.errors import RolloutFault
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.uid import Uid
 
 if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
+
+
+def refuse_foreign_tokens(prompt: Prompt, uid: Uid, rows: int) -> None:
+    """RolloutFault for a token that is none of the model's ``rows``.
+
+    An engine without a tokenizer does not check tokens, and dies of such a one.
+    """
+    ids = prompt.token_ids
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
+        found = f"its tokens are from {ids.min()} to {ids.max()}"
+        cause = f"the engine refuses {uid}: {found}, the model has {rows}"
+        raise RolloutFault("student", cause)
 
 
 def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -> Rollout:

@@ -42,7 +42,7 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher
 from rollouter.freshness_worker import EXTENSION
 from rollouter.held_rows import held_logprobs, rounding_of, with_seats
-from rollouter.outputs import rollout_of
+from rollouter.outputs import refuse_foreign_tokens, rollout_of
 from rollouter.rewards import RewardGrader
 from rollouter.rollout_worker import RolloutWorker
 from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
@@ -129,25 +129,13 @@ class StudentReplica:
     async def _roll(self, prompt: Prompt, uid: Uid) -> Rollout:
         """A rollout for the worker. RolloutFault for a prompt that the engine refuses."""
         begun = self._activity.clock() - self._total_paused_s
-        self._refuse_foreign_tokens(prompt, uid)
+        refuse_foreign_tokens(prompt, uid, self._engine.vllm_config.model_config.get_vocab_size())
         try:
             rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._counters["request_s"] += self._activity.clock() - self._total_paused_s - begun
         return rollout
-
-    def _refuse_foreign_tokens(self, prompt: Prompt, uid: Uid) -> None:
-        """RolloutFault for a token without a row in the model.
-
-        An engine without a tokenizer does not check tokens, and dies of such a one.
-        """
-        rows = self._engine.vllm_config.model_config.get_vocab_size()
-        ids = prompt.token_ids
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < rows:
-            found = f"its tokens are from {ids.min()} to {ids.max()}"
-            cause = f"the engine refuses {uid}: {found}, the model has {rows}"
-            raise RolloutFault("student", cause)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """``sampling.n`` rollouts of each prompt, returned in order and not queued."""

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
+from async_opd.core.errors import RolloutFault
 from async_opd.core.samples import Rollout, VersionSpan
-from rollouter.outputs import rollout_of
+from rollouter.outputs import refuse_foreign_tokens, rollout_of
 from tests.conftest import make_prompt
 
 
@@ -53,3 +55,11 @@ def test_the_engines_version_spans_are_the_rollouts() -> None:
 def test_an_empty_response_is_a_rollout() -> None:
     found = rollout(output([], top_k=2), 2)
     assert (len(found.response_ids), found.version_spans) == (0, ())
+
+
+def test_a_token_that_the_model_does_not_have_is_refused_before_the_engine() -> None:
+    prompt = make_prompt("p", "sort")
+    highest = int(prompt.token_ids.max())
+    refuse_foreign_tokens(prompt, "p/0", highest + 1)
+    with pytest.raises(RolloutFault, match=f"p/0: .* to {highest}, the model has {highest}"):
+        refuse_foreign_tokens(prompt, "p/0", highest)
