@@ -10,8 +10,9 @@ that the engine starts with. Twelve faults, with engines in float32 and in bfloa
 them the replica joins again without the fault. Then syncs without a fault, whose weights change as
 in training, each one compared: any stale replica is a false alarm. Then the smallest change that
 the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
-moves every weight by so much. At last a run of the quickstart: ``cost_share`` are the seconds of
-references and comparisons over those of the run.
+moves every weight by so much; and whether one of SMALL_STEP is found, by digests. At last a run of
+the quickstart: ``cost_share`` are the seconds of digests, references and comparisons over those of
+the run.
 
 ``python -m benchmarks.freshness`` prints one JSON object last.
 """
@@ -36,9 +37,11 @@ import torch
 
 from async_opd.models.engine_args import engine_env
 from async_opd.weight_sync.digests import Digests
-from benchmarks.freshness_faults import FAULTS, shown
+from benchmarks.freshness_faults import FAULTS, caught, shown
 from benchmarks.freshness_world import STEP, World, make_student, world
 
+SMALL_STEP = 1e-6
+"""A learning rate of fine-tuning: what a step of AdamW moves a weight by."""
 DTYPES = ("float32", "bfloat16")
 QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 
@@ -125,11 +128,14 @@ async def measured(path: Path, dtype: str, syncs: int) -> dict[str, Any]:
         found = await shown(w)
         alarms = await false_alarms(w, syncs)
         visible = await smallest_visible(w)
+        below = await caught(w, "ignored update", SMALL_STEP)
+        print(f"  ignored update of a step of {SMALL_STEP}: {below.splitlines()[:1]}", flush=True)
         digests_s = await digest_seconds(w)
     return {
         "caught": len(found),
         "false_alarms": alarms,
         "smallest_visible": visible,
+        "caught_below": bool(below),
         "digests_s": digests_s,
     }
 
@@ -153,6 +159,7 @@ def main() -> None:
                 "caught": {dtype: found["caught"] for dtype, found in by_dtype.items()},
                 "syncs": sizes.syncs * len(DTYPES),
                 "false_alarms": sum(found["false_alarms"] for found in by_dtype.values()),
+                "caught_at_1e-6": {d: found["caught_below"] for d, found in by_dtype.items()},
                 "smallest_visible": {d: found["smallest_visible"] for d, found in by_dtype.items()},
                 "cost_share": round(cost_share(sizes.steps, digests_s), 5),
             }

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from async_opd.core.errors import StaleWeights, WeightSyncError
-from benchmarks.freshness_world import World
+from benchmarks.freshness_world import STEP, World
 
 
 def dropped(weights: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -108,13 +108,13 @@ def of_the_trainer(w: World, name: str) -> AbstractContextManager[Any]:
     return without_digests() if name == "false version" else nullcontext()
 
 
-async def caught(w: World, name: str) -> str:
+async def caught(w: World, name: str, step: float = STEP) -> str:
     """Injects a fault into one sync, of the last replica if it is an engine's.
 
-    Returns the reason for which replicas were found stale, or an empty text. They are rebuilt
-    without the fault.
+    The sync moves each weight by ``step``. Returns the reason for which replicas were found stale,
+    or an empty text. They are rebuilt without the fault.
     """
-    w.move()
+    w.move(step)
     engines = [replica._engine for replica in w.replicas]
     await engines[-1].collective_rpc("begin_fault", args=(name,))
     refused = []

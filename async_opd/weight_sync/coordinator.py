@@ -104,7 +104,8 @@ class BroadcastSync:
     async def rejoin(self, index: int, receiver: WeightReceiver, workers: int) -> None:
         """Gives the newest weights to the next incarnation of a member. Raises WeightSyncError.
 
-        It is compared with the trainer, if the newest snapshot was; else the next sync is.
+        It is compared with the trainer, by rows only if the newest snapshot was; else the next sync
+        is.
         Its group connects again before the next push. The caller has to make the member serve
         before it awaits anything else: a push that begins in between would leave the member out.
         """
@@ -113,14 +114,11 @@ class BroadcastSync:
             if self.newest is not None:
                 number = index if self._rolling else 1 + index
                 failures = await self._groups.update(number, [index], *self.newest)
+                failures = failures or (await self._compare([index], rebuilt=True))[0]
                 if failures:
+                    self._stale += len(_stale(failures))
                     self._groups.disband(number)
                     raise _worst(failures)
-                failures, compared = await self._compare([index])
-                if failures:
-                    raise _worst(failures)
-                if self._freshness is not None and not compared:
-                    self._freshness.owe()
 
     async def connect(self) -> None:
         """Connects all groups. Raises WeightSyncError if a member does not connect in time."""
@@ -215,30 +213,36 @@ class BroadcastSync:
 
     # ── freshness ───────────────────────────────────────────────────────────────────────────────
 
-    async def _compare(self, group: list[int]) -> tuple[Failures, dict[str, float]]:
+    async def _compare(
+        self, group: list[int], rebuilt: bool = False
+    ) -> tuple[Failures, dict[str, float]]:
         """Compares members with the trainer, if the newest snapshot has what it takes.
 
-        Returns the errors of those that are stale or do not answer, and metrics. Generation goes
-        on meanwhile, and no other sync begins.
+        Of a member that was ``rebuilt`` at least the parameters. Returns the errors of those that
+        are stale or do not answer, and metrics. Generation goes on meanwhile, and no other sync
+        begins.
         """
         assert self.newest is not None
         meta = self.newest[1]
-        if self._freshness is None:
+        if self._freshness is None or not group or not meta.digests:
             return {}, {}
-        if meta.reference is None or not group:
-            return {}, {}
+        if meta.reference is None:
+            if not rebuilt:
+                return {}, {}
+            self._freshness.owe()
         started = self._clock()
-        evidence, failures = await self._groups.evidence(group, meta.reference.rows)
+        rows = () if meta.reference is None else meta.reference.rows
+        evidence, failures = await self._groups.evidence(group, rows)
         verdict = self._freshness.judge(meta, evidence)
         seconds = {
             "sync/freshness_s": self._clock() - started,
-            "sync/reference_s": meta.reference.seconds,
+            "sync/reference_s": 0.0 if meta.reference is None else meta.reference.seconds,
         }
         return failures | verdict.stale, verdict.metrics | seconds
 
     def _fail(self, failures: Failures) -> None:
         """Fails the members. Raises StaleWeights if one is stale and that ends the run."""
-        stale = [error for error in failures.values() if isinstance(error, StaleWeights)]
+        stale = _stale(failures)
         self._stale += len(stale)
         if stale and self._freshness is not None and self._freshness.stops:
             raise stale[0]
@@ -261,6 +265,10 @@ class BroadcastSync:
 def _hangs(error: StageTimeout) -> ProcessDied:
     """The error of a sender that does not answer: it is restarted like one that died."""
     return ProcessDied(TRAINER, f"it hangs: {error.cause}", error.remedy)
+
+
+def _stale(failures: Failures) -> list[StaleWeights]:
+    return [error for error in failures.values() if isinstance(error, StaleWeights)]
 
 
 def _worst(failures: Failures) -> Exception:

@@ -144,18 +144,20 @@ class Freshness:
     def judge(self, meta: WeightMeta, evidence: Receivers) -> Verdict:
         """Compares replicas, by index, with the trainer and with each other.
 
-        WeightSyncError without a reference in ``meta``, or if the reference is not finite.
+        Without a reference in ``meta`` their parameters only. WeightSyncError if the reference is
+        not finite.
         """
-        reference = meta.reference
-        assert reference is not None, "the sync is due"
-        reference.refuse_not_finite()
-        nats = {index: _distance(reference, one) for index, one in evidence.items()}
-        units = {index: _noise(reference, one) for index, one in evidence.items()}
+        nats: dict[int, float] = {}
+        units: dict[int, float] = {}
+        if meta.reference is not None:
+            meta.reference.refuse_not_finite()
+            nats = {index: _distance(meta.reference, one) for index, one in evidence.items()}
+            units = {index: _noise(meta.reference, one) for index, one in evidence.items()}
         stale = dict(self._far(nats, units))
         sent = dict(zip(meta.names, meta.digests, strict=True))
         for index, reason in self._altered(sent, evidence, nats, stale):
             stale.setdefault(index, reason)
-        if evidence and not stale:
+        if nats and not stale:
             self._owed, self._since = False, 0
         limits = [self._limit * unit for unit in units.values()]
         return Verdict(stale, self._metrics(nats, limits))
@@ -283,4 +285,5 @@ def _places(evidence: Evidence) -> Iterator[tuple[Place, str]]:
 def _right(digests: Mapping[int, str], nats: Mapping[int, float]) -> str:
     """The digest of most replicas; of several such ones that of the nearest replica."""
     votes = Counter(digests.values())
-    return digests[min(digests, key=lambda index: (-votes[digests[index]], nats[index]))]
+    best = min(digests, key=lambda index: (-votes[digests[index]], nats.get(index, 0.0)))
+    return digests[best]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 
 import tests.engines  # noqa: F401 - the environment, before vllm is imported
-from benchmarks.freshness_faults import FAULTS, shown
+from benchmarks.freshness_faults import FAULTS, caught, shown
 from benchmarks.freshness_world import make_student, world
 
 pytestmark = pytest.mark.engine
@@ -22,13 +22,14 @@ OF_RECEIVED = ("old snapshot", "wrong dtype", "truncated chunk")
 
 @dataclass
 class Found:
-    """Reasons by fault, and how many rebuilds followed.
+    """Reasons by fault, that of an ignored update of a tiny step, and how many rebuilds followed.
 
     ``afterwards`` is the difference of a sync without a fault, in bounds; ``learned`` counts the
     parameters that are known to be sent tensors.
     """
 
     reasons: dict[str, str]
+    small: str
     rebuilds: int
     afterwards: float
     learned: float
@@ -42,10 +43,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
         async with world(path, "float32") as w:
             await w.push()
             reasons = await shown(w)
+            small = await caught(w, "ignored update", step=1e-8)
             w.move()
             metrics = await w.push()
             return Found(
                 reasons,
+                small,
                 w.members.rebuilds,
                 metrics["sync/freshness_nats"] / metrics["sync/freshness_limit_nats"],
                 metrics["sync/learned_parameters"],
@@ -75,8 +78,14 @@ def test_a_tensor_that_is_not_sent_is_the_trainers_fault(found: Found) -> None:
     assert "the trainer sends other tensors" in found.reasons["dropped tensor"]
 
 
+def test_a_change_below_the_engines_own_rounding_is_found_by_digests(found: Found) -> None:
+    assert "its engine computes with other weights than were sent" in found.small
+
+
 def test_a_replica_whose_update_was_ignored_is_rebuilt_and_then_fresh(found: Found) -> None:
-    assert found.rebuilds == len(FAULTS) - 1  # the dropped tensor is no replica's fault
+    assert found.rebuilds == len(
+        FAULTS
+    )  # a dropped tensor is no replica's fault; and the small step
     assert found.afterwards < 1
 
 

@@ -271,6 +271,7 @@ class Receiver:
     silent: bool = False
     paused: bool = False
     asked: list[bool] = field(default_factory=list)
+    loaded: dict[str, str] = field(default_factory=dict)
 
     async def alive(self) -> None: ...
 
@@ -295,7 +296,7 @@ class Receiver:
         self.asked.append(self.paused)
         if self.silent:
             await asyncio.Event().wait()
-        return evidence(self.nats)
+        return evidence(self.nats, **self.loaded)
 
 
 class World:
@@ -401,12 +402,18 @@ async def test_the_sync_after_a_rejoin_without_a_comparison_is_due() -> None:
     world = World(Receiver(), every=100)
     await world.push(1)
     await world.push(2)
-    newcomer = Receiver()
-    await world.rejoin(newcomer)
-    assert newcomer.asked == []
+    await world.rejoin(Receiver(nats=9.0))  # nobody has the trainer's rows any more
     await world.push(3)
     assert world.sender.compared == [True, False, True]
-    assert newcomer.asked == [False]
+    assert "by 9 nats" in str(world.members.all[0].failure)
+
+
+async def test_who_rejoins_without_a_comparison_of_rows_has_its_parameters_compared() -> None:
+    world = World(Receiver(), every=100)
+    await world.push(1)
+    await world.push(2)
+    with pytest.raises(StaleWeights, match="other weights than were sent: norm"):
+        await world.rejoin(Receiver(loaded={"norm": "n0", "packed": "p1"}))
 
 
 def test_the_rows_have_128_tokens() -> None:
