@@ -33,9 +33,9 @@ def contract(function: str, needs: str, by: str = "") -> Iterator[None]:
         version: Any = getattr(importlib.import_module(package), "__version__", "?")
         rely = sorted({*filter(None, [by]), *users(function)})
         raise AssertionError(
-            f"{function} of {package} {version} has changed: async_opd needs that it {needs}. "
-            f"Found: {type(error).__name__}: {error}"
-            + (f". On it rely: {', '.join(rely)}" if rely else "")
+            f"{function} of {package} {version} has changed: async_opd needs that it {needs}"
+            + (f", for {', '.join(rely)}" if rely else "")
+            + f". Found: {type(error).__name__}: {error}"
         ) from error
 
 

@@ -31,6 +31,7 @@ HIDDEN, VOCABULARY = 4, 7
 RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 SCORES = "vllm.v1.worker.gpu.sample.prompt_logprob.PromptLogprobsWorker"
 OLDER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+US = "teachers/scoring_worker.py"
 WORKER = "vllm.v1.worker.gpu_worker.Worker"
 WEIGHT = torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(0))
 STATES = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -112,7 +113,7 @@ def runner(gpu_worker: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     made.sample = lambda hidden, batch, grammar: sampled(len(batch.req_ids))
     made.postprocess_sampled = lambda *_: None
     made.execute_model_state = None
-    with contract(SCORES, "is made of max_num_reqs and device"):
+    with contract(SCORES, "is made of max_num_reqs and device", by=US):
         made.prompt_logprobs_worker = prompt_logprob.PromptLogprobsWorker(8, torch.device("cpu"))
     gpu_worker.install_scoring(made)
     return made
@@ -137,7 +138,9 @@ def add(runner: Any, **params: Any) -> None:
     runner.req_states.add_request = lambda req_id, **_: (
         runner.req_states.req_id_to_index.__setitem__(req_id, index[req_id])
     )
-    with contract(f"{RUNNER}.add_requests", "adds every request to the prompt_logprobs_worker"):
+    with contract(
+        f"{RUNNER}.add_requests", "adds every request to the prompt_logprobs_worker", by=US
+    ):
         runner.add_requests(SimpleNamespace(scheduled_new_reqs=requests))
 
 
@@ -157,14 +160,18 @@ def step(runner: Any, **tokens: tuple[int, int]) -> dict[str, torch.Tensor]:
         "num_computed_prefill_tokens_np": np.array([start for start, _ in tokens.values()]),
         "prefill_len_np": np.full(len(tokens), 8),
     }
-    with contract("vllm.v1.worker.gpu.input_batch.InputBatch", f"has the fields {list(given)}"):
+    with contract(
+        "vllm.v1.worker.gpu.input_batch.InputBatch", f"has the fields {list(given)}", by=US
+    ):
         assert given.keys() <= values.keys()
     batch: Any = InputBatch(**(values | given))
     hidden = torch.cat([STATES[start:end] for start, end in tokens.values()])
     state = dict.fromkeys(ExecuteModelState._fields)
     more = {"input_batch": batch, "hidden_states": hidden, "num_spec_tokens_to_schedule": 0}
     runner.execute_model_state = ExecuteModelState(**(state | more))
-    with contract(f"{RUNNER}.sample_tokens", "asks the prompt_logprobs_worker for scores by id"):
+    with contract(
+        f"{RUNNER}.sample_tokens", "asks the prompt_logprobs_worker for scores by id", by=US
+    ):
         output = runner.sample_tokens(None).get_output()
         found: dict[str, torch.Tensor] = output.prompt_token_id_logprobs_dict
     return found
@@ -177,9 +184,10 @@ def scores(found: torch.Tensor) -> torch.Tensor:
 def test_scores_come_out_with_the_step_that_computes_their_last_row(runner: Any) -> None:
     add(runner, other=plain(), ours=ours())
     assert step(runner, other=(0, 3), ours=(0, 5)) == {}
-    found = step(runner, other=(3, 4), ours=(5, 7))
-    assert found.keys() == {"ours"}
-    torch.testing.assert_close(scores(found["ours"]), expected())
+    with contract(f"{RUNNER}.sample_tokens", "returns the prompt_logprobs_worker's scores", by=US):
+        found = step(runner, other=(3, 4), ours=(5, 7))
+        assert found.keys() == {"ours"}
+        torch.testing.assert_close(scores(found["ours"]), expected())
 
 
 def plain() -> Any:
@@ -192,16 +200,18 @@ def test_a_batchs_fields_mean_what_vllms_own_scores_by_id_take_them_for(runner: 
     add(runner, ours=ours(), theirs=theirs())
     assert step(runner, theirs=(0, 5), ours=(0, 6)) == {}
     found = step(runner, theirs=(5, 8), ours=(6, 7))
-    with contract(f"{SCORES}.compute_prompt_token_id_logprobs", "reads the batch as we do"):
+    with contract(f"{SCORES}.compute_prompt_token_id_logprobs", "reads the batch as we do", by=US):
         torch.testing.assert_close(found["theirs"], expected())
-    torch.testing.assert_close(scores(found["ours"]), scores(found["theirs"]))
+        torch.testing.assert_close(scores(found["ours"]), scores(found["theirs"]))
 
 
 def test_a_preempted_request_begins_again(runner: Any) -> None:
     add(runner, ours=ours())
     step(runner, ours=(0, 6))
     preempted = SimpleNamespace(finished_req_ids=set(), preempted_req_ids={"ours"})
-    with contract(f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of preemptions"):
+    with contract(
+        f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of preemptions", by=US
+    ):
         runner.finish_requests(preempted)
         assert runner.prompt_logprobs_worker._rows._open == {}
     add(runner, ours=ours())
@@ -211,7 +221,9 @@ def test_a_preempted_request_begins_again(runner: Any) -> None:
 def test_an_aborted_request_is_forgotten(runner: Any) -> None:
     add(runner, ours=ours())
     ended = SimpleNamespace(finished_req_ids={"ours"}, preempted_req_ids=None)
-    with contract(f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of the end"):
+    with contract(
+        f"{RUNNER}._remove_request", "tells the prompt_logprobs_worker of the end", by=US
+    ):
         runner.finish_requests(ended)
         assert runner.prompt_logprobs_worker._rows._open == {}
 
@@ -228,11 +240,13 @@ def test_rows_that_the_prefix_cache_held_are_an_answer_without_rows(runner: Any)
 def test_the_runner_has_its_place_for_scores_when_its_model_is_loaded() -> None:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
-    with contract(f"{RUNNER}.load_model", "makes the prompt_logprobs_worker, and keeps the model"):
+    with contract(
+        f"{RUNNER}.load_model", "makes the prompt_logprobs_worker, and keeps the model", by=US
+    ):
         source = inspect.getsource(GPUModelRunner.load_model)
         assert "self.prompt_logprobs_worker = PromptLogprobsWorker(" in source
         assert "self.model = " in source
-    with contract(RUNNER, "says None there in a rank without the head"):
+    with contract(RUNNER, "says None there in a rank without the head", by=US):
         assert "self.prompt_logprobs_worker: PromptLogprobsWorker | None = None" in (
             inspect.getsource(GPUModelRunner.__init__)
         )
@@ -276,7 +290,9 @@ def test_the_worker_that_the_arguments_name_is_kept_on_gpus() -> None:
     from importlib.util import find_spec
     from pathlib import Path
 
-    with contract("vllm.platforms.cuda.CudaPlatformBase", "replaces the worker_cls auto only"):
+    with contract(
+        "vllm.platforms.cuda.CudaPlatformBase", "replaces the worker_cls auto only", by=US
+    ):
         spec = find_spec("vllm.platforms.cuda")
         assert spec is not None
         source = Path(str(spec.origin)).read_text()
@@ -293,15 +309,19 @@ def test_the_older_runner_has_the_methods_that_are_replaced() -> None:
     from vllm.v1.worker import gpu_model_runner
 
     older = gpu_model_runner.GPUModelRunner
-    with contract(f"{OLDER}._get_prompt_logprobs_dict", "takes hidden states and scheduled tokens"):
+    with contract(
+        f"{OLDER}._get_prompt_logprobs_dict", "takes hidden states and scheduled tokens", by=US
+    ):
         names = list(inspect.signature(older._get_prompt_logprobs_dict).parameters)
         assert names == ["self", "hidden_states", "num_scheduled_tokens"]
         assert "self._get_prompt_logprobs_dict(" in inspect.getsource(older._bookkeeping_sync)
-    with contract(f"{OLDER}.sample_tokens", "takes the grammar, and calls _bookkeeping_sync"):
+    with contract(
+        f"{OLDER}.sample_tokens", "takes the grammar, and calls _bookkeeping_sync", by=US
+    ):
         assert list(inspect.signature(older.sample_tokens).parameters)[1:] == ["grammar_output"]
         assert "self._bookkeeping_sync(" in inspect.getsource(older.sample_tokens)
     wrapped = "vllm.v1.worker.gpu_model_runner.AsyncGPUModelRunnerOutput"
-    with contract(wrapped, "keeps its output as _model_runner_output, and returns it"):
+    with contract(wrapped, "keeps its output as _model_runner_output, and returns it", by=US):
         source = inspect.getsource(gpu_model_runner.AsyncGPUModelRunnerOutput)
         assert "self._model_runner_output = model_runner_output" in source
         assert "output = self._model_runner_output" in source
@@ -311,5 +331,5 @@ def test_the_older_runner_has_the_methods_that_are_replaced() -> None:
 def test_an_output_has_the_field_of_scores_by_id() -> None:
     from vllm.v1.outputs import ModelRunnerOutput
 
-    with contract("vllm.v1.outputs.ModelRunnerOutput", "has prompt_token_id_logprobs_dict"):
+    with contract("vllm.v1.outputs.ModelRunnerOutput", "has prompt_token_id_logprobs_dict", by=US):
         assert "prompt_token_id_logprobs_dict" in ModelRunnerOutput.__dataclass_fields__
