@@ -352,6 +352,19 @@ async def test_one_receiver_killed_in_a_broadcast_loses_only_that_one() -> None:
     assert [run.replicas[index]._engine.paused for index in (0, 2)] == [False, False]
 
 
+async def test_one_receiver_killed_before_it_joins_loses_only_that_one() -> None:
+    """ncclCommInitRank never times out either."""
+    run = Run(1, 1, timeout_s=SOON)
+
+    async def dead(*_: Any) -> None:
+        raise ProcessDied("student/1", "its process died")
+
+    run.replicas[1].join = run.replicas[1].alive = dead
+    await run.push()
+    assert run.lost == [1]
+    assert run.has_new_weights(0)
+
+
 async def test_half_loaded_weights_are_never_sampled_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sender dies after two chunks: the replica holds weights of two versions."""
     run = Run(1, timeout_s=SOON)
