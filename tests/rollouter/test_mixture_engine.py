@@ -1,0 +1,85 @@
+"""New weights of a mixture of experts in a real engine, whose CPU kernels have packed the old."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines import QUICKSTART
+from tests.rollouter.test_student_engine import perturb, world
+
+pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
+
+
+def mixture() -> Any:
+    """Four experts in its second layer, and a router that corrects its scores by a buffer."""
+    import torch
+    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+
+    torch.manual_seed(0)
+    student = json.loads((QUICKSTART / "models" / "student" / "config.json").read_text())
+    config = Glm4MoeConfig(
+        vocab_size=student["vocab_size"],
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+        max_position_embeddings=256,
+    )
+    return Glm4MoeForCausalLM(config)
+
+
+async def distances(path: Path) -> dict[str, float]:
+    """Largest differences between the engine's log-probabilities and transformers'."""
+    import torch
+
+    from trainer.student.named_weights import named_weights
+
+    found = {}
+    async with world(path) as w:
+        w.publisher._source = lambda: named_weights(w.model, torch.float32)
+        for parameter in w.model.parameters():
+            perturb(parameter)
+        await w.push()
+        found["weights"] = await w.error()
+        gate = w.model.model.layers[1].mlp.gate
+        gate.e_score_correction_bias.data += torch.tensor([3.0, -2.0, 1.0, 0.0])
+        found["before the buffer"] = await w.error()
+        await w.push()
+        found["buffer"] = await w.error()
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    path = tmp_path_factory.mktemp("mixture")
+    mixture().save_pretrained(path)
+    shutil.copy(QUICKSTART / "models" / "student" / "tokenizer.json", path)
+    return asyncio.run(distances(path))
+
+
+def test_a_mixture_generates_with_the_experts_that_it_received(seen: dict[str, float]) -> None:
+    """UnquantizedFusedMoEMethod._setup_kernel packs on a CPU at the first load only."""
+    assert seen["weights"] < 1e-4
+
+
+def test_a_buffer_that_changed_arrives(seen: dict[str, float]) -> None:
+    assert seen["before the buffer"] > 0.1
+    assert seen["buffer"] < 1e-4
