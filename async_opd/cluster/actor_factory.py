@@ -265,7 +265,7 @@ class ActorFactory:
         """
         reserved = gpus if self.device == "cuda" and not guest else 0
         place = self._shared_place(guest, bundle[1]) if guest else None
-        env = engine_env(self.device)
+        env = engine_env(self.device, self.config.timeouts.engine_start_s)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
         remote.shared_place = place
         try:

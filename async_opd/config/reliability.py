@@ -34,7 +34,7 @@ class TimeoutConfig(Section):
     """Bounds of all waits for anything but work, in seconds."""
 
     engine_start_s: float = Field(default=600, gt=0)
-    """Start of all engines and the trainer."""
+    """Start of all engines and the trainer, including vLLM's own wait for an engine's processes."""
     stall_s: float = Field(default=1800, gt=0)
     """Time without a generated, scored or trained token, after which the run is stopped as stalled.
     Tokens beyond the most that a step can need (of ``rollout.max_tokens`` each) do not count."""

@@ -5,6 +5,7 @@ This module imports no vllm. The CPU values are measured: see docs/engines.md.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from typing import Any, Literal
@@ -118,9 +119,13 @@ def trainer_env(device: Device, threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **(given or ALLOCATOR[device])}
 
 
-def engine_env(device: Device) -> dict[str, str]:
-    """Environment of an engine's process, to be set before vllm is imported."""
+def engine_env(device: Device, start_s: float = 600) -> dict[str, str]:
+    """Environment of an engine's process, to be set before vllm is imported.
+
+    vLLM waits for its own processes no shorter than ``start_s``, the run's bound of the start.
+    """
     env = {
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

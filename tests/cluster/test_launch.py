@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_opd.cluster.actor_factory import ActorFactory, Factories
+from async_opd.cluster.actor_names import ActorName, student
 from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.run_config import RunConfig
@@ -50,6 +51,23 @@ async def test_a_guest_that_does_not_go_to_sleep_is_ended_and_named() -> None:
     with pytest.raises(EngineStartError, match=r"teacher t/0: did not go to sleep within 0\.01 s"):
         await asyncio.wait_for(actor_factory._start_asleep("t", 0), 5)
     assert (engine.killed, actor_factory.colocated) == (True, {})
+
+
+async def test_an_engines_process_is_told_how_long_its_start_may_take() -> None:
+    class ProcessMadeError(Exception):
+        pass
+
+    made: list[dict[str, str]] = []
+
+    async def create(actor: ActorName, *, env: dict[str, str], **_: Any) -> Remote:
+        made.append(env)
+        raise ProcessMadeError
+
+    actor_factory = ActorFactory(config(1800), "cuda", (), Factories(), print)
+    actor_factory.create = create  # type: ignore[method-assign, assignment]
+    with pytest.raises(ProcessMadeError):
+        await actor_factory._start(student(0), "m:f", (), gpus=1, bundle=("rollout", 0))
+    assert [env["VLLM_ENGINE_READY_TIMEOUT_S"] for env in made] == ["1800"]
 
 
 class Handle:

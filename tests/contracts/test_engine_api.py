@@ -132,6 +132,14 @@ def test_the_engines_processes_can_be_watched() -> None:
         assert "engine_manager" in BackgroundResources.__dataclass_fields__
 
 
+def test_vllm_waits_for_its_processes_as_long_as_it_is_told() -> None:
+    from vllm.v1.engine import core_client
+
+    of = "vllm.v1.engine.core_client.MPClient"
+    with contract(of, "waits VLLM_ENGINE_READY_TIMEOUT_S", by="async_opd/models/engine_args.py"):
+        assert "timeout=VLLM_ENGINE_READY_TIMEOUT_S * 1000" in inspect.getsource(core_client)
+
+
 # ── requests and outputs ───────────────────────────────────────────────────────────────────────
 
 

@@ -7,7 +7,14 @@ from typing import Any
 import pytest
 
 from async_opd.config.engine import EngineConfig
-from async_opd.models.engine_args import Device, engine_dtype, engine_kwargs, fitted, share_left
+from async_opd.models.engine_args import (
+    Device,
+    engine_dtype,
+    engine_env,
+    engine_kwargs,
+    fitted,
+    share_left,
+)
 
 
 def overrides(device: Device, **settings: Any) -> Any:
@@ -119,3 +126,8 @@ def test_an_engine_on_a_cpu_has_no_share_of_a_gpu() -> None:
 def test_a_gpu_of_which_others_leave_nothing_is_named() -> None:
     with pytest.raises(ValueError, match=r"others keep 90\.0 GiB .* which has 80\.0"):
         fitted(on_gpu(), 90 * GIB, lambda: 80 * GIB)
+
+
+def test_an_engine_may_take_as_long_to_start_as_the_run_allows() -> None:
+    """vLLM would end the wait after 600 s, whatever ``timeouts.engine_start_s`` says."""
+    assert engine_env("cuda", 1800.5)["VLLM_ENGINE_READY_TIMEOUT_S"] == "1801"
