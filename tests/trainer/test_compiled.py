@@ -137,6 +137,30 @@ def test_a_later_failure_to_compile_computes_the_same_chunk_eagerly() -> None:
     assert "FailOnRecompileLimitHit" in drain_notes()[-1]
 
 
+def test_that_chunk_then_runs_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each eager operation makes another tensor of the size of its tile."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    rows: list[int] = []
+
+    class Counted:
+        def __call__(self, logits: torch.Tensor, *rest: Any) -> Any:
+            rows.append(len(logits))
+            return OBJECTIVE(logits, *rest)
+
+    def fails(*_: Any) -> Any:
+        raise FailOnRecompileLimitHit("Hard failure due to fullgraph=True")
+
+    run, x, _ = tried(OBJECTIVE.__call__, 1.0, 0.2, 9.0, 0.1)
+    counted: Any = Counted()
+    run.objective, run.compiled = counted, fails
+    monkeypatch.setattr(compiled, "TILE_BYTES", {"cpu": 4 * 11 * 8})
+    found = run(x.logits.detach().clone(), x.tokens, None)
+    assert rows == [4, 2]
+    whole = OBJECTIVE(x.logits.detach().clone(), x.tokens, None)
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
 def test_a_failing_kernel_is_an_error() -> None:
     """It may have overwritten a part of the logits: nothing can be computed from them again."""
     calls = []

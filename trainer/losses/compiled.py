@@ -19,7 +19,7 @@ import torch
 
 from trainer.losses.base import Tokens
 from trainer.losses.objective import Objective
-from trainer.losses.report import Metrics
+from trainer.losses.report import Metrics, concat_metrics
 from trainer.notes import note
 
 TILE_BYTES = {"cpu": 16 << 20, "cuda": 256 << 20}
@@ -86,8 +86,7 @@ class ObjectiveRun:
         The first call with enough rows tries the compiled form on copies of a tile, and keeps what
         is faster.
         """
-        row = logits.shape[-1] * logits.itemsize
-        rows = min(max(TILE_BYTES[logits.device.type] // row, 1), max(len(logits), 1))
+        rows = _rows_of_a_tile(logits)
         if self.compiled is not None and not self._tried and len(logits) >= MIN_TRIED_ROWS:
             self._tried = True
             part = slice(0, rows)
@@ -105,7 +104,16 @@ class ObjectiveRun:
                 if not _of_the_compiler(error):  # a kernel: it may have overwritten the logits
                     raise
                 self._fall_back(f"it cannot be compiled again: {_told(error)}")
-        return self.objective(logits, tokens, teacher)
+        return self._eager(logits, tokens, teacher)
+
+    def _eager(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Metrics:
+        """The objective itself, tile by tile: a chunk may be given that was to run compiled."""
+        rows, reports = _rows_of_a_tile(logits), []
+        for start in range(0, len(logits), rows):
+            tile = slice(start, min(start + rows, len(logits)))
+            given = logits[tile], tokens.part(tile), None if teacher is None else teacher[tile]
+            reports.append(self.objective(*given))
+        return concat_metrics(reports)
 
     @property
     def _chosen(self) -> Compiled | None:
@@ -144,6 +152,12 @@ class ObjectiveRun:
     def _fall_back(self, reason: str) -> None:
         self.compiled = None
         note(f"the objective runs eagerly, not compiled: {reason}")
+
+
+def _rows_of_a_tile(logits: torch.Tensor) -> int:
+    """Rows that the objective works on at a time, not compiled; at most all, and one for none."""
+    row = logits.shape[-1] * logits.itemsize
+    return min(max(TILE_BYTES[logits.device.type] // row, 1), max(len(logits), 1))
 
 
 def _of_the_compiler(error: Exception) -> bool:
