@@ -54,7 +54,10 @@ def recomputes(train: TrainConfig, device: str) -> bool:
 
 
 def resolved(config: RunConfig, device: str) -> RunConfig:
-    """The config with the values of these settings on the device in place of ``auto``."""
+    """The config with the engines' sizes on the device in place of ``auto``.
+
+    ``train.gradient_checkpointing`` stays: what ``auto`` is depends on the student's layers, too.
+    """
     from async_opd.config.teachers import EngineTeacher
 
     def sized(engine: EngineConfig) -> dict[str, EngineConfig]:
@@ -64,11 +67,9 @@ def resolved(config: RunConfig, device: str) -> RunConfig:
         name: one.model_copy(update=sized(one.engine)) if isinstance(one, EngineTeacher) else one
         for name, one in config.teachers.items()
     }
-    train = {"gradient_checkpointing": recomputes(config.train, device)}
     return config.model_copy(
         update={
             "rollout": config.rollout.model_copy(update=sized(config.rollout.engine)),
             "teachers": teachers,
-            "train": config.train.model_copy(update=train),
         }
     )

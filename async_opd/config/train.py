@@ -53,7 +53,8 @@ class TrainConfig(Section):
     attention needs (docs/objectives.md). A CPU has ``sdpa`` only."""
     gradient_checkpointing: bool | Literal["auto"] = "auto"
     """Recomputes activations in the backward pass: less memory, about a third more time. ``auto``:
-    on GPUs. They need it for long rows: 16,384 tokens of a 4B student leave more than 46 GB."""
+    on GPUs, if transformers can recompute the student's layers (run.log says where it cannot). They
+    need it for long rows: 16,384 tokens of a 4B student leave more than 46 GB."""
     ranks: PositiveInt = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""

@@ -18,10 +18,11 @@ from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
+from trainer.notes import drain_notes
 from trainer.rank import MicroBatch, Rank
 from trainer.student.attention import VARLEN, register, register_kernel
 from trainer.student.check import LENGTHS, check_rank, check_student
-from trainer.student.loading import recompute_activations
+from trainer.student.loading import recompute_activations, set_recomputation
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
@@ -104,6 +105,28 @@ def test_a_model_without_layers_to_recompute_is_refused() -> None:
 
     with pytest.raises(StageError, match="Bare has no layers"):
         recompute_activations(Bare())
+
+
+def test_with_auto_such_a_model_trains_without_recomputation_and_the_log_says_so() -> None:
+    class Bare(torch.nn.Module):
+        base_model = torch.nn.Linear(2, 2)
+
+    drain_notes()
+    set_recomputation(Bare(), TrainConfig(), "cuda")
+    assert drain_notes() == (
+        "Bare has no layers whose activations could be recomputed: all of them are kept",
+    )
+    with pytest.raises(StageError, match="Bare has no layers"):
+        set_recomputation(Bare(), TrainConfig(gradient_checkpointing=True), "cuda")
+
+
+@pytest.mark.parametrize(("device", "passes"), [("cpu", 1), ("cuda", 2)])
+def test_with_auto_layers_are_recomputed_on_a_gpu_only(device: str, passes: int) -> None:
+    model, calls = families.granite(), []
+    model.base_model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    set_recomputation(model, TrainConfig(), device)
+    gradient(model)
+    assert len(calls) == passes
 
 
 @pytest.mark.parametrize("name", RANDOM)

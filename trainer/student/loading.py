@@ -28,6 +28,7 @@ RECOMPILE_LIMIT = 32
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
+    from async_opd.config.train import TrainConfig
 
 
 def load_student(config: RunConfig, device: torch.device) -> Any:
@@ -46,8 +47,7 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
     pin_rotary(model, max_model_len(config.rollout.engine))
     half = in_bfloat16(config.train.dtype, device)
     set_attention(model, config.train.attention, platform_of(device, half))
-    if recomputes(config.train, device.type):
-        recompute_activations(model)
+    set_recomputation(model, config.train, device.type)
     return model.eval()
 
 
@@ -83,6 +83,21 @@ def refuse_eager_flex() -> None:
 def in_bfloat16(dtype: str, device: torch.device) -> bool:
     """Whether a student with this ``train.dtype`` computes in bfloat16 on the device."""
     return dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
+
+
+def set_recomputation(model: Any, train: TrainConfig, device: str) -> None:
+    """Recomputes activations where ``train`` says so; by ``auto`` only if its layers can be.
+
+    StageError for ``true`` and a model without such layers.
+    """
+    if not recomputes(train, device):
+        return
+    try:
+        recompute_activations(model)
+    except StageError as error:
+        if train.gradient_checkpointing != "auto":
+            raise
+        note(f"{error.cause}: all of them are kept")
 
 
 def recompute_activations(model: Any) -> None:
