@@ -26,7 +26,7 @@ class Transport(Protocol):
         ...
 
     def connect(self) -> None:
-        """Waits for the members; raises if one does not connect in time, or is a stranger."""
+        """Waits for the members; raises if one does not authenticate in time."""
 
     def close(self) -> None:
         """Leaves the group and closes its rendezvous."""

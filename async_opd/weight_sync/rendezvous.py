@@ -32,7 +32,8 @@ HANDSHAKE_S = 10.0
 LINE_BYTES = 1 << 16
 MAX_UNAUTHENTICATED = 64
 """Connections that have not authenticated themselves yet, beside one for each member: each has a
-thread, and strangers could open any number. A further one replaces the oldest of them."""
+thread, and any process could open any number. A further one replaces the oldest of them."""
+CLOSED = "the rendezvous was closed before all members had connected"
 WELCOME = b"\x01"
 """The server's answer to a member that has authenticated itself."""
 RETRY_S = 0.05
@@ -72,7 +73,7 @@ class RendezvousServer:
         self._members: set[socket.socket] = set()
         self._listener = listening_socket(host, ports)
         self.port = int(self._listener.getsockname()[1])
-        threading.Thread(target=self._receive, name="meeting", daemon=True).start()
+        threading.Thread(target=self._receive, name="rendezvous", daemon=True).start()
 
     def set(self, key: str, value: bytes) -> None:
         """Writes the address of ``key``."""
@@ -86,11 +87,11 @@ class RendezvousServer:
             if self._changed.wait_for(lambda: key in self._addresses or self._closed, timeout_s):
                 if key in self._addresses:
                     return self._addresses[key]
-                raise WeightSyncError("weight sync", "the meeting was closed before all had come")
-        strangers = f", and {self.refused} visitors did not show the secret" if self.refused else ""
+                raise WeightSyncError("weight sync", CLOSED)
+        refused = f", and {self.refused} connections did not authenticate" if self.refused else ""
         raise WeightSyncError(
             "weight sync",
-            f"a member did not connect within {timeout_s:g} s (no {key!r}){strangers}",
+            f"a member did not connect within {timeout_s:g} s (no {key!r}){refused}",
             "raise sync.timeout_s if the engines are busy; otherwise a replica hangs",
         )
 
@@ -98,9 +99,9 @@ class RendezvousServer:
         """Closes the socket and all connections. Safe to call again."""
         with self._changed:
             self._closed = True
-            visitors = [*self._unauthenticated, *self._members]
+            connections = [*self._unauthenticated, *self._members]
             self._changed.notify_all()
-        for connection in (self._listener, *visitors):
+        for connection in (self._listener, *connections):
             _shut_down(connection)
         self._listener.close()
 
@@ -115,7 +116,7 @@ class RendezvousServer:
             self._accept(connection)
 
     def _accept(self, connection: socket.socket) -> None:
-        """Serves a connection in a thread; it replaces the oldest stranger if they are too many."""
+        """Serves a connection in a thread, in place of the oldest unauthenticated one if full."""
         with self._changed:
             if self._closed:
                 connection.close()
@@ -171,15 +172,16 @@ class RendezvousClient:
     """A member's connection to the server. ``address`` is this machine's end of it."""
 
     def __init__(self, host: str, port: int, secret: bytes, timeout_s: float) -> None:
-        """WeightSyncError if there is no sender that knows the secret.
+        """WeightSyncError if no sender that knows the secret answers within ``timeout_s``.
 
-        Comes again until then if it is hung up on: strangers may crowd the meeting.
+        Connects again until then if its connection is closed: with too many unauthenticated
+        connections the server closes the oldest one, which may be this one.
         """
         self._secret = secret
         try:
             self._connection = self._connect(host, port, timeout_s)
         except OSError as error:
-            cause = f"no meeting of this group at {host}:{port}: {error or type(error).__name__}"
+            cause = f"no rendezvous of this group at {host}:{port}: {error or type(error).__name__}"
             raise WeightSyncError(
                 "weight sync", cause, "the sender is gone, or not ours"
             ) from error
@@ -216,7 +218,8 @@ class RendezvousClient:
                 connection.close()
                 raise
         raise TimeoutError(
-            f"it closed {tries} connections within {timeout_s:g} s: strangers may crowd it"
+            f"it closed {tries} connections within {timeout_s:g} s: "
+            "too many unauthenticated ones may be open"
         )
 
     def _handshake(self, connection: socket.socket, deadline: float) -> None:
@@ -226,7 +229,7 @@ class RendezvousClient:
         theirs = _receive_exactly(connection, NONCE_BYTES, deadline)
         shown = _receive_exactly(connection, TAG_BYTES, deadline)
         if not hmac.compare_digest(shown, hmac_tag(self._secret, "sender", ours, theirs)):
-            raise ConnectionRefusedError("who listens there does not know the secret")
+            raise ConnectionRefusedError("the server there does not know the secret")
         connection.sendall(hmac_tag(self._secret, "member", theirs, ours))
         _receive_exactly(connection, len(WELCOME), deadline)
 
@@ -236,10 +239,10 @@ class RendezvousClient:
             self._stream.flush()
             line = self._stream.readline(LINE_BYTES)
         except OSError as error:
-            cause = f"the meeting does not answer: {error or type(error).__name__}"
+            cause = f"the rendezvous does not answer: {error or type(error).__name__}"
             raise WeightSyncError("weight sync", cause) from error
         if not line.endswith(b"\n"):
-            raise WeightSyncError("weight sync", "the meeting was closed before all had come")
+            raise WeightSyncError("weight sync", CLOSED)
         return str(json.loads(line))
 
 
@@ -270,10 +273,10 @@ def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> 
     while len(found) < count:
         left = deadline - time.monotonic()
         if left <= 0:
-            raise TimeoutError("it says nothing")
+            raise TimeoutError(f"only {len(found)} of {count} bytes came in time")
         connection.settimeout(left)
         more = connection.recv(count - len(found))
         if not more:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("the other side closed the connection")
         found += more
     return found

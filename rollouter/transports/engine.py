@@ -70,9 +70,9 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
     _timeout_s: float = 0.0
 
     def init_transfer_engine(self, init_info: ChunkInitInfo) -> None:
-        """Leaves the group before and joins the sender's; who does not come in time raises.
+        """Leaves the group before and joins the sender's.
 
-        That error comes on all sides. So does one of a member that does not know the group's
+        Raises, at every member, if one of them does not join in time or does not know the group's
         secret, be it the sender.
         """
         self.shutdown()

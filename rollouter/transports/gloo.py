@@ -1,6 +1,6 @@
 """Chunks of bytes over torch's gloo process group: the transport where there are no GPUs.
 
-A member is let in that shows the group's secret (``async_opd.weight_sync.rendezvous``).
+Only members that authenticate with the group's secret join (``async_opd.weight_sync.rendezvous``).
 """
 
 from __future__ import annotations

@@ -440,7 +440,7 @@ async def test_a_communicator_is_aborted_once_although_both_watchdog_and_trainer
     assert gpu.calls["ncclCommAbort"] == gpu.calls["ncclCommAbort returned"] == 1
 
 
-async def test_communicators_are_destroyed_at_both_ends_before_the_next_meeting(
+async def test_communicators_are_destroyed_at_both_ends_before_the_next_rendezvous(
     gpu: Gpu,  # noqa: F811
 ) -> None:
     run = Run(1, 2)
@@ -451,7 +451,7 @@ async def test_communicators_are_destroyed_at_both_ends_before_the_next_meeting(
 
 
 async def test_who_was_rebuilt_leaves_no_group_behind(gpu: Gpu) -> None:  # noqa: F811
-    """Its own group, in which it got the newest weights, ends when all meet again."""
+    """Its own group, in which it got the newest weights, ends at the next rendezvous of all."""
     run = Run(1, 1)
     await run.push()
     await run.sync.rejoin(1, run.replicas[1], 1)

@@ -21,7 +21,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class TcpSender(chunks.Sender):
-    """The trainer's end: a connection to each receiver that shows the secret."""
+    """The trainer's end: a connection to each receiver that authenticates itself."""
 
     def listen(self) -> tuple[str, int, bytes]:
         """Listens on a free port."""
@@ -31,7 +31,7 @@ class TcpSender(chunks.Sender):
         return self.host, self.server.getsockname()[1], new_secret()
 
     def connect(self) -> None:
-        """TimeoutError when a receiver does not come."""
+        """TimeoutError when a receiver does not connect."""
         while len(self.members) < self.world_size - 1:
             member, _ = self.server.accept()
             member.settimeout(self.timeout_s)
@@ -48,7 +48,7 @@ class TcpSender(chunks.Sender):
             member.sendall(chunk.cpu().numpy().data)
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes all sockets."""
         for open_socket in (self.server, *self.members):
             open_socket.close()
 
@@ -62,7 +62,7 @@ class TcpReceiver(chunks.Receiver):
         self.connection.sendall(hmac_tag(at.secret, "member", nonce))
 
     def receive(self, nbytes: int, timeout_s: float) -> torch.Tensor:
-        """ConnectionError when the sender hangs up, TimeoutError when it stands still."""
+        """ConnectionError when the sender closes the connection, TimeoutError when it is late."""
         import torch
 
         self.connection.settimeout(timeout_s)
@@ -71,12 +71,12 @@ class TcpReceiver(chunks.Receiver):
         while room:
             got = self.connection.recv_into(room)
             if not got:
-                raise ConnectionError("the trainer hung up")
+                raise ConnectionError("the trainer closed the connection")
             room = room[got:]
         return chunk
 
     def close(self) -> None:
-        """Hangs up."""
+        """Closes the connection."""
         self.connection.close()
 
 

@@ -43,7 +43,7 @@ class Hostile:
         await response.prepare(request)
         try:
             await self._send(response)
-        except ConnectionError:  # it was hung up on
+        except ConnectionError:  # the other side closed it
             return response
         await response.write_eof()
         return response

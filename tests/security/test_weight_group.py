@@ -19,7 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import async_opd.weight_sync.rendezvous as meetings
+import async_opd.weight_sync.rendezvous as rendezvous_module
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_factory import ActorFactory, Factories
 from async_opd.cluster.actor_shell import Remote
@@ -130,7 +130,7 @@ def test_torchs_own_store_finds_no_store_at_the_port(
     transport: GlooSender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the weight sync was open to: rank 1 by the port alone."""
-    monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
+    monkeypatch.setattr(rendezvous_module, "HANDSHAKE_S", 1.0)
     at = transport.open(2)
     with pytest.raises(torch.distributed.DistError):
         torch.distributed.TCPStore(
@@ -139,7 +139,7 @@ def test_torchs_own_store_finds_no_store_at_the_port(
 
 
 def told(port: int, *said: bytes) -> bytes:
-    """All that a visitor hears who says this: nothing where it is cut off while it talks."""
+    """All bytes that the server answers to these: none if it closes the connection before."""
     heard = b""
     with socket.create_connection((HERE, port), BOUND_S) as connection, suppress(ConnectionError):
         for line in said:
@@ -162,28 +162,28 @@ def told(port: int, *said: bytes) -> bytes:
 def test_who_does_not_know_the_secret_reads_no_address(
     said: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(meetings, "HANDSHAKE_S", 1.0)
-    meeting = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
-    meeting.set("0/0", b"an address")
+    monkeypatch.setattr(rendezvous_module, "HANDSHAKE_S", 1.0)
+    server = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
+    server.set("0/0", b"an address")
     try:
-        heard = told(meeting.port, *said)
+        heard = told(server.port, *said)
     finally:
-        meeting.close()
-    assert len(heard) in (0, 64)  # a nonce, and a proof for the visitor's own
+        server.close()
+    assert len(heard) in (0, 64)  # a nonce, and the tag of the nonce that was sent
     assert b"an address".hex().encode() not in heard
 
 
-def test_a_proof_that_was_heard_is_no_proof_for_another_visit() -> None:
+def test_a_tag_that_was_received_authenticates_no_other_connection() -> None:
     secret = new_secret()
-    meeting = RendezvousServer(HERE, secret, 2, BOUND_S)
+    server = RendezvousServer(HERE, secret, 2, BOUND_S)
     try:
-        heard = told(meeting.port, b"x" * 32, NO_PROOF)
-        replayed = told(meeting.port, b"x" * 32, heard[32:64], b'{"key": "k", "value": "00"}\n')
+        heard = told(server.port, b"x" * 32, NO_PROOF)
+        replayed = told(server.port, b"x" * 32, heard[32:64], b'{"key": "k", "value": "00"}\n')
         assert len(replayed) in (0, 64)
-        with pytest.raises(WeightSyncError, match="did not show the secret"):
-            meeting.get("k", 0.1)
+        with pytest.raises(WeightSyncError, match="connections did not authenticate"):
+            server.get("k", 0.1)
     finally:
-        meeting.close()
+        server.close()
 
 
 def test_who_knows_another_secret_does_not_keep_a_member_out(
@@ -197,24 +197,24 @@ def test_who_knows_another_secret_does_not_keep_a_member_out(
 
 
 def test_a_sender_that_does_not_know_the_secret_is_not_joined() -> None:
-    stranger = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
+    other = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
     try:
-        with pytest.raises(WeightSyncError, match="who listens there does not know the secret"):
-            RendezvousClient(HERE, stranger.port, new_secret(), BOUND_S)
+        with pytest.raises(WeightSyncError, match="the server there does not know the secret"):
+            RendezvousClient(HERE, other.port, new_secret(), BOUND_S)
     finally:
-        stranger.close()
+        other.close()
 
 
-def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
+def test_a_member_with_another_secret_is_found_before_weights_are_sent(
     transport: GlooSender, together: Together
 ) -> None:
     """gloo itself believed it: it came before the member, to the right connection."""
     at = transport.open(3)
     book = RendezvousClient(at.host, at.port, at.secret, BOUND_S)
-    stranger = replace(at, secret=new_secret(), timeout_s=BOUND_S)
+    other = replace(at, secret=new_secret(), timeout_s=BOUND_S)
     sender, _, honest = together(
         transport.connect,
-        lambda: gloo_group(torch, stranger, 1, HERE, book),
+        lambda: gloo_group(torch, other, 1, HERE, book),
         lambda: joins(at, 2),
     )
     book.close()
@@ -225,17 +225,19 @@ def test_a_stranger_in_a_members_place_is_found_before_weights_are_sent(
         transport.broadcast(WEIGHTS, WeightMeta(("a", "b"), ("float32",) * 2, ((4,),) * 2, (4, 4)))
 
 
-def test_a_member_that_does_not_come_is_an_error_that_counts_the_strangers() -> None:
-    meeting = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
-    told(meeting.port, b"x" * 64)
+def test_the_error_of_a_missing_member_counts_the_unauthenticated_connections() -> None:
+    server = RendezvousServer(HERE, new_secret(), 2, BOUND_S)
+    told(server.port, b"x" * 64)
     try:
-        with pytest.raises(WeightSyncError, match=r"no '0/1'\), and 1 visitors did not show"):
-            meeting.get("0/1", 0.2)
+        with pytest.raises(
+            WeightSyncError, match=r"no '0/1'\), and 1 connections did not authenticate"
+        ):
+            server.get("0/1", 0.2)
     finally:
-        meeting.close()
+        server.close()
 
 
-def test_the_secret_is_not_shown_with_the_meeting_point(transport: GlooSender) -> None:
+def test_the_repr_of_a_rendezvous_does_not_contain_the_secret(transport: GlooSender) -> None:
     at = transport.open(2)
     assert at.secret.hex() not in repr(at)
     assert repr(at.secret) not in repr(at)
@@ -287,7 +289,7 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return made
 
 
-def test_gpus_meet_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any]) -> None:
+def test_gpus_connect_by_an_id_that_comes_over_ray_and_by_no_store(nccl: list[Any]) -> None:
     transport = NcclSender(HERE, BOUND_S, 1 << 20)
     at = transport.open(3)
     transport.connect()
@@ -305,32 +307,32 @@ def test_every_group_of_gpus_has_an_id_of_its_own(nccl: list[Any]) -> None:
 # ── the trainer's ranks, and the processes of a run ───────────────────────────────────────────
 
 
-def meets(spec: Any, *rest: Any) -> str:
+def joins_mesh(spec: Any, *rest: Any) -> str:
     from trainer.student.sharding import join_mesh
 
     try:
         join_mesh(spec, torch.device("cpu"))
     except StageError as error:
         return error.cause
-    return "met"
+    return "joined"
 
 
-def stranger(spec: Any) -> Any:
-    meets(replace(spec, secret=b"another"))
+def other(spec: Any) -> Any:
+    joins_mesh(replace(spec, secret=b"another"))
     return SimpleNamespace()
 
 
-def test_a_stranger_among_the_trainers_ranks_is_found() -> None:
-    found = in_processes(2, meets, stranger, 60.0)
+def test_a_rank_with_another_secret_is_found() -> None:
+    found = in_processes(2, joins_mesh, other, 60.0)
     assert "one of its 2 ranks failed to prove that it knows the run's secret" in found
 
 
-def test_the_trainers_ranks_who_know_their_secret_meet() -> None:
+def test_ranks_that_know_their_secret_are_connected() -> None:
     def follows(spec: Any) -> Any:
-        meets(spec)
+        joins_mesh(spec)
         return SimpleNamespace()
 
-    assert in_processes(2, meets, follows, 60.0) == "met"
+    assert in_processes(2, joins_mesh, follows, 60.0) == "joined"
 
 
 @pytest.mark.parametrize(("address", "expected"), [(None, LOOPBACK), ("auto", {"HF_HOME": "/h"})])
