@@ -19,6 +19,7 @@ import torch
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 
+from async_opd.models.cpu_kernels import pack_again
 from teachers.rows import Chunk, RowRequest, RowScores
 
 if current_platform.is_cpu():
@@ -38,14 +39,11 @@ class ScoringWorker(Worker):
     def reload_from(self, directory: str) -> None:
         """Replaces the weights in place, from a directory in Hugging Face format.
 
-        On a CPU the head computes with a packed copy of its weights. The loop packs it again, as
-        ``reload_weights`` would leave the old one: see ``rollouter.transports.engine``. A GPU's
-        head has none, and a quantized one would be processed twice.
+        On a GPU nothing is packed, and a quantized head would be processed twice.
         """
         self.reload_weights(weights_path=directory)
-        for module in self.model_runner.model.modules() if current_platform.is_cpu() else ():
-            if isinstance(module, ParallelLMHead):
-                module.quant_method.process_weights_after_loading(module)
+        if current_platform.is_cpu():
+            pack_again(self.model_runner.model, ParallelLMHead)
 
 
 def install_scoring(runner: Any) -> None:

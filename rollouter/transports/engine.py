@@ -29,6 +29,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+from async_opd.models.cpu_kernels import pack_again
 from async_opd.processes.parent_death import set_parent_death_signal_in_child
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan
 from rollouter.transports.chunks import BACKEND, Receiver, SecondsLeft
@@ -148,22 +149,13 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         return None
 
     def finish_weight_update(self) -> None:
-        """Finishes the reload, and packs again what a CPU's kernels want packed.
-
-        The reload leaves the packed copy of a ``ParallelLMHead`` that shares its tensor with the
-        embedding as it was, and a mixture's experts unpacked (measured with vLLM 0.32: logits off
-        by 2 nats in both cases).
-        """
+        """Finishes the reload, and packs again what a CPU's kernels want packed."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
         finalize_layerwise_reload(self.model, self.model_config)
-        for module in self.model.modules() if self.device.type == "cpu" else ():
-            method: Any = getattr(module, "quant_method", None)
-            if isinstance(module, ParallelLMHead):
-                method.process_weights_after_loading(module)
-            elif (kernel := getattr(method, "moe_kernel", None)) is not None:
-                kernel.fused_experts.process_weights_after_loading(module)
+        if self.device.type == "cpu":
+            pack_again(self.model, ParallelLMHead)
 
     def shutdown(self) -> None:
         """Leaves the group."""

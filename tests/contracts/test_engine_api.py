@@ -99,27 +99,6 @@ def test_an_engines_config_has_the_sections_that_are_read() -> None:
         assert read <= fields(VllmConfig)
 
 
-def test_a_worker_gets_the_extension_that_its_arguments_name() -> None:
-    from vllm.v1.worker.gpu.model_runner import GPUModelRunner
-    from vllm.v1.worker.gpu_worker import Worker
-    from vllm.v1.worker.worker_base import WorkerWrapperBase
-
-    from rollouter import freshness_worker
-
-    extension = freshness_worker.FreshnessWorker
-    user = "rollouter/freshness_worker.py"
-    of = "vllm.v1.worker.worker_base.WorkerWrapperBase.init_worker"
-    with contract(of, "adds worker_extension_cls to the worker's bases", by=user):
-        source = inspect.getsource(WorkerWrapperBase.init_worker)
-        assert "worker_class.__bases__ + (" in source
-        assert "worker_extension_cls" in source
-    with contract("vllm.v1.worker.gpu_worker.Worker", "has no method of such names", by=user):
-        assert not [name for name in vars(extension) if name[:2] != "__" and hasattr(Worker, name)]
-    of = "vllm.v1.worker.gpu.model_runner.GPUModelRunner.get_model"
-    with contract(of, "returns the model whose load_weights a reload calls", by=user):
-        assert "return self.model" in inspect.getsource(GPUModelRunner.get_model)
-
-
 def test_the_engines_processes_can_be_watched() -> None:
     from vllm.v1.engine.core_client import BackgroundResources
     from vllm.v1.engine.utils import CoreEngineProcManager

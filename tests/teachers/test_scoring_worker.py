@@ -154,3 +154,20 @@ def test_a_runner_without_such_a_place_is_refused_at_start() -> None:
 
     with pytest.raises(RuntimeError, match=r"vllm >= 0\.32, < 0\.34"):
         install_scoring(runner())
+
+
+def test_a_teacher_on_a_cpu_packs_its_head_and_experts_again_after_a_reload() -> None:
+    from unittest.mock import MagicMock
+
+    from teachers.scoring_worker import ParallelLMHead, ScoringWorker
+
+    head, experts = MagicMock(spec=ParallelLMHead), MagicMock()
+    head.quant_method, plain = MagicMock(), SimpleNamespace()
+    worker: Any = object.__new__(ScoringWorker)
+    worker.reload_weights = lambda weights_path: None
+    modules = [head, experts, plain]
+    worker.model_runner = SimpleNamespace(model=SimpleNamespace(modules=lambda: modules))
+    worker.reload_from("folder")
+    head.quant_method.process_weights_after_loading.assert_called_once_with(head)
+    packed = experts.quant_method.moe_kernel.fused_experts.process_weights_after_loading
+    packed.assert_called_once_with(experts)
