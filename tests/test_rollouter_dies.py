@@ -14,7 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.cluster.rollouter_actor import RollouterService, StartedReplica, build_rollouter
+from async_opd.cluster.rollouter_actor import (
+    Predecessor,
+    RollouterService,
+    StartedReplica,
+    build_rollouter,
+)
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SyncReport
 from async_opd.waiting.race import race
@@ -113,9 +118,8 @@ class MortalRollouter:
     async def build(self) -> None:
         parts: list[Any] = [self.run_.queue, Sender(self.run_.trainer), None]
         replicas: list[Any] = [StartedReplica(replica, 1) for replica in self.replicas]  # type: ignore[arg-type]
-        self._service = await build_rollouter(
-            self.run_.pipeline.config, replicas, *parts, self.newest, behind=self.snapshots
-        )
+        before = Predecessor(self.newest, behind=self.snapshots)
+        self._service = await build_rollouter(self.run_.pipeline.config, replicas, *parts, before)
         self._built.set()
 
     async def die(self) -> None:

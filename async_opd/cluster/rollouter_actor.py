@@ -64,6 +64,23 @@ class StartedReplica:
 
 
 @dataclass(frozen=True)
+class Predecessor:
+    """What an earlier actor of the stage left; without arguments there was none.
+
+    ``newest`` is the snapshot that it may have been pushing. ``rebuilds`` counts the replicas that
+    were rebuilt before; ``report`` includes them.
+
+    ``behind``: some replica may have older weights than the newest ones, and so it may with a
+    ``newest`` snapshot. No replica takes or answers prompts then before the first push: that of
+    ``run`` if ``newest`` is known, else the driver's.
+    """
+
+    newest: Snapshot | None = None
+    rebuilds: int = 0
+    behind: bool = False
+
+
+@dataclass(frozen=True)
 class Order:
     """A request to start the replica of member ``index``. Later orders have larger numbers."""
 
@@ -114,13 +131,10 @@ async def build_rollouter(
     queue: Queue,
     trainer: WeightSender,
     teachers: ColocatedTeachers,
-    newest: Snapshot | None = None,
-    rebuilds: int = 0,
-    behind: bool = False,
+    before: Predecessor,
 ) -> RollouterService:
     """The actor's object. It begins with the locks of all GPUs that teachers share."""
-    before = (newest, rebuilds, behind)
-    service = RollouterService(config, replicas, queue, trainer, *before, teachers)
+    service = RollouterService(config, replicas, queue, trainer, teachers, before)
     for lock in service.gpus.values():
         await lock.acquire("an earlier rollout stage")
     return service
@@ -140,25 +154,17 @@ class RollouterService:
         replicas: Sequence[StartedReplica],
         queue: Queue,
         trainer: WeightSender,
-        newest: Snapshot | None,
-        rebuilds: int,
-        behind: bool,
         teachers: ColocatedTeachers,
+        before: Predecessor,
     ) -> None:
-        """``newest`` is the snapshot that an earlier actor may have been pushing.
+        """``run`` expects the locks ``gpus`` to be held.
 
-        ``rebuilds`` counts the replicas rebuilt before this actor; ``report`` includes them.
-
-        ``behind``: some replica may have older weights than the newest ones, and so it may with a
-        ``newest`` snapshot. No replica takes or answers prompts then before the first push: that of
-        ``run`` if ``newest`` is known, else the driver's.
-
-        ``gpus`` are the locks of the pools, ``rollout`` or ``train``, that share their GPUs with
-        some of the ``teachers``; ``run`` expects them to be held.
+        They are those of the pools, ``rollout`` or ``train``, that share their GPUs with some of
+        the ``teachers``.
         """
         self.orders = Orders()
         self._current = asyncio.Event()
-        if newest is None and not behind:
+        if before.newest is None and not before.behind:
             self._current.set()
         self.stage = RollouterStage(
             {replica.student.name: replica.student for replica in replicas},
@@ -176,7 +182,7 @@ class RollouterService:
             timeout_s=config.sync.timeout_s,
             rolling=config.sync.rolling,
             tries=config.sync.tries,
-            newest=newest,
+            newest=before.newest,
             freshness=_freshness(config),
         )
         self.gpus, self._sharing = self._shared(config, trainer, teachers)
@@ -187,7 +193,7 @@ class RollouterService:
         self._rebuilding: AbstractAsyncContextManager[None] = nullcontext()
         if replicas_lock is not None:
             self._rebuilding = SharedLock(replicas_lock, "a rebuild of a student's replica")
-        self._rebuilds_before = rebuilds
+        self._rebuilds_before = before.rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
 

@@ -20,7 +20,7 @@ from async_opd.cluster.proxies import (
     StudentProxy,
     TrainerProxy,
 )
-from async_opd.cluster.rollouter_actor import Order, StartedReplica
+from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.stages import SyncReport
@@ -85,8 +85,8 @@ class RollouterActor(SingletonActor):
         await self._cancel_starts()
         config = self.actor_factory.config
         stages = (self.queue, self.trainer, self.scorer)
-        before = (self.newest, self.rebuilds, self.snapshots)
-        args = (config, tuple(self.replicas), *stages, *before)
+        before = Predecessor(self.newest, self.rebuilds, behind=self.snapshots)
+        args = (config, tuple(self.replicas), *stages, before)
         await self.remote.build(FACTORY, args, config.timeouts.engine_start_s)
 
     async def supply(self) -> None:

@@ -50,28 +50,33 @@ def engine_kwargs(
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
         "enable_prefix_caching": True,
+        **_device_kwargs(engine, device, sleeps),
     }
     if tensor_parallel > 1:  # in a placement group vLLM would choose Ray, without a GPU left
         kwargs["distributed_executor_backend"] = "mp"
     if engine.max_model_len is not None:
         kwargs["max_model_len"] = engine.max_model_len
-    if device == "cpu":
-        kwargs |= {
-            "enforce_eager": True,
-            "kv_cache_memory_bytes": engine.cpu_kv_cache_mib << 20,
-            "block_size": CPU_BLOCK_SIZE,
-        }
-    else:
-        if engine.gpu_memory_utilization != "auto":
-            kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
-        kwargs["enable_sleep_mode"] = sleeps
-        if engine.head_dtype == "float32":
-            kwargs["hf_overrides"] = {"head_dtype": "float32"}
     given = dict(engine.extra)
     if isinstance(given.get("hf_overrides"), dict):
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
     return kwargs | given | fixed
+
+
+def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[str, Any]:
+    """The arguments that only engines on this device have."""
+    if device == "cpu":
+        return {
+            "enforce_eager": True,
+            "kv_cache_memory_bytes": engine.cpu_kv_cache_mib << 20,
+            "block_size": CPU_BLOCK_SIZE,
+        }
+    kwargs: dict[str, Any] = {"enable_sleep_mode": sleeps}
+    if engine.gpu_memory_utilization != "auto":
+        kwargs["gpu_memory_utilization"] = engine.gpu_memory_utilization
+    if engine.head_dtype == "float32":
+        kwargs["hf_overrides"] = {"head_dtype": "float32"}
+    return kwargs
 
 
 def engine_dtype(engine: EngineConfig, device: Device) -> str:

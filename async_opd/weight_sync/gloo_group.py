@@ -38,7 +38,7 @@ class GlooGroup:
 def gloo_group(
     torch: Any, at: Rendezvous, rank: int, address: str, addresses: Addresses
 ) -> GlooGroup:
-    """Connects all members. WeightSyncError or RuntimeError if one lacks, or has another secret.
+    """Connects all members. WeightSyncError or RuntimeError if one is absent or has another secret.
 
     This one is ``rank``; its gloo listens on its own ``address`` only.
     """

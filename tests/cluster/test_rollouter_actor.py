@@ -11,6 +11,7 @@ import pytest
 
 from async_opd.cluster.rollouter_actor import (
     Orders,
+    Predecessor,
     RollouterService,
     StartedReplica,
     build_rollouter,
@@ -146,8 +147,8 @@ class World:
     ) -> RollouterService:
         parts: list[Any] = [self.queue, Trainer(), self.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in self.students]  # type: ignore[arg-type]
-        before = (newest, rebuilds, behind)
-        self.service = await build_rollouter(run_config(host), replicas, *parts, *before)
+        before = Predecessor(newest, rebuilds, behind)
+        self.service = await build_rollouter(run_config(host), replicas, *parts, before)
         self.tasks.append(asyncio.create_task(self.service.run()))
         await settled()
         return self.service

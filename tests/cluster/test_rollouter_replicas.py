@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.cluster.rollouter_actor import Order, StartedReplica
+from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
 from async_opd.core.stages import SyncReport
@@ -131,9 +131,9 @@ async def test_the_next_actor_has_the_replicas_of_now_and_the_newest_snapshot(wo
     await world.orders(1, 1)
     await world.rollouter.snapshot(4)
     await world.rollouter.build()
-    ((_, replicas, *_, newest, rebuilds, behind),) = world.actor.built
+    ((_, replicas, *_, before),) = world.actor.built
     assert replicas == (StartedReplica(world.students[0], 2), world.actor.answers[1])
-    assert (newest, rebuilds, behind) == ((4, META), 1, True)
+    assert before == Predecessor((4, META), rebuilds=1, behind=True)
 
 
 async def test_what_the_actor_before_had_ordered_is_not_started_for_the_next(world: World) -> None:
@@ -152,7 +152,7 @@ async def test_after_a_snapshot_that_broke_off_nobody_pushes_the_one_before(worl
     with pytest.raises(ProcessDied):
         await world.rollouter.snapshot(5)
     await world.rollouter.build()
-    assert world.actor.built[0][-3] is None
+    assert world.actor.built[0][-1].newest is None
 
 
 async def test_the_next_actor_knows_whether_a_replica_may_be_behind(world: World) -> None:
@@ -161,7 +161,7 @@ async def test_the_next_actor_knows_whether_a_replica_may_be_behind(world: World
     with pytest.raises(ProcessDied):
         await world.rollouter.snapshot(1)
     await world.rollouter.build()
-    assert [args[-1] for args in world.actor.built] == [False, True]
+    assert [args[-1].behind for args in world.actor.built] == [False, True]
 
 
 async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(world: World) -> None:
