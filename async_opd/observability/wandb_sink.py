@@ -170,7 +170,7 @@ def _own_settings() -> wandb.Settings:
     import wandb
 
     folder = Path(os.environ.get("WANDB_CONFIG_DIR") or "~/.config/wandb").expanduser()
-    own = wandb.Settings(settings_system=str(folder.absolute() / "settings"))
+    own = wandb.Settings(settings_system=str(folder.absolute() / "settings"), silent=True)
     with chdir("/"):
         return wandb.setup(own).settings
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -369,8 +370,9 @@ def test_secrets_do_not_reach_wandb() -> None:
 
 @pytest.mark.slow
 def test_wandb_offline_writes_below_the_run_directory_and_prints_nothing_itself(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(sys.modules, "openai", ModuleType("openai"))  # wandb advertises for it
     with RunLog(config(wandb="offline"), tmp_path, clock=Clock()) as log:
         log.log(0, {"eval_initial/sort/accuracy": 0.5})
         log.log(1, {"loss/total": float("nan")})
