@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,9 +52,10 @@ class Ray:
         node = ray._private.worker._global_node
         session = Path(node.get_session_dir_path())
         token = (session.parents[1] / "token").read_text()
-        commands = [
-            "\0".join(process.cmdline()) for process in psutil.Process().children(recursive=True)
-        ]
+        commands = []
+        for process in psutil.Process().children(recursive=True):
+            with suppress(psutil.NoSuchProcess):  # it has ended; a zombie has no command line
+                commands.append("\0".join(process.cmdline()))
         tokens = (token, "0" * 64)
         with ThreadPoolExecutor() as threads:
             found = threads.map(partial(accepts, node.gcs_address), tokens)

@@ -98,7 +98,7 @@ async def all_free() -> None:
 
 
 async def give_back(bundles: GpuBundles) -> None:
-    for group, _ in bundles.groups.values():
+    for group in {group for group, _ in bundles.groups.values()}:
         remove_placement_group(group)
     await all_free()
 
@@ -149,8 +149,7 @@ async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) 
     finally:
         for remote in made.started:
             remote.kill()
-        bundles.remove()
-        await all_free()
+        await give_back(bundles)
 
 
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
