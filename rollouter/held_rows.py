@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
+from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.errors import StageError
@@ -19,6 +20,10 @@ from async_opd.weight_sync.freshness import LENGTHS
 
 QUANTIZED_ROUNDING = 2.0**-4
 """Largest relative error of one rounding to a number of 3 bits after the point, such as float8."""
+
+TF32_ROUNDING = 2.0**-11
+"""The same of TF32: vLLM's attention on GPUs in float32 is Triton's (``TRITON_ATTN``), whose
+``tl.dot`` rounds its operands to TF32 unless told otherwise."""
 
 
 def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -36,6 +41,8 @@ def rounding_of(config: VllmConfig) -> float:
     """Largest relative error of one rounding in the engine."""
     if config.quant_config is not None:
         return QUANTIZED_ROUNDING
+    if current_platform.is_cuda() and config.model_config.dtype == torch.float32:
+        return TF32_ROUNDING
     return torch.finfo(config.model_config.dtype).eps / 2
 
 

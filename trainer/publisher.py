@@ -2,8 +2,9 @@
 
     snapshot ──► copies in wire dtype, an event ──► send waits for it ──► chunk · chunk ──► engines
 
-On a GPU ``snapshot`` returns while its copies are queued, and ``send`` runs on another thread and
-other streams: without the event it would read memory that does not hold the new weights yet.
+On a GPU a snapshot's copies may still be queued when ``snapshot`` returns (without digests, which
+wait for them), and ``send`` runs on another thread and other streams: without the event it would
+read memory that does not hold the new weights yet.
 The transport is passed in (``rollouter.transports``), so that this package needs no vllm.
 """
 

@@ -44,14 +44,19 @@ class EngineConfig(Section):
             )
         if _mentions(value, "load_format"):
             raise ValueError("no load_format here: weights are read from safetensors only")
-        owned = sorted(OWNED & {_normalized(name) for name in value})
-        if owned:
+        names = {_normalized(name) for name in value}
+        if owned := sorted(OWNED & names):
             raise ValueError(f"no {owned[0]} here: the model is named in its own section")
+        if fixed := sorted(FIXED & names):
+            raise ValueError(f"no {fixed[0]} here: scores and weight syncs need the run's own")
         return value
 
 
 OWNED = {"model", "revision", "code_revision", "hf_config_path"}
 """Arguments of vLLM that would load other files than those that were checked."""
+
+FIXED = {"worker_extension_cls", "weight_transfer_config", "logprobs_mode", "max_logprobs"}
+"""Arguments of vLLM that every replica sets itself."""
 
 
 def _mentions(value: Any, name: str) -> bool:

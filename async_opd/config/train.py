@@ -103,7 +103,7 @@ class SyncConfig(Section):
     verify_every: int = Field(default=10, ge=0)
     """Syncs between two proofs that every rollout replica has the trainer's weights: both score a
     few held rows, and digests of the engines' parameters are compared. The first sync is always
-    proven, and so is the one after a replica was rebuilt. Digests of what was received are compared
-    at every sync. 0 switches all of it off."""
+    proven, and so is the next one after a replica that joined between two snapshots. Digests of
+    what was received are compared at every sync. 0 switches all of it off."""
     on_stale: Literal["rebuild", "stop"] = "rebuild"
     """A replica without the trainer's weights is rebuilt, or ends the run."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -25,3 +26,17 @@ def test_held_rows_have_seats_of_their_own_where_vllm_takes_so_many(
     from rollouter.held_rows import with_seats
 
     assert with_seats(given)["max_num_seqs"] == seats
+
+
+@pytest.mark.parametrize(("cuda", "rounding"), [(False, 2.0**-24), (True, 2.0**-11)])
+def test_a_float32_engine_rounds_to_tf32_on_a_gpu(
+    cuda: bool, rounding: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from rollouter import held_rows
+
+    engine = SimpleNamespace(quant_config=None, model_config=SimpleNamespace(dtype=torch.float32))
+    platform = SimpleNamespace(is_cuda=lambda: cuda)
+    monkeypatch.setattr(held_rows, "current_platform", platform)
+    assert held_rows.rounding_of(cast(Any, engine)) == rounding
