@@ -11,7 +11,8 @@ Three witnesses, since each is blind somewhere:
 rows        see everything up to the sampled distribution, if it changes more than rounding does
 received    see one wrong bit of what was sent, and nothing that the loader does with it
 parameters  see one wrong bit of those that are sent tensors, or some joined (which ones is learned:
-            ``async_opd.weight_sync.parameters``), and any difference between two replicas
+            ``async_opd.weight_sync.parameters``), any difference between two replicas, and
+            that other matrices change when what is sent does, from the second comparison on
 
 The rows are fixed, the same in every run of a model: no state has to survive a restart, and their
 tokens lie evenly over the whole vocabulary, which the samples of a task do not.
@@ -30,7 +31,13 @@ import numpy as np
 from async_opd.core.errors import StaleWeights, WeightSyncError
 from async_opd.core.samples import Float32, Int32
 from async_opd.weight_sync.layout import Reference, WeightMeta
-from async_opd.weight_sync.parameters import LearnedParameters, Place
+from async_opd.weight_sync.parameters import (
+    LearnedParameters,
+    Place,
+    SentTensors,
+    UnlearnedMatrices,
+    own_names,
+)
 
 LENGTHS = (2, 5, 13, 33, 75)
 """Tokens of the rows: 128 in all, of which 123 are predicted."""
@@ -112,6 +119,7 @@ class Freshness:
     _owed: bool = True
     _ratio: float | None = None
     _learned: LearnedParameters = field(default_factory=LearnedParameters)
+    _unlearned: UnlearnedMatrices = field(default_factory=UnlearnedMatrices)
     _unequal: set[Place] = field(default_factory=set)
     _compared: bool = False
 
@@ -154,11 +162,12 @@ class Freshness:
             nats = {index: _distance(meta.reference, one) for index, one in evidence.items()}
             units = {index: _noise(meta.reference, one) for index, one in evidence.items()}
         stale = dict(self._far(nats, units))
-        sent = dict(zip(meta.names, meta.digests, strict=True))
+        sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)))
         for index, reason in self._altered(sent, evidence, nats, stale):
             stale.setdefault(index, reason)
+        first = self._remember(sent, evidence, stale)
         if nats and not stale:
-            self._owed, self._since = False, 0
+            self._owed, self._since = first, 0
         limits = [self._limit * unit for unit in units.values()]
         return Verdict(stale, self._metrics(nats, limits))
 
@@ -204,20 +213,38 @@ class Freshness:
 
     def _altered(
         self,
-        sent: Mapping[str, str],
+        sent: SentTensors,
         evidence: Receivers,
         nats: Mapping[int, float],
         stale: Mapping[int, StaleWeights],
     ) -> Iterator[tuple[int, StaleWeights]]:
-        """The replicas with a parameter that is neither the sent one nor that of the others."""
+        """The replicas with a parameter that is not the sent one, an older one, or a lone one."""
         sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in stale}
         for found in sound.values():
             self._learned.learn(found, sent)
         for index, found in sound.items():
-            if wrong := self._learned.wrong(found, sent):
+            if wrong := self._learned.wrong(found, sent.digests):
                 cause = f"its engine computes with other weights than were sent: {_few(wrong)}"
                 yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+            matrices = self._learned.other_matrices(found)
+            if kept := self._unlearned.kept(index, matrices, sent, own_names(found)):
+                cause = f"its engine's parameters did not change with what was sent: {_few(kept)}"
+                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
         yield from self._unlike_the_others(sound, nats)
+
+    def _remember(
+        self, sent: SentTensors, evidence: Receivers, stale: Mapping[int, StaleWeights]
+    ) -> bool:
+        """Takes the matrices of fresh replicas; whether the next sync has to be compared with them.
+
+        Whether a matrix that is not learned follows what is sent shows in two comparisons only.
+        """
+        first = False
+        for index, one in evidence.items():
+            if index not in stale:
+                matrices = self._learned.other_matrices(dict(_places(one)))
+                first |= self._unlearned.remember(index, matrices, sent)
+        return first
 
     def _unlike_the_others(
         self, places: Mapping[int, Mapping[Place, str]], nats: Mapping[int, float]

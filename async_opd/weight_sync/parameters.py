@@ -6,11 +6,14 @@
 
 An engine joins some tensors along their first dimension, and gives others another name; what it
 divides, pads or converts is not learned. Once learned, a parameter has to follow what is sent.
+Matrices that are not learned have to change between two comparisons when what is sent does.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import permutations
 
@@ -20,9 +23,71 @@ PACKED = "packed "
 """Prefix of the name of a parameter that a kernel has packed away; its digest is from before."""
 MOST_JOINED = 3
 """Tensors that are joined into one parameter at most: query, key and value."""
+MOST_BESIDE = 8
+"""Tensors beside each other among which joined ones are looked for: 392 permutations at most."""
 
 Place = tuple[int, str]
 """A worker, and the name of one of its parameters."""
+
+
+class SentTensors:
+    """The digests of what was sent, by name; also the names by digest and by module."""
+
+    def __init__(self, digests: Mapping[str, str]) -> None:
+        self.digests = digests
+        self._named: dict[str, list[str]] = defaultdict(list)
+        self._under: dict[str, list[str]] = defaultdict(list)
+        self._beside: dict[tuple[str, str], list[str]] = defaultdict(list)
+        self._matrices: list[str] = []
+        for name, digest in digests.items():
+            self._named[digest].append(name)
+            self._beside[_beside(name)].append(name)
+            if not is_matrix(digest):
+                continue
+            self._matrices.append(name)
+            module = name
+            while module := module.rpartition(".")[0]:
+                self._under[module].append(name)
+
+    def explanations(self, name: str, digest: str) -> Iterator[tuple[str, ...]]:
+        """Tensors that have the digest: the one of that name; without it, another, or several."""
+        if name in self.digests:
+            if self.digests[name] == digest:
+                yield (name,)
+            return
+        for other in self._named.get(digest, ()):
+            yield (other,)
+        # joined tensors lie beside each other: model.layers.0.mlp.{gate_proj, up_proj}.weight
+        beside = self._beside.get(_beside(name), [])
+        if len(beside) > MOST_BESIDE:
+            return
+        for count in range(2, MOST_JOINED + 1):
+            for names in permutations(beside, count):
+                if joined([self.digests[n] for n in names]) == digest:
+                    yield names
+
+    def changed(self, name: str, own: AbstractSet[str], before: SentTensors) -> bool:
+        """Whether the tensors that a parameter of the engine is made of are others than before.
+
+        They are the one of its name; without it, matrices under its module or the module around it
+        that are no parameters by themselves, as the names of all parameters, ``own``, show. If the
+        engine names its modules otherwise, every matrix has to be another than before.
+        """
+        if name in self.digests:
+            return self._differs(name, before)
+        module = name.rpartition(".")[0]
+        for around in (module, module.rpartition(".")[0]):
+            if parts := [part for part in self._under.get(around, ()) if part not in own]:
+                return any(self._differs(part, before) for part in parts)
+        differ = [self._differs(part, before) for part in self._matrices]
+        return bool(differ) and all(differ)
+
+    def has_like(self, name: str, digest: str) -> bool:
+        """Whether a tensor of that name was sent with the dtype and shape of the digest."""
+        return name in self.digests and _kind(self.digests[name]) == _kind(digest)
+
+    def _differs(self, name: str, before: SentTensors) -> bool:
+        return self.digests[name] != before.digests.get(name)
 
 
 @dataclass
@@ -31,14 +96,14 @@ class LearnedParameters:
 
     sources: dict[Place, tuple[str, ...]] = field(default_factory=dict)
 
-    def learn(self, found: Mapping[Place, str], sent: Mapping[str, str]) -> None:
+    def learn(self, found: Mapping[Place, str], sent: SentTensors) -> None:
         """Learns places that have exactly one explanation.
 
         Two equal tensors, such as the biases of a new model, explain a place twice: it is learned
         at a later sync.
         """
         for place in found.keys() - self.sources.keys():
-            explanations = list(_explanations(place[1].removeprefix(PACKED), found[place], sent))
+            explanations = list(sent.explanations(_name(place), found[place]))
             if len(explanations) == 1:
                 self.sources[place] = explanations[0]
 
@@ -50,26 +115,74 @@ class LearnedParameters:
             if found.get(place) != _digest_of(names, sent)
         )
 
+    def other_matrices(self, found: Mapping[Place, str]) -> dict[Place, str]:
+        """The matrices that are not learned, for instance those that tensor parallelism divides."""
+        return {
+            place: digest
+            for place, digest in found.items()
+            if place not in self.sources and is_matrix(digest)
+        }
+
+
+@dataclass
+class UnlearnedMatrices:
+    """By replica: its matrices that were not learned, when it was last fresh, and what was sent.
+
+    A new incarnation of a replica is compared with the last one: a loader that ignores updates
+    leaves both with the weights from the disk.
+    """
+
+    before: dict[int, tuple[dict[Place, str], SentTensors]] = field(default_factory=dict)
+
+    def remember(self, replica: int, matrices: dict[Place, str], sent: SentTensors) -> bool:
+        """Takes what a fresh replica has. Whether it has some, and none was known before."""
+        first = bool(matrices) and replica not in self.before
+        self.before[replica] = matrices, sent
+        return first
+
+    def kept(
+        self, replica: int, matrices: Mapping[Place, str], sent: SentTensors, own: AbstractSet[str]
+    ) -> list[str]:
+        """The names of those that are as before, although what was sent for them is not.
+
+        All of them, if no matrix changed. If some did, only those of the name, dtype and shape of a
+        sent tensor: of a divided or rounded one the part that changed may be elsewhere, or lost.
+        """
+        if replica not in self.before:
+            return []
+        had, sent_before = self.before[replica]
+        due = [p for p in matrices.keys() & had.keys() if sent.changed(_name(p), own, sent_before)]
+        kept = [place for place in due if matrices[place] == had[place]]
+        if len(kept) < len(due):
+            kept = [place for place in kept if sent.has_like(_name(place), matrices[place])]
+        return sorted(place[1] for place in kept)
+
+
+def is_matrix(digest: str) -> bool:
+    """Whether the tensor of a digest has two dimensions or more."""
+    return "," in _kind(digest)
+
+
+def own_names(found: Mapping[Place, str]) -> set[str]:
+    """The names of an engine's parameters."""
+    return {_name(place) for place in found}
+
+
+def _name(place: Place) -> str:
+    return place[1].removeprefix(PACKED)
+
+
+def _kind(digest: str) -> str:
+    """Dtype and shape."""
+    return digest.partition(":")[0]
+
+
+def _beside(name: str) -> tuple[str, str]:
+    """What names of tensors beside each other have in common: all but the module's own name."""
+    module, _, kind = name.rpartition(".")
+    return module.rpartition(".")[0], kind
+
 
 def _digest_of(names: tuple[str, ...], sent: Mapping[str, str]) -> str | None:
     parts = [sent[name] for name in names if name in sent]
     return None if len(parts) < len(names) else parts[0] if len(parts) == 1 else joined(parts)
-
-
-def _explanations(name: str, digest: str, sent: Mapping[str, str]) -> Iterator[tuple[str, ...]]:
-    """Sent tensors that have the digest: the one of that name; without it, another, or several."""
-    if name in sent:
-        if sent[name] == digest:
-            yield (name,)
-        return
-    for other, its in sent.items():
-        if its == digest:
-            yield (other,)
-    # joined tensors lie beside each other: model.layers.0.mlp.{gate_proj, up_proj}.weight
-    parent, kind = name.rpartition(".")[0].rpartition(".")[0] + ".", name.rpartition(".")[2]
-    beside = [n for n in sent if n.startswith(parent) and n.endswith(f".{kind}")]
-    beside = [n for n in beside if n.count(".") == name.count(".")]
-    for count in range(2, MOST_JOINED + 1):
-        for names in permutations(beside, count):
-            if joined([sent[n] for n in names]) == digest:
-                yield names

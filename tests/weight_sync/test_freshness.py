@@ -216,6 +216,106 @@ async def _answer(meta: WeightMeta) -> WeightMeta:
     return meta
 
 
+# ── parameters that are never equal to what was sent ───────────────────────────────────────────
+
+
+def matrix(seed: str) -> str:
+    """A digest of a matrix; equal texts are equal weights."""
+    return f"bfloat16[4, 4]:{seed}"
+
+
+def sent_as(**digests: str) -> WeightMeta:
+    """``a_b`` stands for the tensor a.b.weight."""
+    names = tuple(f"l.{name.replace('_', '.')}.weight" for name in digests)
+    return replace(META, names=names, digests=tuple(map(matrix, digests.values())))
+
+
+def having(**digests: str) -> Evidence:
+    """Like ``sent_as``, of the parameters of an engine."""
+    return evidence(**{f"l.{n.replace('_', '.')}.weight": matrix(d) for n, d in digests.items()})
+
+
+FIRST = sent_as(attn_q="q1", attn_k="k1", attn_o="o1")
+SECOND = sent_as(attn_q="q2", attn_k="k2", attn_o="o2")
+
+
+def test_updates_that_all_replicas_ignore_from_the_first_on_are_found_at_the_second() -> None:
+    freshness = Freshness(1)
+    disk = having(attn_qkv="qk0", attn_o="o0")
+    assert freshness.judge(FIRST, {0: disk, 1: disk}).stale == {}
+    found = freshness.judge(SECOND, {0: disk, 1: disk}).stale
+    assert sorted(found) == [0, 1]
+    assert "did not change with what was sent: l.attn.o.weight, l.attn.qkv.weight" in str(found[1])
+
+
+def test_matrices_that_never_followed_are_found_although_learned_ones_follow() -> None:
+    freshness = Freshness(1)
+    freshness.judge(FIRST, {0: having(attn_qkv="qk0", attn_o="o1")})
+    found = freshness.judge(SECOND, {0: having(attn_qkv="qk0", attn_o="o2")}).stale
+    assert "did not change with what was sent: l.attn.qkv.weight" in str(found[0])
+
+
+def test_fused_experts_that_never_followed_are_found() -> None:
+    freshness = Freshness(1)
+    name = "l.mlp.experts.w13_weight"
+    first, second = (sent_as(mlp_experts_0_up=f"u{i}", mlp_gate=f"g{i}") for i in (1, 2))
+    engine = {name: "bfloat16[2, 4, 4]:disk", "l.mlp.gate.weight": matrix("g1")}
+    freshness.judge(first, {0: evidence(**engine)})
+    found = freshness.judge(second, {0: evidence(**engine | {"l.mlp.gate.weight": matrix("g2")})})
+    assert f"did not change with what was sent: {name}" in str(found.stale[0])
+
+
+def test_a_rebuilt_replica_that_still_ignores_updates_is_stale_at_once() -> None:
+    freshness = Freshness(1)
+    disk = having(attn_qkv="qk0", attn_o="o0")
+    freshness.judge(FIRST, {0: disk})
+    freshness.judge(SECOND, {0: disk})
+    assert list(freshness.judge(replace(SECOND, reference=None), {0: disk}).stale) == [0]
+
+
+def test_a_matrix_of_a_sent_ones_name_and_shape_has_to_change_by_itself() -> None:
+    """Its values may be others, such as transposed ones, and a stale one is never equal."""
+    freshness = Freshness(1)
+    freshness.judge(FIRST, {0: having(attn_qkv="half 1", attn_o="o1 transposed")})
+    followed = {0: having(attn_qkv="half 2", attn_o="o2 transposed")}
+    assert freshness.judge(SECOND, followed).stale == {}
+    third = sent_as(attn_q="q3", attn_k="k3", attn_o="o3")
+    found = freshness.judge(third, {0: having(attn_qkv="half 3", attn_o="o2 transposed")}).stale
+    assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
+
+
+def test_a_divided_matrix_may_stay_as_it_is_while_others_change() -> None:
+    """The rows that changed may be those of another worker."""
+    freshness = Freshness(1)
+    freshness.judge(FIRST, {0: having(attn_qkv="half 1", head="h")})
+    assert freshness.judge(SECOND, {0: having(attn_qkv="half 2", head="h")}).stale == {}
+
+
+def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:
+    """A frozen attention, and a trained norm."""
+    freshness = Freshness(1)
+    frozen = {"attn_q": "q", "attn_k": "k"}
+    freshness.judge(sent_as(**frozen, norm="n1"), {0: having(attn_qkv="qk", norm="n1")})
+    later = freshness.judge(sent_as(**frozen, norm="n2"), {0: having(attn_qkv="qk", norm="n2")})
+    assert later.stale == {}
+
+
+def test_a_scale_that_the_engine_adds_may_stay_as_it_is() -> None:
+    freshness = Freshness(1)
+    for meta, now in ((FIRST, "o1"), (SECOND, "o2")):
+        loaded = {"l.attn.o.weight": matrix(now), "l.attn.core.k_scale": "float32[]:one"}
+        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
+
+
+def test_the_sync_after_the_first_is_due_if_matrices_are_not_learned() -> None:
+    freshness, due = Freshness(100), []
+    for meta, qk in ((FIRST, "half 1"), (SECOND, "half 2")):
+        due.append(freshness.due())
+        freshness.judge(meta, {0: having(attn_qkv=qk)})
+    due.append(freshness.due())
+    assert due == [True, True, False]
+
+
 # ── when ───────────────────────────────────────────────────────────────────────────────────────
 
 

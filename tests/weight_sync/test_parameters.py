@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.weight_sync import parameters
 from async_opd.weight_sync.digests import Digests, joined
-from async_opd.weight_sync.parameters import PACKED, LearnedParameters
+from async_opd.weight_sync.parameters import (
+    PACKED,
+    LearnedParameters,
+    SentTensors,
+)
 
 Q, K, V, OUT = (f"l.0.attn.{name}_proj.weight" for name in "qkvo")
 QKV = "l.0.attn.qkv_proj.weight"
@@ -60,7 +65,7 @@ def test_a_part_that_ends_within_a_word_has_no_joined_digest() -> None:
 def test_a_joined_parameter_has_to_follow_its_tensors(prefix: str) -> None:
     learned, first, later = LearnedParameters(), weights(0), weights(1)
     place = (0, prefix + QKV)
-    learned.learn({place: digests(w=fused(first))["w"]}, digests(**first))
+    learned.learn({place: digests(w=fused(first))["w"]}, SentTensors(digests(**first)))
     assert learned.sources == {place: (Q, K, V)}
     now = {place: digests(w=fused(later))["w"]}
     assert learned.wrong(now, digests(**later)) == []
@@ -71,7 +76,7 @@ def test_a_joined_parameter_has_to_follow_its_tensors(prefix: str) -> None:
 def test_a_parameter_that_is_gone_or_whose_tensor_is_not_sent_is_wrong() -> None:
     learned, sent = LearnedParameters(), weights(0)
     found = {(0, OUT): digests(w=sent[OUT])["w"]}
-    learned.learn(found, digests(**sent))
+    learned.learn(found, SentTensors(digests(**sent)))
     assert learned.wrong({}, digests(**sent)) == [OUT]
     del sent[OUT]
     assert learned.wrong(found, digests(**sent)) == [OUT]
@@ -80,7 +85,7 @@ def test_a_parameter_that_is_gone_or_whose_tensor_is_not_sent_is_wrong() -> None
 def test_a_tied_head_is_learned_from_the_embedding() -> None:
     learned = LearnedParameters()
     sent = digests(**{"embed.weight": torch.ones(4, 2), "norm.weight": torch.ones(2)})
-    learned.learn({(0, f"{PACKED}head.weight"): sent["embed.weight"]}, sent)
+    learned.learn({(0, f"{PACKED}head.weight"): sent["embed.weight"]}, SentTensors(sent))
     assert learned.sources == {(0, f"{PACKED}head.weight"): ("embed.weight",)}
 
 
@@ -89,15 +94,37 @@ def test_equal_tensors_explain_a_parameter_twice_and_it_is_learned_later() -> No
     learned = LearnedParameters()
     zeros = {f"a.{name}.bias": torch.zeros(4) for name in "qkv"}
     place = (0, "a.qkv.bias")
-    learned.learn({place: digests(w=torch.zeros(12))["w"]}, digests(**zeros))
+    learned.learn({place: digests(w=torch.zeros(12))["w"]}, SentTensors(digests(**zeros)))
     assert learned.sources == {}
     trained = {name: torch.randn(4) for name in zeros}
-    learned.learn({place: digests(w=torch.cat(list(trained.values())))["w"]}, digests(**trained))
+    found = digests(w=torch.cat(list(trained.values())))["w"]
+    learned.learn({place: found}, SentTensors(digests(**trained)))
     assert learned.sources == {place: tuple(zeros)}
 
 
 def test_a_tensor_that_is_sent_under_the_name_is_explained_by_no_other() -> None:
     learned = LearnedParameters()
     sent = digests(**{"a.norm.weight": torch.ones(4), "b.norm.weight": torch.zeros(4)})
-    learned.learn({(0, "a.norm.weight"): sent["b.norm.weight"]}, sent)
+    learned.learn({(0, "a.norm.weight"): sent["b.norm.weight"]}, SentTensors(sent))
     assert learned.sources == {}
+
+
+def test_joined_tensors_are_not_looked_for_among_the_layers_of_a_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hundred tensors have a million permutations of three."""
+    tried: list[object] = []
+    monkeypatch.setattr(parameters, "joined", tried.append)
+    sent = SentTensors({f"layers.{i}.weight": f"float32[4, 4]:{i}" for i in range(100)})
+    LearnedParameters().learn({(0, "layers.fused.weight"): "float32[8, 4]:x"}, sent)
+    assert tried == []
+
+
+def test_under_other_names_of_modules_every_matrix_has_to_be_another() -> None:
+    first = SentTensors(
+        {"l.q": "float32[4, 4]:1", "l.k": "float32[4, 4]:2", "l.norm": "float32[4]"}
+    )
+    some = SentTensors(dict(first.digests) | {"l.q": "float32[4, 4]:3"})
+    both = SentTensors(dict(some.digests) | {"l.k": "float32[4, 4]:4"})
+    assert not some.changed("engine.block.qk", set(), first)
+    assert both.changed("engine.block.qk", set(), first)
