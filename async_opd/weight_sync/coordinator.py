@@ -233,7 +233,8 @@ class BroadcastSync:
         started = self._clock()
         rows = () if meta.reference is None else meta.reference.rows
         evidence, failures = await self._groups.evidence(group, rows)
-        verdict = self._freshness.judge(meta, evidence)
+        # on a thread: of a large mixture it takes seconds, in which heartbeats are to go on
+        verdict = await asyncio.to_thread(self._freshness.judge, meta, evidence)
         seconds = {
             "sync/freshness_s": self._clock() - started,
             "sync/reference_s": 0.0 if meta.reference is None else meta.reference.seconds,

@@ -21,6 +21,7 @@ tokens lie evenly over the whole vocabulary, which the samples of a task do not.
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -70,7 +71,7 @@ class Evidence:
 
     ``logprobs`` are those of each row's tokens but the first, float32, in nats. ``loaded`` are
     digests of its parameters, by name, one mapping for each worker. ``rounding`` is the largest
-    relative error of one rounding of its dtype; infinite for a quantized engine.
+    relative error of one rounding of its dtype: 2^-4 for a quantized engine.
     """
 
     logprobs: tuple[Float32, ...]
@@ -122,6 +123,7 @@ class Freshness:
     _unlearned: UnlearnedMatrices = field(default_factory=UnlearnedMatrices)
     _unequal: set[Place] = field(default_factory=set)
     _compared: bool = False
+    _judging: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def stops(self) -> bool:
@@ -153,8 +155,12 @@ class Freshness:
         """Compares replicas, by index, with the trainer and with each other.
 
         Without a reference in ``meta`` their parameters only. WeightSyncError if the reference is
-        not finite.
+        not finite. It is called on threads, of which one may still run when its caller has gone.
         """
+        with self._judging:
+            return self._judged(meta, evidence)
+
+    def _judged(self, meta: WeightMeta, evidence: Receivers) -> Verdict:
         nats: dict[int, float] = {}
         units: dict[int, float] = {}
         if meta.reference is not None:

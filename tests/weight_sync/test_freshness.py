@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -488,6 +489,24 @@ async def test_who_rejoins_is_compared_before_it_serves() -> None:
     newcomer = Receiver()
     await world.rejoin(newcomer)
     assert newcomer.asked == [False]
+
+
+async def test_heartbeats_go_on_while_digests_are_compared() -> None:
+    """``judge`` waits here until the event loop has run something else."""
+    world, beat = World(Receiver()), threading.Event()
+    await world.sync.snapshot(1)
+    freshness = world.sync._freshness
+    assert freshness is not None
+    judge, waited, loop = freshness.judge, [], asyncio.get_running_loop()
+
+    def waiting(*given: Any) -> Any:
+        loop.call_soon_threadsafe(beat.set)
+        waited.append(beat.wait(5.0))
+        return judge(*given)
+
+    freshness.judge = waiting  # type: ignore[method-assign]
+    await world.sync.push()
+    assert waited == [True]
 
 
 async def test_who_rejoins_stale_does_not_serve() -> None:
