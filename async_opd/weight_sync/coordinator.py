@@ -74,9 +74,8 @@ class BroadcastSync:
 
         ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
         bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
-        bounds the time without a new token. ``newest`` is the sender's
-        snapshot, where another coordinator had it made. ``freshness`` None: no replica is compared
-        with the trainer.
+        bounds the time without a new token. ``newest`` is the sender's snapshot, where another
+        coordinator had it made. ``freshness`` None: no replica is compared with the trainer.
         """
         self._groups = SyncGroups(
             sender,
@@ -91,6 +90,7 @@ class BroadcastSync:
         self._tries = tries
         self._freshness = freshness
         self._stale = 0  # replicas found since the start
+        self._ends: StaleWeights | None = None  # of a replica that was to join
         self._clock = clock
         self.newest = newest
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
@@ -105,9 +105,9 @@ class BroadcastSync:
         """Gives the newest weights to the next incarnation of a member. Raises WeightSyncError.
 
         It is compared with the trainer, by rows only if the newest snapshot was; else the next sync
-        is.
-        Its group connects again before the next push. The caller has to make the member serve
-        before it awaits anything else: a push that begins in between would leave the member out.
+        is. If it is stale and that ends the run, the next push raises the error too. Its group
+        connects again before the next push. The caller has to make the member serve before it
+        awaits anything else: a push that begins in between would leave the member out.
         """
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
@@ -116,7 +116,8 @@ class BroadcastSync:
                 failures = await self._groups.update(number, [index], *self.newest)
                 failures = failures or (await self._compare([index], rebuilt=True))[0]
                 if failures:
-                    self._stale += len(_stale(failures))
+                    # A rebuild's error is one failed try of its member: only a push ends the run.
+                    self._ends = self._ends or self._counted(failures)
                     self._groups.disband(number)
                     raise _worst(failures)
 
@@ -146,6 +147,8 @@ class BroadcastSync:
         async with self._lock:
             if self.newest is None:
                 raise WeightSyncError("weight sync", "push without a snapshot")
+            if self._ends is not None:
+                raise self._ends
             started = self._clock()
             self._groups.restart_timings()
             rounds = await self._push(*self.newest)
@@ -243,13 +246,18 @@ class BroadcastSync:
 
     def _fail(self, failures: Failures) -> None:
         """Fails the members. Raises StaleWeights if one is stale and that ends the run."""
-        stale = _stale(failures)
-        self._stale += len(stale)
-        if stale and self._freshness is not None and self._freshness.stops:
-            raise stale[0]
-        for index, error in failures.items():
+        if error := self._counted(failures):
+            raise error
+        for index, failure in failures.items():
             member = self._members.all[index]
-            self._members.fail(member, member.incarnation, error)
+            self._members.fail(member, member.incarnation, failure)
+
+    def _counted(self, failures: Failures) -> StaleWeights | None:
+        """Counts the stale replicas. The error of the first of them, if that ends the run."""
+        stale = [error for error in failures.values() if isinstance(error, StaleWeights)]
+        self._stale += len(stale)
+        stops = self._freshness is not None and self._freshness.stops
+        return stale[0] if stale and stops else None
 
     @property
     def _stale_replicas(self) -> dict[str, float]:
@@ -266,10 +274,6 @@ class BroadcastSync:
 def _hangs(error: StageTimeout) -> ProcessDied:
     """The error of a sender that does not answer: it is restarted like one that died."""
     return ProcessDied(TRAINER, f"it hangs: {error.cause}", error.remedy)
-
-
-def _stale(failures: Failures) -> list[StaleWeights]:
-    return [error for error in failures.values() if isinstance(error, StaleWeights)]
 
 
 def _worst(failures: Failures) -> Exception:

@@ -491,6 +491,23 @@ async def test_who_rejoins_is_compared_before_it_serves() -> None:
     assert newcomer.asked == [False]
 
 
+async def test_with_stop_who_rejoins_stale_ends_the_run_at_the_next_sync() -> None:
+    world = World(Receiver(), Receiver(), on_stale="stop")
+    await world.push(1)
+    with pytest.raises(StaleWeights):
+        await world.rejoin(Receiver(nats=9.0))
+    with pytest.raises(StaleWeights, match="by 9 nats"):
+        await world.push(2)
+
+
+async def test_with_stop_who_rejoins_and_does_not_answer_does_not_end_the_run() -> None:
+    world = World(Receiver(), Receiver(), on_stale="stop")
+    await world.push(1)
+    with pytest.raises(WeightSyncError):
+        await world.rejoin(Receiver(silent=True))
+    assert (await world.push(2))["sync/stale_replicas"] == 0
+
+
 async def test_heartbeats_go_on_while_digests_are_compared() -> None:
     """``judge`` waits here until the event loop has run something else."""
     world, beat = World(Receiver()), threading.Event()
