@@ -117,7 +117,7 @@ class BroadcastSync:
                 failures = failures or (await self._compare([index], rebuilt=True))[0]
                 if failures:
                     # A rebuild's error is one failed try of its member: only a push ends the run.
-                    self._ends = self._ends or self._counted(failures)
+                    self._ends = self._counted(failures) or self._ends
                     self._groups.disband(number)
                     raise _worst(failures)
 

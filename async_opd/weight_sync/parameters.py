@@ -11,6 +11,7 @@ Matrices that are not learned have to change between two comparisons when what i
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
@@ -39,12 +40,14 @@ class SentTensors:
         self._under: dict[str, list[str]] = defaultdict(list)
         self._beside: dict[tuple[str, str], list[str]] = defaultdict(list)
         self._matrices: list[str] = []
+        self._dtypes: set[str] = set()
         for name, digest in digests.items():
             self._named[digest].append(name)
             self._beside[_beside(name)].append(name)
             if not is_matrix(digest):
                 continue
             self._matrices.append(name)
+            self._dtypes.add(_dtype(digest))
             module = name
             while module := module.rpartition(".")[0]:
                 self._under[module].append(name)
@@ -86,6 +89,10 @@ class SentTensors:
         """Whether a tensor of that name was sent with the dtype and shape of the digest."""
         return name in self.digests and _kind(self.digests[name]) == _kind(digest)
 
+    def has_dtype(self, digest: str) -> bool:
+        """Whether a matrix was sent in the dtype of the digest."""
+        return _dtype(digest) in self._dtypes
+
     def _differs(self, name: str, before: SentTensors) -> bool:
         return self.digests[name] != before.digests.get(name)
 
@@ -116,11 +123,15 @@ class LearnedParameters:
         )
 
     def other_matrices(self, found: Mapping[Place, str]) -> dict[Place, str]:
-        """The matrices that are not learned, for instance those that tensor parallelism divides."""
+        """The matrices that are not learned, for instance those that tensor parallelism divides.
+
+        Without those of which kernels use a packed copy, which has a place of its own.
+        """
         return {
             place: digest
             for place, digest in found.items()
             if place not in self.sources and is_matrix(digest)
+            if (place[0], PACKED + place[1]) not in found
         }
 
 
@@ -145,17 +156,28 @@ class UnlearnedMatrices:
     ) -> list[str]:
         """The names of those that are as before, although what was sent for them is not.
 
-        All of them, if no matrix changed. If some did, only those of the name, dtype and shape of a
-        sent tensor: of a divided or rounded one the part that changed may be elsewhere, or lost.
+        All of them, if no matrix changed. If some did, those of a kind, such as the fused experts
+        of all layers in all workers, of which none did: what changed in one of them may be another
+        worker's part, or lost by rounding it to another dtype. One that has the name, dtype and
+        shape of a sent tensor is a kind by itself.
         """
         if replica not in self.before:
             return []
         had, sent_before = self.before[replica]
         due = [p for p in matrices.keys() & had.keys() if sent.changed(_name(p), own, sent_before)]
-        kept = [place for place in due if matrices[place] == had[place]]
+        kept = {place for place in due if matrices[place] == had[place]}
         if len(kept) < len(due):
-            kept = [place for place in kept if sent.has_like(_name(place), matrices[place])]
-        return sorted(place[1] for place in kept)
+            kinds: dict[str, set[Place]] = defaultdict(set)
+            for place in due:
+                if sent.has_like(_name(place), matrices[place]):
+                    kinds[str(place)].add(place)
+                elif sent.has_dtype(matrices[place]):
+                    kinds[_LAYER.sub(".#.", _name(place))].add(place)
+            kept = {place for places in kinds.values() if places <= kept for place in places}
+        return sorted({place[1] for place in kept})
+
+
+_LAYER = re.compile(r"\.\d+\.")
 
 
 def is_matrix(digest: str) -> bool:
@@ -175,6 +197,10 @@ def _name(place: Place) -> str:
 def _kind(digest: str) -> str:
     """Dtype and shape."""
     return digest.partition(":")[0]
+
+
+def _dtype(digest: str) -> str:
+    return digest.partition("[")[0]
 
 
 def _beside(name: str) -> tuple[str, str]:

@@ -256,9 +256,10 @@ def test_matrices_that_never_followed_are_found_although_learned_ones_follow() -
     assert "did not change with what was sent: l.attn.qkv.weight" in str(found[0])
 
 
-def test_fused_experts_that_never_followed_are_found() -> None:
+@pytest.mark.parametrize("module", ["experts", "experts.routed_experts"])
+def test_fused_experts_that_never_followed_are_found(module: str) -> None:
     freshness = Freshness(1)
-    name = "l.mlp.experts.w13_weight"
+    name = f"l.mlp.{module}.w13_weight"
     first, second = (sent_as(mlp_experts_0_up=f"u{i}", mlp_gate=f"g{i}") for i in (1, 2))
     engine = {name: "bfloat16[2, 4, 4]:disk", "l.mlp.gate.weight": matrix("g1")}
     freshness.judge(first, {0: evidence(**engine)})
@@ -285,11 +286,53 @@ def test_a_matrix_of_a_sent_ones_name_and_shape_has_to_change_by_itself() -> Non
     assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
 
 
-def test_a_divided_matrix_may_stay_as_it_is_while_others_change() -> None:
-    """The rows that changed may be those of another worker."""
+def divided(*parts: str) -> Evidence:
+    """Workers that have parts of a joined matrix, and of the output's."""
+    workers = (having(attn_qkv=part, attn_o=f"o{part}").loaded[0] for part in parts)
+    return replace(having(), loaded=tuple(workers))
+
+
+def test_a_part_of_a_divided_matrix_may_stay_while_that_of_another_worker_changes() -> None:
     freshness = Freshness(1)
-    freshness.judge(FIRST, {0: having(attn_qkv="half 1", head="h")})
-    assert freshness.judge(SECOND, {0: having(attn_qkv="half 2", head="h")}).stale == {}
+    first, second = (
+        replace(meta, digests=tuple(d.replace("4, 4", "8, 8") for d in meta.digests))
+        for meta in (FIRST, SECOND)
+    )
+    freshness.judge(first, {0: divided("left 1", "right")})
+    assert freshness.judge(second, {0: divided("left 2", "right")}).stale == {}
+
+
+def test_experts_that_never_followed_are_found_although_divided_matrices_follow() -> None:
+    """The kind of a matrix counts, over all layers and workers."""
+    freshness = Freshness(1)
+    first, second = (sent_as(attn_q=f"q{i}", mlp_experts_0_up=f"u{i}") for i in (1, 2))
+    engine = {"l.attn.qkv.weight": matrix("left 1"), "l.mlp.experts.w13_weight": matrix("disk")}
+    freshness.judge(first, {0: evidence(**engine)})
+    later = evidence(**engine | {"l.attn.qkv.weight": matrix("left 2")})
+    found = freshness.judge(second, {0: later}).stale
+    assert "did not change with what was sent: l.mlp.experts.w13_weight" in str(found[0])
+
+
+def test_a_matrix_of_which_kernels_use_a_packed_copy_may_stay() -> None:
+    freshness, name = Freshness(1), "l.attn.o.weight"
+    for meta, now in ((FIRST, "1"), (SECOND, "2")):
+        loaded = {name: matrix("as at the start"), f"packed {name}": matrix(f"o{now} transposed")}
+        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
+
+
+def test_a_matrix_that_every_worker_has_whole_has_to_change_in_each() -> None:
+    freshness = Freshness(1)
+    freshness.judge(FIRST, {0: divided("left 1", "right 1")})
+    found = freshness.judge(SECOND, {0: divided("left 2", "right 1")}).stale
+    assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
+
+
+def test_scales_of_a_quantized_engine_may_stay_while_its_matrices_change() -> None:
+    freshness = Freshness(1)
+    for meta, now in ((FIRST, "1"), (SECOND, "2")):
+        loaded = {"l.attn.qkv.weight": f"float8_e4m3fn[4, 12]:{now}"}
+        loaded["l.attn.qkv.weight_scale"] = "float32[12, 1]:s"
+        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
 
 
 def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:
