@@ -108,8 +108,9 @@ def refuse_other_digests(
 class Freshness:
     """When replicas are compared with the trainer, and what the comparison says.
 
-    ``every``: syncs between two comparisons; the first sync is always compared, and the next one
-    after a replica joined without a comparison. ``stops``: a stale replica ends the run; otherwise
+    ``every``: syncs between two comparisons; the first sync is always compared, the second one if
+    matrices were not learned at the first, and the next one after a replica joined without a
+    comparison. ``stops``: a stale replica ends the run; otherwise
     it is rebuilt.
     """
 
