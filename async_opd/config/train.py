@@ -104,6 +104,7 @@ class SyncConfig(Section):
     """Syncs between two proofs that every rollout replica has the trainer's weights: both score a
     few held rows, and digests of the engines' parameters are compared. The first sync is always
     proven, and so is the next one after a replica that joined between two snapshots. Digests of
-    what was received are compared at every sync. 0 switches all of it off."""
+    what was received are compared at every sync, and the second sync is proven where an engine
+    keeps parameters in another form than they are sent. 0 switches all of it off."""
     on_stale: Literal["rebuild", "stop"] = "rebuild"
     """A replica without the trainer's weights is rebuilt, or ends the run."""
