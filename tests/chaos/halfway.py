@@ -25,7 +25,7 @@ from async_opd.weight_sync.layout import WeightMeta, chunk_plan
 from rollouter.transports import gloo
 from trainer.stage import TrainerStage
 
-PATIENCE_S = 4.0
+PATIENCE_S = 6.0
 """Below the bound of the collective: who is left still gets its answer."""
 
 
