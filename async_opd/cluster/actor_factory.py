@@ -25,7 +25,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import EndpointTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.models.engine_args import Device, engine_env, trainer_env
-from async_opd.waiting.meetings import Meetings
+from async_opd.waiting.barriers import Barriers
 from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
 from teachers.endpoint.replica import EndpointReplica
@@ -71,7 +71,7 @@ class ActorFactory:
     stages: list[Remote] = field(default_factory=list)
     placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
     colocated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
-    meetings: Meetings = field(default_factory=Meetings)
+    barriers: Barriers = field(default_factory=Barriers)
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
@@ -178,7 +178,7 @@ class ActorFactory:
             remote.shared_place = self.placements[host, index] = place
         for name, (at, hosts) in new.items():
             start = partial(self._start_asleep, name, at)
-            await self.meetings.attend((name, at), index, hosts, start)
+            await self.barriers.arrive((name, at), index, hosts, start)
 
     async def _start_asleep(self, name: str, index: int) -> None:
         teacher = await self.teacher(name, index)
@@ -223,7 +223,7 @@ class ActorFactory:
             engines=[],
             stages=[],
             colocated={},
-            meetings=Meetings(),
+            barriers=Barriers(),
         )
         rebuild = _RebuildTeacher(actor_factory)
         scorer = ScorerActor(

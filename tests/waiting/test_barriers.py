@@ -1,0 +1,73 @@
+"""Barriers: the last participant to arrive does the work, and all get its result."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from async_opd.waiting.barriers import Barriers
+
+NAME = ("teacher", 0)
+
+
+class Work:
+    """Counts its calls; ends when released, with an error if it has one."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.calls, self.released = error, 0, asyncio.Event()
+
+    async def __call__(self) -> None:
+        self.calls += 1
+        await self.released.wait()
+        if self.error is not None:
+            raise self.error
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def arrival(barriers: Barriers, participant: int, work: Work) -> asyncio.Task[None]:
+    return asyncio.create_task(barriers.arrive(NAME, participant, (0, 1), work))
+
+
+async def test_the_work_begins_when_the_last_participant_arrives() -> None:
+    barriers, work = Barriers(), Work()
+    first = arrival(barriers, 0, work)
+    await settle()
+    before = work.calls
+    last = arrival(barriers, 1, work)
+    await settle()
+    assert (before, work.calls) == (0, 1)
+    work.released.set()
+    await asyncio.gather(first, last)
+
+
+async def test_no_participant_goes_on_before_the_work_is_done() -> None:
+    barriers, work = Barriers(), Work()
+    tasks = [arrival(barriers, i, work) for i in (0, 1)]
+    await settle()
+    early = [task.done() for task in tasks]
+    work.released.set()
+    await asyncio.gather(*tasks)
+    assert early == [False, False]
+    assert work.calls == 1
+
+
+async def test_every_participant_gets_the_error_of_the_work() -> None:
+    barriers, work = Barriers(), Work(OSError("no GPU"))
+    work.released.set()
+    results = await asyncio.gather(
+        *(arrival(barriers, i, work) for i in (0, 1)), return_exceptions=True
+    )
+    assert results == [work.error, work.error]
+
+
+async def test_a_participant_whose_caller_gives_up_is_cancelled_while_it_waits() -> None:
+    barriers, work = Barriers(), Work()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0):
+            await barriers.arrive(NAME, 0, (0, 1), work)
+    assert work.calls == 0
