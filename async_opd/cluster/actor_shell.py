@@ -13,6 +13,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from types import ModuleType
@@ -20,18 +21,19 @@ from typing import Any, cast
 
 import ray
 
-from async_opd.cluster.faults import to_stage_error
+from async_opd.cluster.faults import last_error_lines, to_stage_error
 from async_opd.cluster.network import own_address
 from async_opd.config.run_config import ClusterConfig
 from async_opd.core.errors import (
     EngineStartError,
+    ProcessDied,
     ProcessRestarts,
     StageError,
     StageTimeout,
     first_cause,
 )
 from async_opd.files.private_folder import private_compile_cache
-from async_opd.files.safe_open import PRIVATE_UMASK, regular_file
+from async_opd.files.safe_open import PRIVATE_UMASK
 from async_opd.processes.listening import listening_socket
 from async_opd.processes.loop_lag import LoopLag
 from async_opd.processes.parent_death import SAFE_PATH
@@ -45,9 +47,6 @@ START_KEY, REQUEST_KEY, LIVENESS_KEY = (
 """Config keys of bounds, for remedies."""
 RETRY_S = 0.05
 """Seconds before a call is repeated whose process died."""
-
-LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
-"""Bytes read from the end of a log, and characters shown of one of its lines."""
 
 
 @dataclass(frozen=True)
@@ -313,28 +312,31 @@ class Remote:
         ray.kill(self._handle)
 
 
-def last_error_lines(pid: int, lines: int = 15) -> str:
-    """The errors at the end of an actor's output, if its log is on this machine.
+async def raise_unless_built(remote: Remote, bound: float) -> None:
+    """Raises if its process hangs, or was restarted: it then has no object."""
+    if not await remote.is_built(bound):
+        raise ProcessDied(remote.name, "its process died")
 
-    Other users of a joined cluster can put links or pipes among Ray's logs: ``_end_of`` opens none.
+
+async def raise_at_death(remote: Remote, bound: float) -> None:
+    """Raises when its process ends, also if it did before."""
+    await raise_unless_built(remote, bound)
+    raise await remote.end()
+
+
+async def end_built(remote: Remote, bound: float) -> None:
+    """Restarts a process that has an object, hangs, or gives no answer within the bound.
+
+    Ray's error is the same for a process that it restarts and for one that cannot be reached for a
+    while: the next answer tells which.
     """
-    node = ray._private.worker._global_node
-    if node is None:
-        return ""
-    words: list[str] = []
-    for suffix in ("err", "out"):
-        for path in sorted(os.scandir(node.get_logs_dir_path()), key=lambda entry: entry.name):
-            if path.name.startswith("worker-") and path.name.endswith(f"-{pid}.{suffix}"):
-                words += [line for line in _end_of(path.path) if "rror" in line][-lines:]
-    return "\n".join(f"      {word[:MAX_LINE_CHARACTERS]}" for word in words[: 4 * lines])
-
-
-def _end_of(path: str) -> list[str]:
-    """The last lines of a regular file; for any other file, one line with the error."""
-    try:
-        with open(path, "rb", opener=regular_file) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-            data = file.read(LOG_BYTES)
-    except OSError as error:
-        return [f"error: {error}"]
-    return [line.rstrip() for line in data.decode(errors="replace").split("\n")]
+    with suppress(StageError, TimeoutError):
+        async with asyncio.timeout(bound):
+            while True:
+                try:
+                    if not await remote.is_built(bound):
+                        return
+                    break
+                except ProcessRestarts:
+                    await asyncio.sleep(RETRY_S)
+    remote.restart()

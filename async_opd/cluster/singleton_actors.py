@@ -12,11 +12,15 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from async_opd.cluster.actor_shell import RETRY_S, Remote
+from async_opd.cluster.actor_shell import (
+    Remote,
+    end_built,
+    raise_at_death,
+    raise_unless_built,
+)
 from async_opd.cluster.proxies import QueueProxy, TeacherProxy
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, StageTimeout
@@ -120,7 +124,7 @@ class TrainerActor(SingletonActor):
 
     async def end(self, bound: float) -> None:
         """Restarts every process with an object: it may hang in a collective."""
-        await gather_or_cancel(*(_end(rank, bound) for rank in self.ranks))
+        await gather_or_cancel(*(end_built(rank, bound) for rank in self.ranks))
 
 
 @dataclass
@@ -200,8 +204,12 @@ class SingletonActors:
         bound = self._bound
         policy = Policy[SingletonActor](
             supervision=self.config.supervision,
-            serve=lambda member: gather_or_cancel(*(_dies(r, bound) for r in member.value.ranks)),
-            alive=lambda member: gather_or_cancel(*(_lives(r, bound) for r in member.value.ranks)),
+            serve=lambda member: gather_or_cancel(
+                *(raise_at_death(r, bound) for r in member.value.ranks)
+            ),
+            alive=lambda member: gather_or_cancel(
+                *(raise_unless_built(r, bound) for r in member.value.ranks)
+            ),
             leave=lambda member: _ended(member, bound),
             rebuild=rebuild,
             reached=lambda member: self._step(),
@@ -302,7 +310,7 @@ class SingletonActors:
             else:
                 actor.remote.restart()
         except ProcessRestarts:
-            await _end(actor.remote, self._bound)
+            await end_built(actor.remote, self._bound)
         except ProcessDied:
             return
         except StageError as error:
@@ -318,34 +326,4 @@ async def _ended(member: Member[SingletonActor], bound: float) -> None:
     if isinstance(member.failure, StageTimeout):
         member.value.restart()
     else:
-        await gather_or_cancel(*(_end(rank, bound) for rank in member.value.ranks))
-
-
-async def _lives(remote: Remote, bound: float) -> None:
-    """Raises if its process hangs, or was restarted: it then has no object."""
-    if not await remote.is_built(bound):
-        raise ProcessDied(remote.name, "its process died")
-
-
-async def _dies(remote: Remote, bound: float) -> None:
-    """Raises when its process ends, also if it did before."""
-    await _lives(remote, bound)
-    raise await remote.end()
-
-
-async def _end(remote: Remote, bound: float) -> None:
-    """Restarts a process that has an object, hangs, or gives no answer within the bound.
-
-    Ray's error is the same for a process that it restarts and for one that cannot be reached for a
-    while: the next answer tells which.
-    """
-    with suppress(StageError, TimeoutError):
-        async with asyncio.timeout(bound):
-            while True:
-                try:
-                    if not await remote.is_built(bound):
-                        return
-                    break
-                except ProcessRestarts:
-                    await asyncio.sleep(RETRY_S)
-    remote.restart()
+        await gather_or_cancel(*(end_built(rank, bound) for rank in member.value.ranks))
