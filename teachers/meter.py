@@ -13,6 +13,8 @@ from async_opd.core.stages import StageReport
 from async_opd.observability.activity import Activity
 from async_opd.waiting.race import gather_or_cancel
 
+IDLE = "rollouts"
+"""What a replica that scores nothing waits for; its pool and the stage may know another reason."""
 COUNTERS = ("tokens", "samples", "batches", "gap", "gap_tokens")
 
 
@@ -60,5 +62,5 @@ class ScoringMeter:
             counters=counters,
             gauges={"in_flight": float(self.activity.depth)},
             busy=self.activity.drain(),
-            waits_for="" if self.activity.depth else "rollouts",
+            waits_for="" if self.activity.depth else IDLE,
         )

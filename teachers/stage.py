@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from itertools import chain
 
 from async_opd.config.reliability import SupervisionConfig
@@ -41,10 +43,14 @@ from async_opd.waiting.deadline import Timer
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
 from teachers.backlog import ScoreBacklog
+from teachers.meter import IDLE
 from teachers.offload import offload
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import EndpointClient, RebuildTeacher, ScoringReplica, TeacherWeights
 from teachers.replica_slots import IN_FLIGHT, Health, ReplicaSlots
+
+ROOM = "room in the queue"
+"""What an idle teacher waits for whose samples do not fit into the topic ``scored``."""
 
 
 class ScorerStage:
@@ -89,6 +95,7 @@ class ScorerStage:
         self._leases = LeaseHolder(queue, consumer, timer)
         self._batch_sizes = dict(batch_sizes)
         self._call_tokens = dict(call_tokens or {})
+        self._putting: Counter[str] = Counter()  # scored batches that are being put, by teacher
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("scorer")
@@ -118,15 +125,19 @@ class ScorerStage:
         done: int | None = None
         while True:
             lease = await self._next(topic, size, done, self._call_tokens.get(teacher))
-            await self._put(await self._pools[teacher].score(Batch.join(lease.batches)))
+            await self._put(teacher, await self._pools[teacher].score(Batch.join(lease.batches)))
             done = lease.id
 
-    async def _put(self, scored: ScoreResult) -> None:
-        for parts in Batch.messages(scored.samples):
-            nbytes = sum(part.nbytes for part in parts) if len(parts) > 1 else 0
-            await self._queue.put(SCORED, await offload(nbytes, Batch.join, parts))
-        for lost in Batch.packed(scored.lost):
-            await self._queue.put(DEAD, lost)
+    async def _put(self, teacher: str, scored: ScoreResult) -> None:
+        self._putting[teacher] += 1
+        try:
+            for parts in Batch.messages(scored.samples):
+                nbytes = sum(part.nbytes for part in parts) if len(parts) > 1 else 0
+                await self._queue.put(SCORED, await offload(nbytes, Batch.join, parts))
+            for lost in Batch.packed(scored.lost):
+                await self._queue.put(DEAD, lost)
+        finally:
+            self._putting[teacher] -= 1
 
     async def _next(
         self, topic: str, size: int, done: int | None, tokens: int | None = None
@@ -220,7 +231,7 @@ class ScorerStage:
     async def _put_and_ack(
         self, teacher: str, backlog: ScoreBacklog, scored: ScoreResult, leases: Sequence[Lease]
     ) -> None:
-        await self._put(scored)
+        await self._put(teacher, scored)
         for lease in leases:
             with suppress(LeaseExpired):  # its rollouts are scored again, as in ``_next``
                 await self._leases.ack(rollouts_topic(teacher), lease.id)
@@ -266,9 +277,14 @@ class ScorerStage:
         return Progress(sum(pool.slots.tokens for pool in self._pools.values()))
 
     async def report(self) -> dict[str, StageReport]:
-        """One report per teacher."""
+        """One report per teacher. An idle one whose samples are being put waits for the queue."""
         reports = await gather_or_cancel(*(pool.report() for pool in self._pools.values()))
-        return dict(zip(self._pools, reports, strict=True))
+        return {
+            name: replace(report, waits_for=ROOM)
+            if report.waits_for == IDLE and self._putting[name]
+            else report
+            for name, report in zip(self._pools, reports, strict=True)
+        }
 
     async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
         """Stops scoring. Returns the current replicas, and the object that ends rebuilt ones.

@@ -471,3 +471,29 @@ async def test_a_stage_that_ends_in_a_scoring_phase_does_not_say_that_its_teache
             await waiting
         with pytest.raises(StageError, match="a call was cancelled"):
             await phase
+
+
+async def test_an_idle_teacher_whose_samples_do_not_fit_waits_for_room_in_the_queue() -> None:
+    queue = MessageQueue(topics(["t"]), 1, 1 << 20, 60.0)
+    scorer = ScorerStage({"t": [Fake()]}, queue, {"t": 8})
+    running = asyncio.create_task(scorer.run())
+    said = []
+    for uid in ("p/0", "p/1"):  # the topic of scored samples has room for one
+        await queue.put(TOPIC, rollouts(uid))
+        await settle()
+        said.append((await scorer.report())["t"].waits_for)
+    await queue.get(SCORED, 1)
+    await scorer.shutdown()
+    await asyncio.wait({running})
+    assert said == ["rollouts", "room in the queue"]
+
+
+async def test_a_teacher_that_sleeps_waits_for_its_turn_on_the_gpus() -> None:
+    queue = MessageQueue(topics(["t"]), 8, 1 << 20, 60.0)
+    scorer = colocated(queue, t=Sleepy())
+    running = asyncio.create_task(scorer.run())
+    await settle()
+    said = (await scorer.report())["t"].waits_for
+    await scorer.shutdown()
+    await asyncio.wait({running})
+    assert said == "its scoring phase"
