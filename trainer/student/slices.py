@@ -1,0 +1,35 @@
+"""Which part of a full tensor this rank holds.
+
+    full tensor [8, 4] over 3 ranks:  rank 0 rows 0:3 · rank 1 rows 3:6 · rank 2 rows 6:8
+
+Nothing here communicates. Without sharding the part is the whole tensor.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.student.sharding import is_sharded
+
+
+def own_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+    """The part of the full tensor in this rank, one slice a dimension; empty ones hold nothing.
+
+    Over a mesh with a dimension that replicates, several ranks have the same part.
+    """
+    if not is_sharded(tensor):
+        return tuple(slice(0, size) for size in tensor.shape)
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    sharded: Any = tensor
+    sizes, starts = compute_local_shape_and_global_offset(
+        tensor.shape, sharded.device_mesh, sharded.placements
+    )
+    return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
+
+
+def own_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part, in the tensor's own memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
