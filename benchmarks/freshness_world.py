@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -15,6 +15,10 @@ from async_opd.models.engine_args import engine_kwargs
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from benchmarks.faulty_worker import WORKER
+
+if TYPE_CHECKING:
+    from rollouter.replica import StudentReplica
+    from trainer.learner import Learner
 
 STEP = 1e-3
 """How far a sync moves each weight."""
@@ -41,66 +45,71 @@ def make_student(path: Path) -> Path:
     return path
 
 
+def make_learner(model: Any, dtype: str) -> Learner:
+    """A learner of one rank, which sends its weights in the engines' ``dtype``."""
+    from async_opd.config.loss import ForwardKLConfig
+    from async_opd.config.train import TrainConfig
+    from trainer.learner import Learner
+    from trainer.losses import build_objective
+    from trainer.rank import Rank
+
+    train = TrainConfig(lr=STEP, steps=1, dtype="float32")
+    objective, wire = build_objective(ForwardKLConfig()), getattr(torch, dtype)
+    return Learner(Rank(model, objective, train, torch.device("cpu"), wire_dtype=wire))
+
+
+def make_replicas(path: Path, dtype: str, count: int) -> list[StudentReplica]:
+    """Replicas that are being built, whose engines can be made to load weights wrongly."""
+    from async_opd.core.stages import SamplingSpec
+    from async_opd.queue.message_queue import MessageQueue
+    from rollouter import replica as replica_module
+    from rollouter.replica import StudentReplica
+    from rollouter.spec import StudentEngineSpec
+
+    kwargs = engine_kwargs(
+        EngineConfig(dtype=dtype, max_num_seqs=16, cpu_kv_cache_mib=64),
+        model=str(path),
+        device="cpu",
+        tensor_parallel=1,
+        seed=0,
+        trust_remote_code=False,
+    )
+    queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
+    sampling = SamplingSpec(8, 1.0, 1.0, 1)
+    replica_module.EXTENSION = WORKER
+    specs = (
+        StudentEngineSpec(f"student/{index}", kwargs, sampling, (), "gloo")
+        for index in range(count)
+    )
+    return [StudentReplica(spec, queue) for spec in specs]
+
+
 class World:
     """A trainer, and replicas that its weights are synced to."""
 
     def __init__(self, path: Path, dtype: str, replicas: int = 1) -> None:
         from transformers import AutoModelForCausalLM
 
-        from async_opd.config.loss import ForwardKLConfig
-        from async_opd.config.train import TrainConfig
-        from async_opd.core.stages import SamplingSpec
-        from async_opd.queue.message_queue import MessageQueue
         from async_opd.weight_sync.coordinator import BroadcastSync
         from async_opd.weight_sync.freshness import Freshness, held_rows
-        from rollouter import replica as replica_module
-        from rollouter.replica import StudentReplica
-        from rollouter.spec import StudentEngineSpec
         from rollouter.transports.gloo import GlooSender
-        from trainer.learner import Learner
-        from trainer.losses import build_objective
         from trainer.publisher import Publisher
-        from trainer.rank import Rank
         from trainer.stage import TrainerStage
 
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.model = model
-        train = TrainConfig(lr=STEP, steps=1, dtype="float32")
-        objective, wire = build_objective(ForwardKLConfig()), getattr(torch, dtype)
-        self.learner = Learner(Rank(model, objective, train, torch.device("cpu"), wire_dtype=wire))
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.learner = make_learner(self.model, dtype)
         self.publisher = Publisher(
-            self.learner.named_weights,
-            lambda: GlooSender("127.0.0.1", 60.0, 1 << 18),
-            digests=True,
+            self.learner.named_weights, lambda: GlooSender("127.0.0.1", 60.0, 1 << 18), digests=True
         )
-        rows = held_rows(model.config.vocab_size, 128)
         self.trainer = TrainerStage(
             self.learner,
             self.publisher,
             cast(Any, None),
             max_version_lag=None,
             model_dir=str(path),
-            held_rows=rows,
+            held_rows=held_rows(self.model.config.vocab_size, 128),
         )
-        kwargs = engine_kwargs(
-            EngineConfig(dtype=dtype, max_num_seqs=16, cpu_kv_cache_mib=64),
-            model=str(path),
-            device="cpu",
-            tensor_parallel=1,
-            seed=0,
-            trust_remote_code=False,
-        )
-        queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
-        replica_module.EXTENSION = WORKER
-        self.replicas = [
-            StudentReplica(
-                StudentEngineSpec(
-                    f"student/{index}", kwargs, SamplingSpec(8, 1.0, 1.0, 1), (), "gloo"
-                ),
-                queue,
-            )
-            for index in range(replicas)
-        ]
+        self.replicas = make_replicas(path, dtype, replicas)
         named = {f"student/{i}": replica for i, replica in enumerate(self.replicas)}
         supervision = SupervisionConfig(max_restarts=1 << 20, delay_s=1e-6)
         policy = Policy[Any](supervision=supervision, rebuild=self._rebuilt)
