@@ -3,13 +3,13 @@
     Learner ──TrainerStage──► Publisher ──gloo──► StudentReplica: a vLLM engine in this process
                                 │ one of FAULTS is injected at its seam, for one sync
                                 ▼
-              BroadcastSync with Freshness ──► who was found stale
+              BroadcastSync with Freshness ──► which have wrong weights
 
 A Qwen2 of two layers, with biases and a tied head; norms and biases are moved away from the values
 that the engine starts with. Twelve faults, with engines in float32 and in bfloat16; after each of
 them the replica joins again without the fault. Then syncs without a fault, whose weights change as
-in training, each one compared: any stale replica is a false alarm. Then the smallest change that
-the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
+in training, each one compared: any replica found wrong is a false alarm. Then the smallest change
+that the rows' log-probabilities show, when an update that makes it is ignored: a step of AdamW that
 moves every weight by so much; and whether one of SMALL_STEP is found, by digests. At last a run of
 the quickstart: ``cost_share`` are the seconds of digests, references and comparisons over those of
 the run.
@@ -47,7 +47,7 @@ QUICKSTART = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 
 
 async def false_alarms(w: World, syncs: int) -> int:
-    """Replicas found stale in so many syncs without a fault."""
+    """Replicas found to have wrong weights in so many syncs without a fault."""
     found, most = 0, 0.0
     for _ in range(syncs):
         w.move(STEP / 10)

@@ -13,7 +13,7 @@ from unittest import mock
 
 import torch
 
-from async_opd.core.errors import StaleWeights, WeightSyncError
+from async_opd.core.errors import WeightSyncError, WrongWeights
 from benchmarks.freshness_world import STEP, World
 
 
@@ -111,7 +111,7 @@ def of_the_trainer(w: World, name: str) -> AbstractContextManager[Any]:
 async def caught(w: World, name: str, step: float = STEP) -> str:
     """Injects a fault into one sync, of the last replica if it is an engine's.
 
-    The sync moves each weight by ``step``. Returns the reason for which replicas were found stale,
+    The sync moves each weight by ``step``. Returns the reason for which replicas were found wrong,
     or an empty text. They are rebuilt without the fault.
     """
     w.move(step)
@@ -123,8 +123,8 @@ async def caught(w: World, name: str, step: float = STEP) -> str:
             await w.push()
     except WeightSyncError as error:
         refused = [str(error)]
-    stale = sorted(str(one) for one in w.failures.values() if isinstance(one, StaleWeights))
-    reasons = refused + stale
+    wrong = sorted(str(one) for one in w.failures.values() if isinstance(one, WrongWeights))
+    reasons = refused + wrong
     await engines[-1].collective_rpc("end_fault")
     await w.mend()
     return reasons[0] if reasons else ""

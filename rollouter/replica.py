@@ -218,7 +218,7 @@ class StudentReplica:
 
         TransferAborted if the transfer broke off. The engine still has all of its old weights then,
         or it generates no more until another transfer was complete.
-        StaleWeights if its loader was given other tensors than the trainer sent.
+        WrongWeights if its loader was given other tensors than the trainer sent.
         """
         if meta.digests:
             await self._rpc("record_received")

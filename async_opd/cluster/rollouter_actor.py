@@ -142,7 +142,7 @@ async def build_rollouter(
 
 def _freshness(config: RunConfig) -> Freshness | None:
     sync = config.sync
-    return Freshness(sync.verify_every, sync.on_stale) if sync.verify_every else None
+    return Freshness(sync.verify_every, sync.on_wrong_weights) if sync.verify_every else None
 
 
 class RollouterService:

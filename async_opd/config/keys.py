@@ -19,6 +19,7 @@ REMOVED = {
 }
 """The reason of the removal, by patterns of keys that earlier versions had."""
 RENAMED = {
+    "sync.on_stale": "sync.on_wrong_weights",
     "supervision.tries": "supervision.max_restarts",
     "teachers.*.health.rebuilds": "supervision.max_restarts",
     "teachers.*.health.probe_s": "supervision.delay_s",

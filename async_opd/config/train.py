@@ -106,5 +106,5 @@ class SyncConfig(Section):
     proven, and so is the next one after a replica that joined between two snapshots. Digests of
     what was received are compared at every sync, and the second sync is proven where an engine
     keeps parameters in another form than they are sent. 0 switches all of it off."""
-    on_stale: Literal["rebuild", "stop"] = "rebuild"
+    on_wrong_weights: Literal["rebuild", "stop"] = "rebuild"
     """A replica without the trainer's weights is rebuilt, or ends the run."""

@@ -8,7 +8,7 @@
     │   │   └── ProcessRestarts
     │   ├── WeightSyncError
     │   │   ├── TransferAborted
-    │   │   ├── StaleWeights
+    │   │   ├── WrongWeights
     │   │   └── SyncTimeout   (also a StageTimeout)
     │   ├── LeaseExpired
     │   ├── NoReplica      a pool has no replica (left)
@@ -98,7 +98,7 @@ class TransferAborted(WeightSyncError):
     """
 
 
-class StaleWeights(WeightSyncError):
+class WrongWeights(WeightSyncError):
     """A rollout replica has other weights than the trainer sent, or computes with others."""
 
 

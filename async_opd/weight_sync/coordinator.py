@@ -33,9 +33,9 @@ from typing import Any
 from async_opd.core.errors import (
     ProcessDied,
     StageTimeout,
-    StaleWeights,
     TransferAborted,
     WeightSyncError,
+    WrongWeights,
 )
 from async_opd.core.stages import TRAINER, SyncReport
 from async_opd.processes.members import MemberSet
@@ -89,8 +89,8 @@ class BroadcastSync:
         self._members = members
         self._tries = tries
         self._freshness = freshness
-        self._stale = 0  # replicas found since the start
-        self._ends: StaleWeights | None = None  # of a replica that was to join
+        self._wrong = 0  # replicas found with wrong weights since the start
+        self._ends: WrongWeights | None = None  # of a replica that was to join
         self._clock = clock
         self.newest = newest
         self._lock = asyncio.Lock()  # snapshots, pushes, rejoins
@@ -105,8 +105,8 @@ class BroadcastSync:
         """Gives the newest weights to the next incarnation of a member. Raises WeightSyncError.
 
         It is compared with the trainer, by rows only if the newest snapshot was; else the next sync
-        is. If it is stale and that ends the run, the next push raises the error too. Its group
-        connects again before the next push. The caller has to make the member serve before it
+        is. If its weights are wrong and that ends the run, the next push raises the error too. Its
+        group connects again before the next push. The caller has to make the member serve before it
         awaits anything else: a push that begins in between would leave the member out.
         """
         async with self._lock:
@@ -155,7 +155,7 @@ class BroadcastSync:
             report = self._report(self._clock() - started, rounds)
             failures, found = await self._compare(sorted(self._alive))
             self._fail(failures)
-            return replace(report, metrics={**report.metrics, **found, **self._stale_replicas})
+            return replace(report, metrics={**report.metrics, **found, **self._wrong_weights})
 
     async def _push(self, version: int, meta: WeightMeta) -> int:
         """Updates groups until no member that serves is behind. Returns the number of rounds."""
@@ -222,8 +222,8 @@ class BroadcastSync:
         """Compares members with the trainer, if the newest snapshot has what it takes.
 
         Of a member that was ``rebuilt`` at least the parameters. Returns the errors of those that
-        are stale or do not answer, and metrics. Generation goes on meanwhile, and no other sync
-        begins.
+        have wrong weights or do not answer, and metrics. Generation goes on meanwhile, and no other
+        sync begins.
         """
         assert self.newest is not None
         meta = self.newest[1]
@@ -242,26 +242,26 @@ class BroadcastSync:
             "sync/freshness_s": self._clock() - started,
             "sync/reference_s": 0.0 if meta.reference is None else meta.reference.seconds,
         }
-        return failures | verdict.stale, verdict.metrics | seconds
+        return failures | verdict.wrong, verdict.metrics | seconds
 
     def _fail(self, failures: Failures) -> None:
-        """Fails the members. Raises StaleWeights if one is stale and that ends the run."""
+        """Fails the members. Raises WrongWeights if one has them and that ends the run."""
         if error := self._counted(failures):
             raise error
         for index, failure in failures.items():
             member = self._members.all[index]
             self._members.fail(member, member.incarnation, failure)
 
-    def _counted(self, failures: Failures) -> StaleWeights | None:
-        """Counts the stale replicas. The error of the first of them, if that ends the run."""
-        stale = [error for error in failures.values() if isinstance(error, StaleWeights)]
-        self._stale += len(stale)
+    def _counted(self, failures: Failures) -> WrongWeights | None:
+        """Counts replicas with wrong weights. The error of the first one, if that ends the run."""
+        wrong = [error for error in failures.values() if isinstance(error, WrongWeights)]
+        self._wrong += len(wrong)
         stops = self._freshness is not None and self._freshness.stops
-        return stale[0] if stale and stops else None
+        return wrong[0] if wrong and stops else None
 
     @property
-    def _stale_replicas(self) -> dict[str, float]:
-        return {} if self._freshness is None else {"sync/stale_replicas": float(self._stale)}
+    def _wrong_weights(self) -> dict[str, float]:
+        return {} if self._freshness is None else {"sync/wrong_weights": float(self._wrong)}
 
     def _numbered_groups(self, indices: set[int]) -> dict[int, list[int]]:
         """The groups by number: one of all members, or with ``rolling`` one of each."""

@@ -3,8 +3,8 @@
     bytes ──four at a time──► words w_i ──► Σ w_i and Σ (i + 1) · w_i, modulo 2^64
 
 Integer sums do not depend on the order of summation, so that trainer and engine agree bit by bit.
-They find what goes wrong by accident: a stale, swapped, cut or converted tensor. They are not made
-against an attacker. This package imports no torch: callers pass it.
+They find what goes wrong by accident: an outdated, swapped, cut or converted tensor. They are not
+made against an attacker. This package imports no torch: callers pass it.
 """
 
 from __future__ import annotations

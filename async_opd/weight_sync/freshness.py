@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from async_opd.core.errors import StaleWeights, WeightSyncError
+from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.core.samples import Float32, Int32
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from async_opd.weight_sync.parameters import (
@@ -81,16 +81,16 @@ class Evidence:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The replicas that are stale, with the reasons, and the metrics of the comparison."""
+    """The replicas with wrong weights, with the reasons, and the metrics of the comparison."""
 
-    stale: dict[int, StaleWeights]
+    wrong: dict[int, WrongWeights]
     metrics: dict[str, float]
 
 
 def refuse_other_digests(
     replica: str, meta: WeightMeta, received: Sequence[Mapping[str, str]]
 ) -> None:
-    """StaleWeights unless every worker's loader was given exactly the tensors of the snapshot."""
+    """WrongWeights unless every worker's loader was given exactly the tensors of the snapshot."""
     sent = dict(zip(meta.names, meta.digests, strict=True))
     for worker, found in enumerate(received):
         wrong = [
@@ -101,7 +101,7 @@ def refuse_other_digests(
         wrong += [f"{name} was not sent" for name in found if name not in sent]
         if wrong:
             cause = f"worker {worker} was given other tensors than the trainer sent: {_few(wrong)}"
-            raise StaleWeights(replica, cause, _TRANSFER)
+            raise WrongWeights(replica, cause, _TRANSFER)
 
 
 @dataclass
@@ -110,12 +110,11 @@ class Freshness:
 
     ``every``: syncs between two comparisons; the first sync is always compared, the second one if
     matrices were not learned at the first, and the next one after a replica joined without a
-    comparison. ``stops``: a stale replica ends the run; otherwise
-    it is rebuilt.
+    comparison. ``stops``: a replica with wrong weights ends the run; otherwise it is rebuilt.
     """
 
     every: int
-    on_stale: Literal["rebuild", "stop"] = "rebuild"
+    on_wrong_weights: Literal["rebuild", "stop"] = "rebuild"
     _names: tuple[str, ...] = ()
     _since: int = 0
     _owed: bool = True
@@ -128,8 +127,8 @@ class Freshness:
 
     @property
     def stops(self) -> bool:
-        """Whether a stale replica ends the run."""
-        return self.on_stale == "stop"
+        """Whether a replica with wrong weights ends the run."""
+        return self.on_wrong_weights == "stop"
 
     def due(self) -> bool:
         """Counts one more sync; whether its replicas are to be compared."""
@@ -168,15 +167,15 @@ class Freshness:
             meta.reference.refuse_not_finite()
             nats = {index: _distance(meta.reference, one) for index, one in evidence.items()}
             units = {index: _noise(meta.reference, one) for index, one in evidence.items()}
-        stale = dict(self._far(nats, units))
+        wrong = dict(self._far(nats, units))
         sent = SentTensors(dict(zip(meta.names, meta.digests, strict=True)))
-        for index, reason in self._altered(sent, evidence, nats, stale):
-            stale.setdefault(index, reason)
-        first = self._remember(sent, evidence, stale)
-        if nats and not stale:
+        for index, reason in self._altered(sent, evidence, nats, wrong):
+            wrong.setdefault(index, reason)
+        first = self._remember(sent, evidence, wrong)
+        if nats and not wrong:
             self._owed, self._since = first, 0
         limits = [self._limit * unit for unit in units.values()]
-        return Verdict(stale, self._metrics(nats, limits))
+        return Verdict(wrong, self._metrics(nats, limits))
 
     def _metrics(self, nats: Mapping[int, float], limits: Sequence[float]) -> dict[str, float]:
         metrics = {f"sync/student/{index}/freshness_nats": found for index, found in nats.items()}
@@ -197,7 +196,7 @@ class Freshness:
 
     def _far(
         self, nats: Mapping[int, float], units: Mapping[int, float]
-    ) -> Iterator[tuple[int, StaleWeights]]:
+    ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas whose log-probabilities differ by more than rounding explains.
 
         The first comparison measures the ratio of the nearest replica, which bounds the others and
@@ -214,7 +213,7 @@ class Freshness:
                     f"{nats[index]:.3g} nats in the mean; rounding explains "
                     f"{self._limit * units[index]:.3g}"
                 )
-                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
 
     # ── parameters ─────────────────────────────────────────────────────────────────────────────
 
@@ -223,24 +222,24 @@ class Freshness:
         sent: SentTensors,
         evidence: Receivers,
         nats: Mapping[int, float],
-        stale: Mapping[int, StaleWeights],
-    ) -> Iterator[tuple[int, StaleWeights]]:
+        wrong: Mapping[int, WrongWeights],
+    ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that is not the sent one, an older one, or a lone one."""
-        sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in stale}
+        sound = {i: dict(_places(one)) for i, one in evidence.items() if i not in wrong}
         for found in sound.values():
             self._learned.learn(found, sent)
         for index, found in sound.items():
-            if wrong := self._learned.wrong(found, sent.digests):
-                cause = f"its engine computes with other weights than were sent: {_few(wrong)}"
-                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+            if names := self._learned.wrong(found, sent.digests):
+                cause = f"its engine computes with other weights than were sent: {_few(names)}"
+                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
             matrices = self._learned.other_matrices(found)
             if kept := self._unlearned.kept(index, matrices, sent, own_names(found)):
                 cause = f"its engine's parameters did not change with what was sent: {_few(kept)}"
-                yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
         yield from self._unlike_the_others(sound, nats)
 
     def _remember(
-        self, sent: SentTensors, evidence: Receivers, stale: Mapping[int, StaleWeights]
+        self, sent: SentTensors, evidence: Receivers, wrong: Mapping[int, WrongWeights]
     ) -> bool:
         """Takes the matrices of fresh replicas; whether the next sync has to be compared with them.
 
@@ -248,18 +247,19 @@ class Freshness:
         """
         first = False
         for index, one in evidence.items():
-            if index not in stale:
+            if index not in wrong:
                 matrices = self._learned.other_matrices(dict(_places(one)))
                 first |= self._unlearned.remember(index, matrices, sent)
         return first
 
     def _unlike_the_others(
         self, places: Mapping[int, Mapping[Place, str]], nats: Mapping[int, float]
-    ) -> Iterator[tuple[int, StaleWeights]]:
+    ) -> Iterator[tuple[int, WrongWeights]]:
         """The replicas with a parameter that most others have otherwise.
 
         Parameters that differ at the first comparison of several replicas hold something else than
-        weights, such as padding, and are left out. Of two replicas the farther one is stale.
+        weights, such as padding, and are left out. Of two replicas the farther one has the wrong
+        weights.
         """
         if len(places) < 2:
             return
@@ -278,7 +278,7 @@ class Freshness:
                 wrong.setdefault(index, []).append(place[1])
         for index, names in wrong.items():
             cause = f"its parameters differ from those of the other replicas: {_few(names)}"
-            yield index, StaleWeights(f"student/{index}", cause, _LOADING)
+            yield index, WrongWeights(f"student/{index}", cause, _LOADING)
 
 
 _TRANSFER = "the transfer or the engine's loader is at fault; sync.verify_every: 0 does not look"

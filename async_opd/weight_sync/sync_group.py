@@ -18,10 +18,10 @@ from async_opd.core.errors import (
     ProcessDied,
     StageError,
     StageTimeout,
-    StaleWeights,
     SyncTimeout,
     TransferAborted,
     WeightSyncError,
+    WrongWeights,
 )
 from async_opd.core.samples import Int32
 from async_opd.core.stages import Progress
@@ -280,7 +280,7 @@ class SyncGroups:
         deadline = Deadline("weight sync")
         try:
             return await deadline.within(timeout_s or self._timeout_s, what, work, _SLOW)
-        except (ProcessDied, TransferAborted, StaleWeights):
+        except (ProcessDied, TransferAborted, WrongWeights):
             raise
         except StageTimeout as error:  # this bound, or one inside of the work
             inner = "" if error.stage == "weight sync" else f"{what}: {error.stage}: "

@@ -1,4 +1,4 @@
-"""Which replicas are found stale, when they are compared, and what follows; on fakes."""
+"""Which replicas have wrong weights, when they are compared, and what follows; on fakes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.reliability import SupervisionConfig
-from async_opd.core.errors import StaleWeights, WeightSyncError
+from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.core.stages import Progress
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
@@ -78,7 +78,7 @@ def test_every_sixteenth_of_the_vocabulary_has_tokens_in_the_rows(vocabulary: in
 
 def test_a_replica_within_rounding_is_fresh() -> None:
     verdict = Freshness(1).judge(META, {0: evidence(UNIT)})
-    assert verdict.stale == {}
+    assert verdict.wrong == {}
     assert verdict.metrics["sync/student/0/freshness_nats"] == pytest.approx(UNIT, rel=1e-4)
 
 
@@ -87,45 +87,45 @@ def test_the_metric_is_the_largest_difference_of_the_replicas() -> None:
     assert verdict.metrics["sync/freshness_nats"] == pytest.approx(0.002, rel=1e-3)
 
 
-def test_a_first_difference_beyond_any_rounding_is_stale() -> None:
+def test_a_first_difference_beyond_any_rounding_means_wrong_weights() -> None:
     verdict = Freshness(1).judge(META, {0: evidence(1.1 * FIRST_RATIO * UNIT)})
-    assert "differ from the trainer's by 0.352 nats" in str(verdict.stale[0])
+    assert "differ from the trainer's by 0.352 nats" in str(verdict.wrong[0])
 
 
 def test_the_first_sync_measures_the_bound_of_the_later_ones() -> None:
     freshness, first = Freshness(1), 2 * UNIT
     freshness.judge(META, {0: evidence(first)})
-    assert freshness.judge(META, {0: evidence(0.9 * MARGIN * first)}).stale == {}
-    assert list(freshness.judge(META, {0: evidence(1.1 * MARGIN * first)}).stale) == [0]
+    assert freshness.judge(META, {0: evidence(0.9 * MARGIN * first)}).wrong == {}
+    assert list(freshness.judge(META, {0: evidence(1.1 * MARGIN * first)}).wrong) == [0]
 
 
-def test_one_rounding_is_never_stale_however_exact_the_first_sync_was() -> None:
+def test_one_rounding_is_never_taken_for_wrong_weights_however_exact_the_first_sync_was() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(0.0)})
-    assert freshness.judge(META, {0: evidence(0.99 * UNIT)}).stale == {}
+    assert freshness.judge(META, {0: evidence(0.99 * UNIT)}).wrong == {}
 
 
 def test_at_the_first_sync_the_nearest_replica_bounds_the_others() -> None:
     verdict = Freshness(1).judge(META, {0: evidence(UNIT), 1: evidence(5 * UNIT)})
-    assert list(verdict.stale) == [1]
+    assert list(verdict.wrong) == [1]
 
 
 def test_the_bound_grows_with_the_noise_of_the_weights() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(UNIT)})
     noisier = replace(META, reference=replace(reference(), noise=12.8))
-    assert freshness.judge(noisier, {0: evidence(30 * UNIT)}).stale == {}
+    assert freshness.judge(noisier, {0: evidence(30 * UNIT)}).wrong == {}
 
 
 @pytest.mark.parametrize("broken", [np.nan, np.inf])
-def test_log_probabilities_that_are_no_numbers_are_stale(broken: float) -> None:
-    assert list(Freshness(1).judge(META, {0: evidence(broken)}).stale) == [0]
+def test_log_probabilities_that_are_no_numbers_mean_wrong_weights(broken: float) -> None:
+    assert list(Freshness(1).judge(META, {0: evidence(broken)}).wrong) == [0]
 
 
-def test_rows_of_other_lengths_are_stale() -> None:
+def test_rows_of_other_lengths_mean_wrong_weights() -> None:
     cut = evidence()
     cut = replace(cut, logprobs=cut.logprobs[:-1])
-    assert list(Freshness(1).judge(META, {0: cut}).stale) == [0]
+    assert list(Freshness(1).judge(META, {0: cut}).wrong) == [0]
 
 
 def test_no_replica_is_blamed_for_a_broken_trainer() -> None:
@@ -152,8 +152,10 @@ def test_equal_digests_in_every_worker_are_accepted() -> None:
         (SENT | {"head": "h"}, "head was not sent"),
     ],
 )
-def test_other_digests_in_one_worker_are_stale(received: dict[str, str], said: str) -> None:
-    with pytest.raises(StaleWeights, match=f"worker 1 was given other tensors .* sent: {said}"):
+def test_other_digests_in_one_worker_mean_wrong_weights(
+    received: dict[str, str], said: str
+) -> None:
+    with pytest.raises(WrongWeights, match=f"worker 1 was given other tensors .* sent: {said}"):
         refuse_other_digests("student/0", META, [SENT, received])
 
 
@@ -162,37 +164,37 @@ def test_a_parameter_that_was_equal_to_the_sent_one_has_to_stay_so() -> None:
     freshness.judge(META, {0: evidence()})
     later = replace(META, digests=("n2", "m2"))
     assert "other weights than were sent: norm" in str(
-        freshness.judge(later, {0: evidence(norm="n1", packed="p2")}).stale[0]
+        freshness.judge(later, {0: evidence(norm="n1", packed="p2")}).wrong[0]
     )
 
 
 def test_a_parameter_that_the_engine_keeps_in_another_form_is_not_compared_with_the_sent() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(norm="n1", matrix="transposed")})
-    assert freshness.judge(META, {0: evidence(norm="n1", matrix="again")}).stale == {}
+    assert freshness.judge(META, {0: evidence(norm="n1", matrix="again")}).wrong == {}
 
 
-def test_a_parameter_unlike_that_of_the_other_replicas_is_stale() -> None:
+def test_a_parameter_unlike_that_of_the_other_replicas_is_wrong() -> None:
     freshness = Freshness(1)
     same = {index: evidence() for index in range(3)}
     freshness.judge(META, same)
     verdict = freshness.judge(META, same | {1: evidence(norm="n1", packed="p0")})
-    assert "differ from those of the other replicas: packed" in str(verdict.stale[1])
-    assert list(verdict.stale) == [1]
+    assert "differ from those of the other replicas: packed" in str(verdict.wrong[1])
+    assert list(verdict.wrong) == [1]
 
 
 def test_of_two_replicas_the_farther_one_is_the_one_that_differs() -> None:
     freshness = Freshness(1)
     freshness.judge(META, {0: evidence(), 1: evidence()})
     other = evidence(0.002, norm="n1", packed="p0")
-    assert list(freshness.judge(META, {0: other, 1: evidence(0.001)}).stale) == [0]
+    assert list(freshness.judge(META, {0: other, 1: evidence(0.001)}).wrong) == [0]
 
 
 def test_parameters_that_differ_from_the_first_are_no_weights_and_left_out() -> None:
     freshness = Freshness(1)
     two = {index: evidence(norm="n1", padding=f"garbage {index}") for index in range(2)}
-    assert freshness.judge(META, two).stale == {}
-    assert freshness.judge(META, two).stale == {}
+    assert freshness.judge(META, two).wrong == {}
+    assert freshness.judge(META, two).wrong == {}
 
 
 def test_the_trainer_may_not_leave_out_a_tensor_that_it_has_sent_before() -> None:
@@ -243,8 +245,8 @@ SECOND = sent_as(attn_q="q2", attn_k="k2", attn_o="o2")
 def test_updates_that_all_replicas_ignore_from_the_first_on_are_found_at_the_second() -> None:
     freshness = Freshness(1)
     disk = having(attn_qkv="qk0", attn_o="o0")
-    assert freshness.judge(FIRST, {0: disk, 1: disk}).stale == {}
-    found = freshness.judge(SECOND, {0: disk, 1: disk}).stale
+    assert freshness.judge(FIRST, {0: disk, 1: disk}).wrong == {}
+    found = freshness.judge(SECOND, {0: disk, 1: disk}).wrong
     assert sorted(found) == [0, 1]
     assert "did not change with what was sent: l.attn.o.weight, l.attn.qkv.weight" in str(found[1])
 
@@ -252,7 +254,7 @@ def test_updates_that_all_replicas_ignore_from_the_first_on_are_found_at_the_sec
 def test_matrices_that_never_followed_are_found_although_learned_ones_follow() -> None:
     freshness = Freshness(1)
     freshness.judge(FIRST, {0: having(attn_qkv="qk0", attn_o="o1")})
-    found = freshness.judge(SECOND, {0: having(attn_qkv="qk0", attn_o="o2")}).stale
+    found = freshness.judge(SECOND, {0: having(attn_qkv="qk0", attn_o="o2")}).wrong
     assert "did not change with what was sent: l.attn.qkv.weight" in str(found[0])
 
 
@@ -264,25 +266,25 @@ def test_fused_experts_that_never_followed_are_found(module: str) -> None:
     engine = {name: "bfloat16[2, 4, 4]:disk", "l.mlp.gate.weight": matrix("g1")}
     freshness.judge(first, {0: evidence(**engine)})
     found = freshness.judge(second, {0: evidence(**engine | {"l.mlp.gate.weight": matrix("g2")})})
-    assert f"did not change with what was sent: {name}" in str(found.stale[0])
+    assert f"did not change with what was sent: {name}" in str(found.wrong[0])
 
 
-def test_a_rebuilt_replica_that_still_ignores_updates_is_stale_at_once() -> None:
+def test_a_rebuilt_replica_that_still_ignores_updates_is_found_at_once() -> None:
     freshness = Freshness(1)
     disk = having(attn_qkv="qk0", attn_o="o0")
     freshness.judge(FIRST, {0: disk})
     freshness.judge(SECOND, {0: disk})
-    assert list(freshness.judge(replace(SECOND, reference=None), {0: disk}).stale) == [0]
+    assert list(freshness.judge(replace(SECOND, reference=None), {0: disk}).wrong) == [0]
 
 
 def test_a_matrix_of_a_sent_ones_name_and_shape_has_to_change_by_itself() -> None:
-    """Its values may be others, such as transposed ones, and a stale one is never equal."""
+    """Its values may be others, such as transposed ones, and an outdated one is never equal."""
     freshness = Freshness(1)
     freshness.judge(FIRST, {0: having(attn_qkv="half 1", attn_o="o1 transposed")})
     followed = {0: having(attn_qkv="half 2", attn_o="o2 transposed")}
-    assert freshness.judge(SECOND, followed).stale == {}
+    assert freshness.judge(SECOND, followed).wrong == {}
     third = sent_as(attn_q="q3", attn_k="k3", attn_o="o3")
-    found = freshness.judge(third, {0: having(attn_qkv="half 3", attn_o="o2 transposed")}).stale
+    found = freshness.judge(third, {0: having(attn_qkv="half 3", attn_o="o2 transposed")}).wrong
     assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
 
 
@@ -299,7 +301,7 @@ def test_a_part_of_a_divided_matrix_may_stay_while_that_of_another_worker_change
         for meta in (FIRST, SECOND)
     )
     freshness.judge(first, {0: divided("left 1", "right")})
-    assert freshness.judge(second, {0: divided("left 2", "right")}).stale == {}
+    assert freshness.judge(second, {0: divided("left 2", "right")}).wrong == {}
 
 
 def test_experts_that_never_followed_are_found_although_divided_matrices_follow() -> None:
@@ -309,7 +311,7 @@ def test_experts_that_never_followed_are_found_although_divided_matrices_follow(
     engine = {"l.attn.qkv.weight": matrix("left 1"), "l.mlp.experts.w13_weight": matrix("disk")}
     freshness.judge(first, {0: evidence(**engine)})
     later = evidence(**engine | {"l.attn.qkv.weight": matrix("left 2")})
-    found = freshness.judge(second, {0: later}).stale
+    found = freshness.judge(second, {0: later}).wrong
     assert "did not change with what was sent: l.mlp.experts.w13_weight" in str(found[0])
 
 
@@ -317,13 +319,13 @@ def test_a_matrix_of_which_kernels_use_a_packed_copy_may_stay() -> None:
     freshness, name = Freshness(1), "l.attn.o.weight"
     for meta, now in ((FIRST, "1"), (SECOND, "2")):
         loaded = {name: matrix("as at the start"), f"packed {name}": matrix(f"o{now} transposed")}
-        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
+        assert freshness.judge(meta, {0: evidence(**loaded)}).wrong == {}
 
 
 def test_a_matrix_that_every_worker_has_whole_has_to_change_in_each() -> None:
     freshness = Freshness(1)
     freshness.judge(FIRST, {0: divided("left 1", "right 1")})
-    found = freshness.judge(SECOND, {0: divided("left 2", "right 1")}).stale
+    found = freshness.judge(SECOND, {0: divided("left 2", "right 1")}).wrong
     assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
 
 
@@ -332,7 +334,7 @@ def test_scales_of_a_quantized_engine_may_stay_while_its_matrices_change() -> No
     for meta, now in ((FIRST, "1"), (SECOND, "2")):
         loaded = {"l.attn.qkv.weight": f"float8_e4m3fn[4, 12]:{now}"}
         loaded["l.attn.qkv.weight_scale"] = "float32[12, 1]:s"
-        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
+        assert freshness.judge(meta, {0: evidence(**loaded)}).wrong == {}
 
 
 def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> None:
@@ -341,14 +343,14 @@ def test_matrices_that_stay_while_what_is_sent_for_them_stays_are_fresh() -> Non
     frozen = {"attn_q": "q", "attn_k": "k"}
     freshness.judge(sent_as(**frozen, norm="n1"), {0: having(attn_qkv="qk", norm="n1")})
     later = freshness.judge(sent_as(**frozen, norm="n2"), {0: having(attn_qkv="qk", norm="n2")})
-    assert later.stale == {}
+    assert later.wrong == {}
 
 
 def test_a_scale_that_the_engine_adds_may_stay_as_it_is() -> None:
     freshness = Freshness(1)
     for meta, now in ((FIRST, "o1"), (SECOND, "o2")):
         loaded = {"l.attn.o.weight": matrix(now), "l.attn.core.k_scale": "float32[]:one"}
-        assert freshness.judge(meta, {0: evidence(**loaded)}).stale == {}
+        assert freshness.judge(meta, {0: evidence(**loaded)}).wrong == {}
 
 
 def test_the_sync_after_the_first_is_due_if_matrices_are_not_learned() -> None:
@@ -377,7 +379,7 @@ def test_a_sync_without_a_comparison_leaves_the_next_one_due() -> None:
     assert [freshness.due(), freshness.due()] == [True, True]
 
 
-def test_a_stale_replica_leaves_the_next_sync_due() -> None:
+def test_a_replica_with_wrong_weights_leaves_the_next_sync_due() -> None:
     freshness = Freshness(3)
     freshness.due()
     freshness.judge(META, {0: evidence(np.inf)})
@@ -429,7 +431,7 @@ class Receiver:
 
     async def receive(self, meta: WeightMeta) -> None:
         if self.altered:
-            raise StaleWeights("student", "worker 0 was given other tensors")
+            raise WrongWeights("student", "worker 0 was given other tensors")
 
     async def finish(self, version: int) -> None: ...
 
@@ -446,7 +448,9 @@ class Receiver:
 class World:
     """A sync to receivers, compared every second time."""
 
-    def __init__(self, *receivers: Receiver, on_stale: Any = "rebuild", every: int = 2) -> None:
+    def __init__(
+        self, *receivers: Receiver, on_wrong_weights: Any = "rebuild", every: int = 2
+    ) -> None:
         named = {f"student/{index}": one for index, one in enumerate(receivers)}
         policy = Policy[Any](supervision=SupervisionConfig(max_restarts=1))
         self.members: MemberSet[Any] = MemberSet("rollout", named, policy)
@@ -457,7 +461,7 @@ class World:
             [1] * len(receivers),
             on_sync="keep",
             timeout_s=0.2,
-            freshness=Freshness(every, on_stale),
+            freshness=Freshness(every, on_wrong_weights),
         )
 
     async def push(self, version: int = 1) -> dict[str, float]:
@@ -492,15 +496,17 @@ async def test_a_sync_that_is_not_due_asks_nobody() -> None:
         metrics = await world.push(version)
     assert world.sender.compared == [True, False, True]
     assert len(receiver.asked) == 2
-    assert metrics["sync/stale_replicas"] == 0
+    assert metrics["sync/wrong_weights"] == 0
 
 
-async def test_a_stale_replica_is_ejected_with_the_difference_and_the_others_go_on() -> None:
+async def test_with_wrong_weights_a_replica_is_ejected_with_the_difference_and_others_go_on() -> (
+    None
+):
     world = World(Receiver(), Receiver(nats=9.0))
     metrics = await world.push()
     assert [member.name for member in world.members.serving] == ["student/0"]
     assert "by 9 nats" in str(world.members["student/1"].failure)
-    assert metrics["sync/stale_replicas"] == 1
+    assert metrics["sync/wrong_weights"] == 1
 
 
 async def test_a_replica_that_was_given_other_tensors_is_ejected_and_never_resumed() -> None:
@@ -509,21 +515,21 @@ async def test_a_replica_that_was_given_other_tensors_is_ejected_and_never_resum
     metrics = await world.push()
     assert [member.name for member in world.members.serving] == ["student/0"]
     assert altered.paused
-    assert metrics["sync/stale_replicas"] == 1
+    assert metrics["sync/wrong_weights"] == 1
 
 
-@pytest.mark.parametrize("stale", [Receiver(nats=9.0), Receiver(altered=True)])
-async def test_with_stop_a_stale_replica_ends_the_run(stale: Receiver) -> None:
-    world = World(Receiver(), stale, on_stale="stop")
-    with pytest.raises(StaleWeights, match="student"):
+@pytest.mark.parametrize("wrong", [Receiver(nats=9.0), Receiver(altered=True)])
+async def test_with_stop_a_replica_with_wrong_weights_ends_the_run(wrong: Receiver) -> None:
+    world = World(Receiver(), wrong, on_wrong_weights="stop")
+    with pytest.raises(WrongWeights, match="student"):
         await world.push()
 
 
-async def test_a_replica_that_scores_no_rows_in_time_is_ejected_and_not_called_stale() -> None:
-    world = World(Receiver(), Receiver(silent=True), on_stale="stop")
+async def test_a_replica_that_scores_no_rows_in_time_is_ejected_but_not_for_wrong_weights() -> None:
+    world = World(Receiver(), Receiver(silent=True), on_wrong_weights="stop")
     metrics = await world.push()
     assert "no new token for 0.2 s" in str(world.members["student/1"].failure)
-    assert metrics["sync/stale_replicas"] == 0
+    assert metrics["sync/wrong_weights"] == 0
 
 
 async def test_who_rejoins_is_compared_before_it_serves() -> None:
@@ -534,21 +540,21 @@ async def test_who_rejoins_is_compared_before_it_serves() -> None:
     assert newcomer.asked == [False]
 
 
-async def test_with_stop_who_rejoins_stale_ends_the_run_at_the_next_sync() -> None:
-    world = World(Receiver(), Receiver(), on_stale="stop")
+async def test_with_stop_who_rejoins_with_wrong_weights_ends_the_run_at_the_next_sync() -> None:
+    world = World(Receiver(), Receiver(), on_wrong_weights="stop")
     await world.push(1)
-    with pytest.raises(StaleWeights):
+    with pytest.raises(WrongWeights):
         await world.rejoin(Receiver(nats=9.0))
-    with pytest.raises(StaleWeights, match="by 9 nats"):
+    with pytest.raises(WrongWeights, match="by 9 nats"):
         await world.push(2)
 
 
 async def test_with_stop_who_rejoins_and_does_not_answer_does_not_end_the_run() -> None:
-    world = World(Receiver(), Receiver(), on_stale="stop")
+    world = World(Receiver(), Receiver(), on_wrong_weights="stop")
     await world.push(1)
     with pytest.raises(WeightSyncError):
         await world.rejoin(Receiver(silent=True))
-    assert (await world.push(2))["sync/stale_replicas"] == 0
+    assert (await world.push(2))["sync/wrong_weights"] == 0
 
 
 async def test_heartbeats_go_on_while_digests_are_compared() -> None:
@@ -569,10 +575,10 @@ async def test_heartbeats_go_on_while_digests_are_compared() -> None:
     assert waited == [True]
 
 
-async def test_who_rejoins_stale_does_not_serve() -> None:
+async def test_a_replica_that_rejoins_with_wrong_weights_does_not_serve() -> None:
     world = World(Receiver(), Receiver())
     await world.push()
-    with pytest.raises(StaleWeights):
+    with pytest.raises(WrongWeights):
         await world.rejoin(Receiver(nats=9.0))
     assert [member.name for member in world.members.serving] == ["student/1"]
 
@@ -591,7 +597,7 @@ async def test_who_rejoins_without_a_comparison_of_rows_has_its_parameters_compa
     world = World(Receiver(), every=100)
     await world.push(1)
     await world.push(2)
-    with pytest.raises(StaleWeights, match="other weights than were sent: norm"):
+    with pytest.raises(WrongWeights, match="other weights than were sent: norm"):
         await world.rejoin(Receiver(loaded={"norm": "n0", "packed": "p1"}))
 
 
