@@ -7,7 +7,8 @@
 6N and the attention term are those of PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix B),
 with two differences: pairs that a causal mask or a window excludes do not count (PaLM's term has
 all T² of a sequence), and looking up an embedding is no product. Recomputed activations, the
-objective, a teacher's head and the optimizer do not count. MFU is these FLOPs over what the device
+objective, a teacher's head and the optimizer do not count. A frozen matrix counts 4: it has no
+gradient of its own. MFU is these FLOPs over what the device
 could have computed in the time of the step.
 """
 
@@ -31,7 +32,8 @@ class ModelSize:
     """What a student's FLOPs depend on.
 
     ``decoder``: entries of its matrices that one token is multiplied by; of a mixture of experts,
-    of the experts that a token is sent to. ``head``: entries of the head. ``attention``: query plus
+    of the experts that a token is sent to. ``head``: entries of the head. A frozen entry counts two
+    thirds in both. ``attention``: query plus
     value width over all heads of a layer. ``windows``: for each layer how many tokens a token
     attends to at most, itself included, or None for all before it.
     """
@@ -47,7 +49,7 @@ class ModelSize:
         settings = model.config.get_text_config()
         return cls(
             _decoder(model, settings),
-            model.get_output_embeddings().weight.numel(),
+            _counted(model.get_output_embeddings().weight),
             _attention(settings),
             _windows(settings),
         )
@@ -76,9 +78,14 @@ def _decoder(model: Any, settings: Any) -> int:
         if parameter.ndim < 2 or id(parameter) in apart:
             continue
         stacked = parameter.ndim == 3 and parameter.shape[0] == experts
-        active = settings.num_experts_per_tok if stacked else 1
-        entries += parameter.numel() * active // (experts if stacked else 1)
+        numel = _counted(parameter)
+        entries += numel * settings.num_experts_per_tok // experts if stacked else numel
     return entries
+
+
+def _counted(weight: torch.Tensor) -> int:
+    """Entries of a matrix; two thirds of them if it is frozen."""
+    return weight.numel() if weight.requires_grad else weight.numel() * 2 // 3
 
 
 def _attention(settings: Any) -> int:

@@ -25,7 +25,8 @@ from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
-from trainer.saving.state import Tensors, copy_state, load_state, model_state, training_state
+from trainer.saving.state import Tensors, copy_state, load_state, training_state
+from trainer.student.adapters import export_state, halve_frozen, has_adapters, plain_state
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
@@ -75,7 +76,7 @@ class BackwardResult:
 
 
 class Rank:
-    """Owns float32 master weights and their optimizer, or its shard of both."""
+    """Owns float32 master weights of what is trained, and their optimizer, or its shard of both."""
 
     def __init__(
         self,
@@ -104,6 +105,8 @@ class Rank:
         self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
         # Dropout and router noise stay off: the engines sampled without them.
         model.eval()
+        if half:
+            halve_frozen(model)
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
         self._student_loss = StudentLoss(model, objective, heads or {}, compute)
@@ -156,17 +159,22 @@ class Rank:
         return copy_state(self.model, self.optimizer)
 
     def full_state(self) -> Tensors | None:
-        """The full student in host memory by parameter name; None if it is not sharded."""
-        if self.ranks == 1:
+        """The full student in host memory by parameter name, and its adapters (``export_state``).
+
+        None if it is neither sharded nor has adapters.
+        """
+        if self.ranks == 1 and not has_adapters(self.model):
             return None
-        return {name: full_tensor(t.detach()).cpu() for name, t in model_state(self.model)}
+        return {name: full_tensor(t.detach()).cpu() for name, t in export_state(self.model)}
 
     def join_gather(self, what: Gathered) -> None:
         """Sends this rank's shards while rank 0 runs its method ``what``, in the same order."""
         dtype: torch.dtype | None = None
-        named = model_state(self.model)
+        named = plain_state(self.model)
         if what == "weights":
-            named, dtype = self.model.named_parameters(), self._wire_dtype
+            dtype = self._wire_dtype
+        elif what == "full_state":
+            named = export_state(self.model)
         elif what == "state":
             named = training_state(self.model, self.optimizer)
         for _, tensor in named:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from async_opd.checks.adapters import check_adapters
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults, notes
@@ -52,6 +53,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models.support()
     models.heads()
     models.positions()
+    complete = None if "student.model" in partial else models.files.get("student.model")
+    check_adapters(config, complete, found)
     _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)
     if config.reward is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+import math
+import re
+from collections.abc import Collection, Iterable
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.section import Section
@@ -13,6 +16,75 @@ if TYPE_CHECKING:
     Backend = str
 else:
     Backend = Literal["auto", *TRANSPORTS]
+
+
+ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's ``max_lora_rank`` (``vllm.config.lora.MaxLoRARanks``)."""
+FEED_FORWARD = re.compile(r"\.(mlp|feed_forward|block_sparse_moe)\.")
+"""In names of layers: inside of the feed-forward part of a decoder layer."""
+
+
+class LoraConfig(Section):
+    """Adapters of low rank, which are trained through peft in place of the student's own weights.
+
+        y = W x + s · B A x      W [out, in] frozen, A [rank, in] and B [out, rank] trained
+
+    B begins at 0: the first forward pass is the student's own, bit for bit. Frozen matrices have
+    the precision of ``train.dtype``, without float32 masters, gradients and moments.
+    """
+
+    rank: PositiveInt = 32
+    """Rows of A and columns of B."""
+    alpha: float = Field(default=64, gt=0)
+    """Scale of the adapters: s is ``alpha / rank``."""
+    use_rslora: bool = False
+    """s is ``alpha / √rank`` instead (arXiv:2312.03732): high ranks learn as fast as low ones."""
+    targets: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
+    """Matrices with an adapter: names of layers such as ``q_proj``, or all linear layers but the
+    head. A mixture of experts has adapters in its attention only: its experts are no linear layers,
+    and peft takes the names of its other ones for theirs."""
+    sync: Literal["merged", "adapter"] = "merged"
+    """What a weight sync sends: all weights, with W + s · B A in place of W (``merged``), or the
+    adapters only, which vLLM's LoRA layers apply (``adapter``): less to send, and slower
+    generation."""
+    dropout: float = 0.0
+    """0. The student trains in eval mode, since its engines sampled without dropout."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _is_0(cls, value: float) -> float:
+        if value:
+            raise ValueError(
+                "0: the engines sample without dropout, and with it the student would be trained "
+                "as another model than the one that was sampled"
+            )
+        return value
+
+    @property
+    def scale(self) -> float:
+        """The factor s of the adapters' product."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def engine_rank(self) -> int | None:
+        """The smallest ``max_lora_rank`` of vLLM that holds the rank; None if there is none."""
+        return next((rank for rank in ENGINE_RANKS if rank >= self.rank), None)
+
+    def adapted(self, layers: Collection[str], mixture: bool) -> list[str]:
+        """Which of a model's linear layers, by dotted name and without the head, have an adapter.
+
+        Of a ``mixture`` of experts none inside of its feed-forward parts.
+        """
+        return [
+            name
+            for name in layers
+            if self.targets == "all-linear" or name.rpartition(".")[2] in self.targets
+            if not (mixture and FEED_FORWARD.search(name))
+        ]
+
+    def entries(self, shapes: Iterable[tuple[int, int]]) -> int:
+        """Trained entries of adapters of matrices [out, in]: rank · (out + in) of each."""
+        return sum(self.rank * (rows + columns) for rows, columns in shapes)
 
 
 class TrainConfig(Section):
@@ -60,6 +132,8 @@ class TrainConfig(Section):
     sharded over them (FSDP2)."""
     threads: PositiveInt = 1
     """CPU threads of each rank that trains on a CPU."""
+    lora: LoraConfig | None = None
+    """Trains adapters of low rank instead of all weights; needs the extra ``lora`` (peft)."""
     peak_tflops: float | None = Field(default=None, gt=0)
     """TFLOP/s of a rank's device, of which ``train/mfu`` is the share; by default the data sheet's
     dense bfloat16 rate by the GPU's name. For a device that is not known there is no

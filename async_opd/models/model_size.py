@@ -39,7 +39,7 @@ class ModelSize:
         path = Path(model)
         try:
             floats = others = 0
-            for shape, kind in _tensors(path):
+            for _, shape, kind in tensors_of(path):
                 floats += math.prod(shape) * (kind in FLOATS)
                 others += math.prod(shape) * (kind not in FLOATS) * STORED_BYTES.get(kind, 4)
             settings = text_settings(read_json(path / "config.json"))
@@ -61,8 +61,8 @@ class ModelSize:
         return self.floats * (4 if dtype == "float32" else 2) + self.others
 
 
-def _tensors(path: Path) -> list[tuple[tuple[int, ...], str]]:
-    """Shape and stored type of every tensor: of the files that the index names, or of all."""
+def tensors_of(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
+    """Name, shape and stored type of each tensor: of the files that the index names, or of all."""
     index: Mapping[str, Any] = read_json(path / "model.safetensors.index.json").get(
         "weight_map", {}
     )
@@ -72,5 +72,5 @@ def _tensors(path: Path) -> list[tuple[tuple[int, ...], str]]:
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():  # noqa: SIM118 - not a dictionary
                 tensor = opened.get_slice(name)
-                found.append((tuple(tensor.get_shape()), str(tensor.get_dtype())))
+                found.append((name, tuple(tensor.get_shape()), str(tensor.get_dtype())))
     return found

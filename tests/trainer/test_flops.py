@@ -89,3 +89,12 @@ def test_a_prompt_alone_costs_no_head() -> None:
     size = ModelSize(decoder=100, head=7, attention=3, windows=(None,))
     assert size.training_flops([4], [0]) == 6 * (100 * 4 + 3 * 10)
     assert size.training_flops([4], [2]) - size.training_flops([4], [0]) == 6 * 7 * 2
+
+
+def test_a_frozen_matrix_costs_two_thirds() -> None:
+    model = made("Qwen3", head_dim=16)
+    full = ModelSize.of(model)
+    model.requires_grad_(False)
+    frozen = ModelSize.of(model)
+    assert frozen.decoder == pytest.approx(full.decoder * 2 / 3, rel=1e-3)
+    assert frozen.head == full.head * 2 // 3

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from async_opd.files.safe_open import regular_file, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
+from trainer.student.adapters import split_export, write_adapter
 
 if TYPE_CHECKING:
     import torch
 
+ADAPTER_FOLDER = "adapter"
 NOT_COPIED = ("config.json", "*.index.json")
 """Files that ``save_pretrained`` writes itself. All other files but weights are copied: tokenizer,
 generation config, model code."""
@@ -27,14 +29,18 @@ def save_model(
 
     An existing directory is replaced, and a complete model is on the disk at every moment; after an
     error it is the one before. Weights have the model's precision (float32 masters); ``weights``
-    are the full ones of a sharded model.
+    are the full ones of a sharded model or one with adapters (``adapters.export_state``). Adapters
+    are merged, and beside that in a PEFT directory of their own in ``ADAPTER_FOLDER``.
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
     old = target.with_name(target.name + ".old")
     remove_tree(part)
     try:
-        model.save_pretrained(part, state_dict=weights)
+        plain, adapters = (weights, {}) if weights is None else split_export(weights)
+        model.save_pretrained(part, state_dict=plain)
+        if adapters:
+            write_adapter(model, source, adapters, part / ADAPTER_FOLDER)
         _copy_rest(Path(source), part)
         if target.exists():
             remove_tree(old)

@@ -61,7 +61,7 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
     Of a sharded model every other rank calls it meanwhile, with the ``state_shapes`` of rank 0's
     tensors. CheckpointError, with up to five names, for tensors of another model.
     """
-    own = dict(model_state(model))
+    own = dict(stored_state(model))
     stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
     wrong = sorted(stored ^ set(own)) or [
         name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
@@ -71,7 +71,7 @@ def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -
             "trainer",
             f"the checkpoint is of another model: {wrong[:5]} are missing, unknown or of another "
             "shape",
-            "resume with the student.model that the checkpoint was written with",
+            "resume with the student.model and train.lora that the checkpoint was written with",
         )
     with torch.no_grad():
         for name, tensor in own.items():
@@ -125,10 +125,21 @@ def read_state(folder: Path) -> TrainerState:
 
 def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Model and optimizer tensors under their names, in the same order on every rank."""
-    yield from ((f"model/{name}", tensor) for name, tensor in model_state(model))
+    yield from ((f"model/{name}", tensor) for name, tensor in stored_state(model))
     for name, parameter in model.named_parameters():
         for key, value in sorted(optimizer.state.get(parameter, {}).items()):
             yield f"optimizer/{name}/{key}", value
+
+
+def stored_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """What a checkpoint has of the model: all, or of a partly frozen one what is trained.
+
+    The frozen rest is read from the student's own files.
+    """
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    yield from (
+        trained if any(not p.requires_grad for p in model.parameters()) else model_state(model)
+    )
 
 
 def model_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:

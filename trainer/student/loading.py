@@ -18,6 +18,7 @@ from async_opd.config.device_defaults import recomputes
 from async_opd.core.errors import StageError
 from async_opd.models.rope import max_model_len
 from trainer.notes import note
+from trainer.student.adapters import add_adapters
 from trainer.student.attention import FLASH, VARLEN, register
 from trainer.student.attention_choice import Attention, Platform, choose_attention
 from trainer.student.attention_probe import attention_needs, platform_of
@@ -45,6 +46,8 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
         use_safetensors=True,  # loading a pickle would run its code
     )
     pin_rotary(model, max_model_len(config.rollout.engine))
+    if config.train.lora is not None:
+        add_adapters(model, config.train.lora)
     half = in_bfloat16(config.train.dtype, device)
     set_attention(model, config.train.attention, platform_of(device, half))
     set_recomputation(model, config.train, device.type)

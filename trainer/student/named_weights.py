@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from trainer.saving.state import model_state
+from trainer.student.adapters import plain_state
 from trainer.student.sharding import full_tensor, is_sharded
 
 
 def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors that ``save_pretrained`` would write, as (name, full copy).
+    """The tensors that ``save_pretrained`` would write, as (name, full copy); adapters are merged.
 
     Parameters are in ``dtype``. Persistent buffers keep their own: engines have those of mixtures
     (the correction of a router's scores) in float32, whatever the dtype of their weights. And what
@@ -30,7 +30,7 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
 
     copies = {
         name: _copied(tensor.detach(), dtype if isinstance(tensor, torch.nn.Parameter) else None)
-        for name, tensor in model_state(model)
+        for name, tensor in plain_state(model)
     }
     yield from revert_weight_conversion(model, copies).items()
 

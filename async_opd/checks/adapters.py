@@ -1,0 +1,35 @@
+"""Checks of ``train.lora``: its package, its targets, and what engines take of it."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from async_opd.checks.findings import Findings
+from async_opd.config.run_config import RunConfig
+from async_opd.config.train import LoraConfig
+from async_opd.models.adapted import linear_layers
+from async_opd.models.model_files import ModelFiles
+
+
+def check_adapters(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
+    """Adds the problems of a run with LoRA. ``student``: its files, if they are complete."""
+    lora = config.train.lora
+    if lora is None:
+        return
+    if find_spec("peft") is None:
+        message, remedy = "peft, which trains adapters, is not installed", "pip install"
+        found.add("train.lora", message, f"{remedy} 'async-opd[lora]'")
+    if student is not None:
+        _targets(lora, student, found)
+
+
+def _targets(lora: LoraConfig, student: ModelFiles, found: Findings) -> None:
+    names = {name.rpartition(".")[2] for name in linear_layers(student.path)}
+    wrong = [] if lora.targets == "all-linear" else sorted(set(lora.targets) - names)
+    if wrong:
+        message = f"{student.path} has no linear layer {', '.join(wrong)}"
+        found.add("train.lora.targets", message, f"all-linear, or some of {_listed(names)}")
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names))

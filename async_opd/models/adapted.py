@@ -1,0 +1,30 @@
+"""The matrices of a model that LoRA adapts, by the headers of its files: no torch."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from async_opd.config.train import LoraConfig
+from async_opd.models.model_size import tensors_of
+
+NOT_LINEAR = re.compile(
+    r"(^|\.)(lm_head|embed_\w+|\w*embeddings?|wte|wpe|router|experts|(mlp|block_sparse_moe)\.gate)\."
+)
+"""Parts of the names of embeddings, the head, and a mixture's routers and experts."""
+
+
+def linear_layers(model: str | Path) -> dict[str, tuple[int, int]]:
+    """The linear layers of a local model that can have an adapter: name and (out, in)."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape, _ in tensors_of(Path(model))
+        if name.endswith(".weight") and len(shape) == 2 and not NOT_LINEAR.search(name)
+    }
+
+
+def trained_entries(model: str | Path, lora: LoraConfig) -> int:
+    """Entries of all adapters: these alone have float32 masters, gradients and moments."""
+    layers = linear_layers(model)
+    mixture = any(".experts." in name for name, _, _ in tensors_of(Path(model)))
+    return lora.entries(layers[name] for name in lora.adapted(layers, mixture))

@@ -1,0 +1,107 @@
+"""LoRA on two ranks: frozen and trained parameters are sharded together, and merged."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import LoraConfig, TrainConfig
+from benchmarks.local_ranks import in_processes
+from tests.trainer.models import random_sample, tiny_model
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Follower, Rank
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.student.adapters import LORA, add_adapters
+from trainer.student.sharding import join_mesh
+
+pytestmark = pytest.mark.slow
+
+RANKS, CPU = 2, torch.device("cpu")
+LORA_5 = LoraConfig(rank=5, alpha=10)
+"""Two ranks divide five rows of A unequally."""
+SIZES = [5, 1, 9, 3, 0, 7, 2]
+
+
+def rank_of(spec: RankSpec | None, dtype: str) -> Rank:
+    model = tiny_model()
+    add_adapters(model, LORA_5)
+    train = TrainConfig(
+        lr=1e-2, warmup_steps=0, tokens_per_micro_batch=16, max_grad_norm=0.5, dtype=dtype
+    )
+    mesh = None if spec is None else join_mesh(spec, CPU)
+    return Rank(model, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+
+
+def found_by(learner: Learner, folder: Path) -> dict[str, Any]:
+    """What a learner makes: losses, weights, its state after the first step, and a saved model."""
+    batch = [random_sample(i, size, k=6) for i, size in enumerate(SIZES)]
+    losses = [learner.train_batch(batch).metrics["loss/total"]]
+    state = learner.state()
+    losses.append(learner.train_batch(batch).metrics["loss/total"])
+    weights = dict(learner.named_weights())
+    learner.restore(1, state)
+    learner.train_batch(batch)
+    tiny_model().save_pretrained(folder / "source")
+    learner.save(str(folder / "source"), str(folder / "model"))
+    again = dict(learner.named_weights())
+    return {"losses": losses, "state": state, "weights": weights, "again": again}
+
+
+def two_ranks(dtype: str, folder: Path) -> dict[str, Any]:
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
+        found = found_by(Learner(rank_of(spec, dtype), rank_group=rank_group), folder)
+        torch.save(found, folder / "found.pt")
+
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(rank_of(spec, dtype))
+
+    in_processes(RANKS, lead, follow, 120)
+    return torch.load(folder / "found.pt", weights_only=True)  # type: ignore[no-any-return]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def both(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[str, Any], dict[str, Any], Path]:
+    """The precision, what one rank found, what two found, and their folder."""
+    dtype, folder = request.param, tmp_path_factory.mktemp("ranks")
+    one = found_by(Learner(rank_of(None, dtype), rank_group=SINGLE_RANK), folder / "one")
+    return dtype, one, two_ranks(dtype, folder), folder
+
+
+def test_two_ranks_train_adapters_as_one_does(both: Any) -> None:
+    dtype, one, two, _ = both
+    atol = 1e-5 if dtype == "float32" else 0.03  # a step of AdamW is 1e-2, whatever the gradient
+    assert two["losses"] == pytest.approx(one["losses"], rel=1e-4 if dtype == "float32" else 0.03)
+    assert list(two["weights"]) == list(one["weights"])
+    for name, weight in one["weights"].items():
+        assert torch.allclose(two["weights"][name], weight, atol=atol), name
+
+
+def test_a_checkpoint_of_two_ranks_holds_the_whole_adapters_only(both: Any) -> None:
+    _, one, two, _ = both
+    assert two["state"].keys() == one["state"].keys()
+    held = {name: t for name, t in two["state"].items() if name.startswith("model/")}
+    assert all(LORA in name for name in held)
+    assert {n: t.shape for n, t in held.items()} == {n: one["state"][n].shape for n in held}
+
+
+def test_restored_ranks_repeat_their_step_bit_for_bit(both: Any) -> None:
+    _, _, two, _ = both
+    assert all(torch.equal(two["weights"][name], two["again"][name]) for name in two["weights"])
+
+
+def test_the_model_that_two_ranks_save_is_merged(both: Any) -> None:
+    from safetensors.torch import load_file
+
+    _, _, two, folder = both
+    saved = load_file(folder / "model" / "model.safetensors")
+    assert saved.keys() == two["again"].keys()
+    assert all(torch.allclose(saved[n].float(), two["again"][n]) for n in saved)
+    assert (folder / "model" / "adapter" / "adapter_model.safetensors").exists()

@@ -1,0 +1,225 @@
+"""LoRA: what is trained, what its first steps are, and what others get of it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import LoraConfig, TrainConfig
+from async_opd.core.errors import CheckpointError, StageError
+from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.test_named_weights import mixture
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Rank
+from trainer.student.adapters import LORA, adapter_state, add_adapters, plain_state
+from trainer.student.check import check_rank, check_student
+from trainer.student.named_weights import named_weights
+
+LORA_4 = LoraConfig(rank=4, alpha=8)
+IDS = torch.arange(3, 15)[None] % VOCABULARY
+
+
+def adapted(lora: LoraConfig = LORA_4, seed: int = 0) -> Any:
+    """A student whose adapters have not learned anything yet."""
+    made = tiny_model(seed).eval()
+    add_adapters(made, lora)
+    return made
+
+
+def learned(lora: LoraConfig = LORA_4) -> Any:
+    """A student whose adapters change what it computes."""
+    made = adapted(lora)
+    for name, parameter in made.named_parameters():
+        if ".lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return made
+
+
+def learner(model: Any, **train: Any) -> Learner:
+    config = TrainConfig(lr=1e-2, warmup_steps=0, steps=50, lora=LORA_4, **train)
+    return Learner(Rank(model, build_objective(ForwardKLConfig()), config, torch.device("cpu")))
+
+
+def batch() -> list[Any]:
+    return [random_sample(index, 4 + index, k=6) for index in range(3)]
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(IDS).logits  # type: ignore[no-any-return]
+
+
+def merged(model: Any) -> Any:
+    """The plain student that has the model's weights as engines get them."""
+    plain = tiny_model(seed=5).eval()
+    plain.load_state_dict(dict(named_weights(model, torch.float32)), strict=False)
+    return plain
+
+
+def values(model: Any) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def test_a_student_with_new_adapters_is_the_base_bit_for_bit() -> None:
+    assert torch.equal(logits(adapted()), logits(tiny_model().eval()))
+
+
+def test_the_first_step_changes_only_b() -> None:
+    model = adapted()
+    before = values(model)
+    learner(model).train_batch(batch())
+    changed = {
+        name for name, value in values(model).items() if not torch.equal(value, before[name])
+    }
+    assert changed == {name for name in before if ".lora_B" in name}
+
+
+def test_only_adapters_have_moments() -> None:
+    model = adapted()
+    made = learner(model)
+    made.train_batch(batch())
+    moments = {name.split("/")[1] for name in made.state() if name.startswith("optimizer/")}
+    assert moments == {name for name in values(model) if LORA in name}
+
+
+def test_the_gradient_of_b_is_the_full_gradient_on_the_rows_of_a() -> None:
+    """∂/∂B of f(W + s B A) is s ∂/∂W Aᵀ."""
+    model = adapted()
+    full = tiny_model().eval()
+    for one in (model, full):
+        one(IDS).logits.log_softmax(-1)[..., 5].sum().backward()
+    gradients = dict(full.named_parameters())
+    for name, parameter in model.named_parameters():
+        if ".lora_B" not in name:
+            continue
+        owner = name.partition(LORA)[0]
+        rows = model.get_parameter(name.replace("lora_B", "lora_A"))
+        expected = 2.0 * gradients[f"{owner}.weight"].grad @ rows.detach().T
+        assert torch.allclose(parameter.grad, expected, atol=1e-5), name
+
+
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_merged_weights_compute_what_the_adapters_compute(use_rslora: bool) -> None:
+    model = learned(LoraConfig(rank=4, alpha=8, use_rslora=use_rslora))
+    found = logits(merged(model))
+    assert torch.allclose(found, logits(model), atol=1e-5)
+    assert not torch.allclose(found, logits(tiny_model().eval()), atol=1e-2)
+
+
+def test_merging_changes_no_weight_of_the_student() -> None:
+    model = learned()
+    before = values(model)
+    one, two = (dict(named_weights(model, torch.bfloat16)) for _ in range(2))
+    assert all(torch.equal(before[name], value) for name, value in values(model).items())
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_weights_have_the_names_of_the_checkpoint() -> None:
+    own, plain = (dict(named_weights(m, torch.float32)) for m in (learned(), tiny_model()))
+    assert list(own) == list(plain)
+    assert [own[name].shape for name in own] == [plain[name].shape for name in plain]
+
+
+def test_engines_that_apply_adapters_get_a_and_the_scaled_b() -> None:
+    model = learned()
+    sent = dict(adapter_state(model))
+    name = "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    own = model.get_parameter("model.layers.0.mlp.up_proj.lora_B.default.weight")
+    assert torch.equal(sent[name], 2.0 * own)
+    assert len(sent) == 2 * 7 * 2
+
+
+def test_adapters_of_some_layers_only() -> None:
+    names = [
+        name for name in values(adapted(LoraConfig(rank=2, targets=["q_proj"]))) if LORA in name
+    ]
+    assert {name.partition(LORA)[0].rpartition(".")[2] for name in names} == {"q_proj"}
+
+
+def test_a_target_that_is_no_layer_is_refused_with_those_that_are() -> None:
+    with pytest.raises(StageError, match=r"no linear layer lm_head.*have an adapter") as error:
+        adapted(LoraConfig(rank=2, targets=["q_proj", "lm_head"]))
+    assert "q_proj" in error.value.remedy
+
+
+def test_experts_and_routers_of_a_mixture_stay_frozen() -> None:
+    model = mixture()
+    add_adapters(model, LORA_4)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name.partition(LORA)[0].rpartition(".")[2] for name in trained} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+    }
+    assert (
+        dict(named_weights(model, torch.float32)).keys()
+        == dict(named_weights(mixture(), torch.float32)).keys()
+    )
+
+
+def test_a_restored_student_goes_on_bit_for_bit_on_the_base_of_its_own_files() -> None:
+    one = learner(adapted())
+    one.train_batch(batch())
+    state = one.state()
+    one.train_batch(batch())
+    assert [name for name in state if name.startswith("model/") and LORA not in name] == []
+    two = learner(adapted())
+    two.restore(1, state)
+    two.train_batch(batch())
+    own, other = values(one.model), values(two.model)
+    assert [name for name in own if not torch.equal(own[name], other[name])] == []
+
+
+def test_adapters_of_another_rank_are_refused() -> None:
+    with pytest.raises(CheckpointError, match="another model"):
+        learner(adapted(LoraConfig(rank=2))).restore(1, learner(adapted()).state())
+
+
+def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:
+    model = learned()
+    exact = check_student(model)
+    rank = learner(model, dtype="bfloat16")._rank
+    check_rank(rank, exact)
+    matrices = {name: p for name, p in model.named_parameters() if p.ndim >= 2}
+    assert {p.dtype for n, p in matrices.items() if LORA in n} == {torch.float32}
+    assert {p.dtype for n, p in matrices.items() if LORA not in n} == {torch.bfloat16}
+
+
+def test_a_step_in_bfloat16_is_close_to_one_in_float32() -> None:
+    one, two = (learner(learned(), dtype=dtype) for dtype in ("float32", "bfloat16"))
+    losses = [made.train_batch(batch()).metrics["loss/total"] for made in (one, two)]
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+
+
+def test_the_export_is_a_merged_model_and_a_peft_directory(tmp_path: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    model = learned()
+    tiny_model().save_pretrained(tmp_path / "source")
+    learner(model).save(str(tmp_path / "source"), str(tmp_path / "model"))
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32).eval()
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "source", dtype=torch.float32)
+    both = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter").eval()
+    assert torch.allclose(logits(plain), logits(model), atol=1e-5)
+    assert torch.allclose(logits(both), logits(model), atol=1e-6)
+    names = {name for name, _ in plain.named_parameters()}
+    assert names == {name for name, _ in plain_state(model)}
+
+
+def test_no_error_of_a_later_sync_adds_up() -> None:
+    """After syncs between all steps the weights are those of one sync after all steps."""
+    model = adapted()
+    made = learner(model)
+    other = copy.deepcopy(model)
+    silent = learner(other)
+    for _ in range(5):
+        made.train_batch(batch())
+        silent.train_batch(batch())
+        dict(made.named_weights())
+    one, two = dict(made.named_weights()), dict(silent.named_weights())
+    assert all(torch.equal(one[name], two[name]) for name in one)
