@@ -91,6 +91,14 @@ class Learner:
         """Returns the GPU memory that torch caches, for other processes on the same GPUs."""
         self._on_all_ranks("free_cache")
 
+    def offload(self) -> None:
+        """Moves weights and optimizer of all ranks to host memory; see Rank.offload."""
+        self._on_all_ranks("offload")
+
+    def onload(self) -> None:
+        """Moves them back to the ranks' devices, for the next step."""
+        self._on_all_ranks("onload")
+
     def train_batch(self, samples: Sequence[Sample]) -> LearnerReport:
         """One optimizer step, or an error that leaves weights, optimizer and step as they were.
 

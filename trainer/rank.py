@@ -25,6 +25,7 @@ from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
+from trainer.offload import move
 from trainer.saving.state import Tensors, copy_state, load_state, training_state
 from trainer.student.adapters import export_state, halve_frozen, has_adapters, plain_state
 from trainer.student.loading import in_bfloat16
@@ -144,6 +145,19 @@ class Rank:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    def offload(self) -> None:
+        """Moves weights and optimizer to host memory, between two steps; frees the GPU's.
+
+        ``state``, ``full_state`` and ``load`` of a single rank work there too. Teachers' heads
+        stay on the GPU.
+        """
+        move(self._student_loss, self.optimizer, torch.device("cpu"))
+        self.free_cache()
+
+    def onload(self) -> None:
+        """Moves weights and optimizer back to the rank's device."""
+        move(self._student_loss, self.optimizer, self.device)
+
     def reference(self, rows: Sequence[Int32]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""
         return reference_of(self.model, self.logits, rows, self._rounding)
@@ -246,6 +260,8 @@ class Follower:
     join_gather = _in_thread(Rank.join_gather)
     load = _in_thread(Rank.load)
     free_cache = _in_thread(Rank.free_cache)
+    offload = _in_thread(Rank.offload)
+    onload = _in_thread(Rank.onload)
 
 
 def _adamw(model: Any, train: TrainConfig) -> torch.optim.AdamW:

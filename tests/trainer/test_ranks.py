@@ -79,6 +79,12 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
         found["again"] = trained(learner, BATCHES[1:])
         found["weights again"] = dict(learner.named_weights())
         found["state"] = state
+        learner.restore(1, state)
+        for batch in BATCHES[1:]:
+            learner.offload()
+            learner.onload()
+            learner.train_batch(batch)
+        found["weights of offloaded ranks"] = dict(learner.named_weights())
         learner.free_cache()
         source = folder / "source"
         model(tied).save_pretrained(source)
@@ -174,6 +180,13 @@ def test_the_state_is_that_of_one_rank(found: dict[str, Any], alone: Alone) -> N
 
 def test_restored_ranks_repeat_their_steps_bit_for_bit(found: dict[str, Any]) -> None:
     weights, again = found["weights"], found["weights again"]
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_ranks_that_are_offloaded_between_steps_repeat_them_bit_for_bit(
+    found: dict[str, Any],
+) -> None:
+    weights, again = found["weights"], found["weights of offloaded ranks"]
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 

@@ -1,0 +1,86 @@
+"""A rank that is offloaded between two steps trains on as one that is not, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from tests.trainer.models import random_sample, tiny_model
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Rank
+
+TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
+BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(3)] for step in range(3)]
+
+
+def learner() -> Learner:
+    rank = Rank(tiny_model(), build_objective(ForwardKLConfig()), TRAIN, torch.device("cpu"))
+    return Learner(rank)
+
+
+def weights(made: Learner) -> dict[str, torch.Tensor]:
+    return dict(made.named_weights())
+
+
+def memory(made: Learner) -> dict[int, torch.UntypedStorage]:
+    """The memory of weights and optimizer by address; it stays allocated while it is held here."""
+    rank: Any = made._rank
+    states = [t for state in rank.optimizer.state.values() for t in state.values()]
+    return {t.data_ptr(): t.untyped_storage() for t in (*rank.model.parameters(), *states)}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    made = learner()
+    for batch in BATCHES:
+        made.train_batch(batch)
+    return weights(made)
+
+
+def test_steps_around_an_offload_equal_steps_without(expected: dict[str, torch.Tensor]) -> None:
+    made = learner()
+    for batch in BATCHES:
+        made.offload()
+        made.onload()
+        made.train_batch(batch)
+    found = weights(made)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_no_weight_and_no_moment_stays_where_it_was() -> None:
+    made = learner()
+    made.train_batch(BATCHES[0])
+    before = memory(made)
+    made.offload()
+    assert not before.keys() & memory(made).keys()
+
+
+def test_a_tied_head_stays_tied() -> None:
+    made = learner()
+    made.offload()
+    made.onload()
+    model: Any = made.model
+    assert model.lm_head.weight is model.get_input_embeddings().weight
+
+
+def test_the_state_of_an_offloaded_rank_is_its_state_and_can_be_replaced(
+    expected: dict[str, torch.Tensor],
+) -> None:
+    made = learner()
+    made.train_batch(BATCHES[0])
+    made.offload()
+    state = made.state()
+    made.onload()
+    made.train_batch(BATCHES[2])
+    made.offload()
+    made.restore(1, state)
+    made.onload()
+    for batch in BATCHES[1:]:
+        made.train_batch(batch)
+    found = weights(made)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
