@@ -27,8 +27,10 @@ TF32_ROUNDING = 2.0**-11
 
 
 def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The engine arguments with room for the rows above ``max_num_seqs``: they seldom wait.
+    """The engine arguments with room for the rows above ``max_num_seqs``: they wait little.
 
+    Rollouts that wait in the engine (a sixteenth of ``max_num_seqs``, see ``rollouter.slots``) come
+    first, and take these seats, too. So at most that many responses end before the rows begin.
     An engine with one seat gets no more: there a response is never computed in another batch than
     alone, and rows wait for its end.
     """

@@ -45,7 +45,7 @@ from rollouter.held_rows import held_logprobs, rounding_of, with_seats
 from rollouter.outputs import refuse_foreign_tokens, rollout_of
 from rollouter.rewards import RewardGrader
 from rollouter.rollout_worker import RolloutWorker
-from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
+from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
 from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
 from rollouter.transports.chunks import BACKEND, chunk_info
@@ -80,8 +80,7 @@ class StudentReplica:
         )
         self._spec = spec
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
-        fixed = spec.concurrency if isinstance(spec.concurrency, int) else None
-        slots = Slots(fixed or adaptive.limit, spec.sampling.n)
+        slots = Slots(first_limit(spec.concurrency, adaptive.max_num_seqs), spec.sampling.n)
         self._slots = slots
         self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
         grade = self._grader.grade if self._grader else None
@@ -89,7 +88,7 @@ class StudentReplica:
         self._computed = self._pending_tokens = 0  # computed since the start; at most to come
 
         def observe(load: EngineLoad) -> None:
-            if fixed is None:
+            if spec.concurrency == "auto":
                 slots.resize(adaptive.observe(load))
 
         watcher = load_watcher(observe, self._compute)

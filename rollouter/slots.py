@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 SlotReservation = AbstractAsyncContextManager[None]
 
@@ -107,3 +108,14 @@ class AdaptiveLimit:
         elif load.running + load.waiting >= self.limit and load.kv_cache < self.KV_LOW:
             self.limit = min(self.max_limit, self.limit + 1)
         return self.limit
+
+
+def first_limit(concurrency: int | Literal["auto"], max_num_seqs: int) -> int:
+    """Rollouts in flight on a replica when it starts, and for good if ``concurrency`` is a number.
+
+    A number cannot exceed the maximum of ``AdaptiveLimit``. The engine starts requests in their
+    order, so that held rows of the proof of freshness wait for all that wait there before them; and
+    another replica may have room for these.
+    """
+    most = AdaptiveLimit(max_num_seqs).max_limit
+    return most if concurrency == "auto" else min(concurrency, most)

@@ -65,7 +65,8 @@ class RolloutConfig(Section):
     depend on other requests. Sampling is slower; docs/reliability.md has the further conditions."""
     concurrency: PositiveInt | Literal["auto"] = "auto"
     """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
-    requests, preemptions, KV cache), up to a few more than ``engine.max_num_seqs``."""
+    requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
+    than ``engine.max_num_seqs``."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
 

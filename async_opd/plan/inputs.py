@@ -8,7 +8,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
-from rollouter.slots import AdaptiveLimit
+from rollouter.slots import first_limit
 
 
 def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None = None) -> Setting:
@@ -21,7 +21,6 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         raise ConfigError(problems)
     rollout, shares = config.rollout, _shares(config, plan)
     slots = slots_of(config)
-    limit = rollout.concurrency  # ``auto`` assumes a KV cache that is large enough
     return Setting(
         steps=config.train.steps,
         batch_size=config.train.batch_size,
@@ -34,7 +33,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
             gpus=rollout.tensor_parallel,
             speed=plan.rollout,
             slots=slots,
-            in_flight=AdaptiveLimit(slots).limit if limit == "auto" else limit,
+            in_flight=first_limit(rollout.concurrency, slots),  # as if the KV cache were large
             n=rollout.n,
         ),
         teachers=tuple(

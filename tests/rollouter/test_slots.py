@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollouter.slots import AdaptiveLimit, EngineLoad, Slots
+from rollouter.slots import AdaptiveLimit, EngineLoad, Slots, first_limit
 
 
 async def settle() -> None:
@@ -125,3 +125,9 @@ def test_the_limit_settles_at_what_the_engine_holds(
         limit.observe(EngineLoad(running, waiting, 0, running / capacity))
     held = min(max_num_seqs, capacity)
     assert 0.85 * held - 1 <= limit.limit <= limit.max_limit
+
+
+def test_a_fixed_concurrency_keeps_the_engines_own_line_short() -> None:
+    """Held rows wait for all requests that wait in the engine before them."""
+    found = [first_limit(given, 256) for given in ("auto", 32, 256, 1000)]
+    assert found == [272, 32, 256, 272]
