@@ -26,6 +26,7 @@ from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
 from trainer.offload import move
+from trainer.optimizer import adamw
 from trainer.saving.state import Tensors, copy_state, load_state, training_state
 from trainer.student.adapters import export_state, halve_frozen, has_adapters, plain_state
 from trainer.student.loading import in_bfloat16
@@ -117,7 +118,7 @@ class Rank:
         )
         if mesh is not None:
             shard(self._student_loss, mesh, bfloat16=half)
-        self.optimizer = _adamw(model, train)
+        self.optimizer = adamw(model, train)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
@@ -262,13 +263,3 @@ class Follower:
     free_cache = _in_thread(Rank.free_cache)
     offload = _in_thread(Rank.offload)
     onload = _in_thread(Rank.onload)
-
-
-def _adamw(model: Any, train: TrainConfig) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, with weight decay on matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, fused=True)

@@ -5,6 +5,7 @@ It reads the files that a config names; it imports neither torch, ray, vllm nor 
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -104,6 +105,9 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
     """Checks that the pools fit the machine."""
     for key, fault, remedy in misplaced(config):
         found.add(key, f"found {fault}", remedy)
+    if config.train.moments != "float32" and importlib.util.find_spec("torchao") is None:
+        message = f"{config.train.moments} needs the package torchao, which is not installed"
+        found.add("train.moments", message, "pip install async-opd[lowbit]")
     if resolve_device(config, gpus) == "cpu":
         models.head_sizes()
         if config.train.attention not in ("auto", "sdpa"):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.section import Section
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     Backend = str
 else:
     Backend = Literal["auto", *TRANSPORTS]
+
+MAX_BFLOAT16_BETA = 0.99
+"""A bfloat16 has 8 significant bits. With a decay rate above it, an entry whose gradients vanish
+would keep its moment for ever: what decays is less than the rounding."""
 
 
 ENGINE_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -106,6 +110,10 @@ class TrainConfig(Section):
     """AdamW's decoupled weight decay, on matrices only."""
     betas: tuple[float, float] = (0.9, 0.95)
     """AdamW's decay rates."""
+    moments: Literal["float32", "bfloat16", "8bit"] = "float32"
+    """In what AdamW keeps its two moments of each parameter: 8 bytes (``float32``), 4
+    (``bfloat16``) or about 2 (``8bit``, of matrices whose rows are multiples of 64). The last two
+    take the extra ``lowbit`` and a compiler."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -138,6 +146,15 @@ class TrainConfig(Section):
     """TFLOP/s of a rank's device, of which ``train/mfu`` is the share; by default the data sheet's
     dense bfloat16 rate by the GPU's name. For a device that is not known there is no
     ``train/mfu``."""
+
+    @model_validator(mode="after")
+    def _moments_can_decay(self) -> Self:
+        if self.moments == "bfloat16" and max(self.betas) > MAX_BFLOAT16_BETA:
+            raise ValueError(
+                f"'moments' bfloat16 with 'betas' {self.betas}: above {MAX_BFLOAT16_BETA} its 8 "
+                "significant bits round away how moments decay"
+            )
+        return self
 
 
 class AsyncConfig(Section):

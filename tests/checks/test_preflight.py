@@ -63,3 +63,15 @@ def test_pools_that_do_not_fit_the_gpu_that_they_share_are_refused(
     problem = one(*shared, fixed, gpus=8)
     assert problem.where.endswith("c.yaml")
     assert "at most 0.87 beside the others on it" in problem.message
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "8bit"])
+def test_low_bit_moments_without_torchao_are_refused_with_the_extra(
+    monkeypatch: pytest.MonkeyPatch, moments: str
+) -> None:
+    assert found(f"train.moments={moments}") == []
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problem = one(f"train.moments={moments}")
+    assert problem.key == "train.moments"
+    assert "torchao, which is not installed" in problem.message
+    assert problem.remedy == "pip install async-opd[lowbit]"
