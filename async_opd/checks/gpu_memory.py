@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from async_opd.checks.gpu_plan import table
 from async_opd.checks.resources import guests_of
-from async_opd.config.device_defaults import recomputes
+from async_opd.config.device_defaults import recomputation
 from async_opd.config.loss import score_kind
 from async_opd.config.run_config import RolloutConfig, RunConfig
 from async_opd.config.teachers import EngineTeacher
@@ -190,9 +190,9 @@ def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:
     """
     train = config.train
     layer = (6 * size.hidden + 3 * size.inner) * itemsize
-    whole = layer * size.layers
-    if recomputes(train, "cuda"):
-        whole = layer + size.layers * size.hidden * itemsize
+    kept = {"none": layer, "selective": 5 * size.hidden * itemsize + 2 * size.inner * itemsize}
+    each = kept.get(recomputation(train, "cuda"), size.hidden * itemsize)
+    whole = layer + size.layers * each
     return whole * train.tokens_per_micro_batch
 
 

@@ -8,7 +8,7 @@ trainer does without pydantic.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from async_opd.config.engine import EngineConfig
@@ -19,7 +19,8 @@ MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 """An engine without this argument has 2048 on every device: vLLM's larger defaults for GPUs are for
 its own server and its offline class only. A GPU prefills, and scores, in steps of so many."""
-GRADIENT_CHECKPOINTING = {"cpu": False, "cuda": True}
+Recomputation = Literal["none", "selective", "full"]
+GRADIENT_CHECKPOINTING: dict[str, Recomputation] = {"cpu": "none", "cuda": "full"}
 """A 4B student keeps more than 46 GB of activations of 16,384 tokens otherwise."""
 ALLOCATOR = {
     "cpu": {},
@@ -47,8 +48,8 @@ def engine_sizes(engine: EngineConfig, device: str) -> EngineSizes:
     )
 
 
-def recomputes(train: TrainConfig, device: str) -> bool:
-    """Whether a student on a device recomputes its activations in the backward pass."""
+def recomputation(train: TrainConfig, device: str) -> Recomputation:
+    """Which activations a student on a device computes again in the backward pass."""
     given = train.gradient_checkpointing
     return GRADIENT_CHECKPOINTING[device] if given == "auto" else given
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING, Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -131,10 +131,12 @@ class TrainConfig(Section):
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
     in it. ``auto`` is the first of varlen, flash and flex that computes all that the student's
     attention needs (docs/objectives.md). A CPU has ``sdpa`` only."""
-    gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """Recomputes activations in the backward pass: less memory, about a third more time. ``auto``:
-    on GPUs, if transformers can recompute the student's layers (run.log says where it cannot). They
-    need it for long rows: 16,384 tokens of a 4B student leave more than 46 GB."""
+    gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Which activations the backward pass computes again. ``full``: all of a layer but its input,
+    for about a third more time; ``selective``: all but the results of matrix products and of
+    attention, for a few percent. ``true`` and ``false`` are ``full`` and ``none``. ``auto``:
+    ``full`` on GPUs, if transformers can recompute the student's layers (run.log says where it
+    cannot). They need it for long rows: 16,384 tokens of a 4B student leave more than 46 GB."""
     ranks: PositiveInt = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
@@ -146,6 +148,11 @@ class TrainConfig(Section):
     """TFLOP/s of a rank's device, of which ``train/mfu`` is the share; by default the data sheet's
     dense bfloat16 rate by the GPU's name. For a device that is not known there is no
     ``train/mfu``."""
+
+    @field_validator("gradient_checkpointing", mode="before")
+    @classmethod
+    def _yes_is_full(cls, value: Any) -> Any:
+        return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _moments_can_decay(self) -> Self:

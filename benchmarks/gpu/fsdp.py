@@ -30,7 +30,7 @@ from benchmarks.gpu.students import rank_of, samples, student
 from trainer.batches.token_weights import TokenWeight
 from trainer.rank import MicroBatch, Rank
 from trainer.rank_spec import RankSpec
-from trainer.student.loading import recompute_activations
+from trainer.student.recomputation import recompute_activations
 from trainer.student.sharding import full_tensor, join_mesh
 
 STEPS, RATE = 3, 1e-4

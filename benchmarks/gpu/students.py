@@ -73,10 +73,12 @@ class TrainSettings:
     tokens_per_micro_batch: int = 16384
     dtype: str = "auto"
     attention: str = "auto"
-    gradient_checkpointing: bool | str = "auto"
+    moments: str = "float32"
+    gradient_checkpointing: str = "auto"
     ranks: int = 1
     threads: int = 1
     peak_tflops: float | None = None
+    lora: None = None
 
 
 def student(shape: str, device: torch.device) -> Any:

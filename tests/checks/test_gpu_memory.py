@@ -135,10 +135,11 @@ def test_a_rank_that_shares_its_gpu_is_refused_and_not_noted() -> None:
     assert list(notes(config("8", a=guest("4", "train")), H100, sizes)) == []
 
 
-def test_recomputed_activations_take_less() -> None:
+@pytest.mark.parametrize("kind", ["full", "selective"])
+def test_recomputed_activations_take_less(kind: str) -> None:
     kept, recomputed = (
         found(config("3", {"gradient_checkpointing": on}, a=guest("4", "train")))
-        for on in (False, True)
+        for on in ("none", kind)
     )
     assert ([key for key, *_ in kept], recomputed) == (["train"], [])
 

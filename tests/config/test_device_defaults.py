@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from async_opd.cli import main
-from async_opd.config.device_defaults import ALLOCATOR_KEYS, engine_sizes, recomputes, resolved
+from async_opd.config.device_defaults import ALLOCATOR_KEYS, engine_sizes, recomputation, resolved
 from async_opd.config.engine import EngineConfig
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.plan import PlanConfig
@@ -56,9 +56,15 @@ def test_an_engine_step_has_a_token_for_each_sequence() -> None:
 
 
 def test_activations_are_recomputed_on_gpus_unless_it_is_said() -> None:
-    assert [recomputes(TrainConfig(), device) for device in ("cpu", "cuda")] == [False, True]
-    for given in (True, False):
-        assert recomputes(TrainConfig(gradient_checkpointing=given), "cuda") is given
+    assert [recomputation(TrainConfig(), device) for device in ("cpu", "cuda")] == ["none", "full"]
+    for given in ("none", "selective", "full"):
+        assert recomputation(TrainConfig(gradient_checkpointing=given), "cuda") == given
+
+
+@pytest.mark.parametrize(("given", "expected"), [(True, "full"), (False, "none")])
+def test_yes_and_no_are_kinds_of_recomputation_too(given: bool, expected: str) -> None:
+    made = TrainConfig.model_validate({"gradient_checkpointing": given})
+    assert made.gradient_checkpointing == expected
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -20,8 +20,9 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.attention import FLASH, VARLEN, attend, register, register_kernel
-from trainer.student.loading import recompute_activations, refuse_eager_flex
+from trainer.student.loading import refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
+from trainer.student.recomputation import recompute_activations
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen3": tiny_model,

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from async_opd.config.device_defaults import Recomputation
 from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample, TopK
@@ -22,7 +23,7 @@ from trainer.notes import drain_notes
 from trainer.rank import MicroBatch, Rank
 from trainer.student.attention import VARLEN, register, register_kernel
 from trainer.student.check import LENGTHS, check_rank, check_student
-from trainer.student.loading import recompute_activations, set_recomputation
+from trainer.student.recomputation import recompute_activations, set_recomputation
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode
@@ -80,11 +81,12 @@ def test_the_gradient_is_that_of_the_logits_of_eval_mode(name: str) -> None:
     assert distance(gradient(model.train()), exact(reference)) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("name", RANDOM)
-def test_recomputed_layers_are_those_of_eval_mode_too(name: str) -> None:
+def test_recomputed_layers_are_those_of_eval_mode_too(name: str, kind: Recomputation) -> None:
     model = RANDOM[name]()
     reference = copy.deepcopy(model)
-    recompute_activations(model)
+    recompute_activations(model, kind)
     assert distance(gradient(model), exact(reference)) < 1e-4
 
 
@@ -117,7 +119,7 @@ def test_with_auto_such_a_model_trains_without_recomputation_and_the_log_says_so
         "Bare has no layers whose activations could be recomputed: all of them are kept",
     )
     with pytest.raises(StageError, match="Bare has no layers"):
-        set_recomputation(Bare(), TrainConfig(gradient_checkpointing=True), "cuda")
+        set_recomputation(Bare(), TrainConfig(gradient_checkpointing="full"), "cuda")
 
 
 @pytest.mark.parametrize(("device", "passes"), [("cpu", 1), ("cuda", 2)])

@@ -18,8 +18,8 @@ from trainer.batches.packing import pack
 from trainer.batches.reduction import token_weights
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
-from trainer.student.loading import recompute_activations
 from trainer.student.loss_module import StudentLoss
+from trainer.student.recomputation import recompute_activations
 from trainer.student.sharding import shard
 
 pytestmark = pytest.mark.slow

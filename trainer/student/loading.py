@@ -8,20 +8,17 @@ does only while ``training`` is true would make q differ from the student that w
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from async_opd.config.device_defaults import recomputes
-from async_opd.core.errors import StageError
 from async_opd.models.rope import max_model_len
 from trainer.notes import note
 from trainer.student.adapters import add_adapters
 from trainer.student.attention import FLASH, VARLEN, register
 from trainer.student.attention_choice import Attention, Platform, choose_attention
 from trainer.student.attention_probe import attention_needs, platform_of
+from trainer.student.recomputation import set_recomputation
 from trainer.student.rotary import pin_rotary
 
 RECOMPILE_LIMIT = 32
@@ -29,7 +26,6 @@ RECOMPILE_LIMIT = 32
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
-    from async_opd.config.train import TrainConfig
 
 
 def load_student(config: RunConfig, device: torch.device) -> Any:
@@ -86,38 +82,3 @@ def refuse_eager_flex() -> None:
 def in_bfloat16(dtype: str, device: torch.device) -> bool:
     """Whether a student with this ``train.dtype`` computes in bfloat16 on the device."""
     return dtype == "bfloat16" or (dtype == "auto" and device.type == "cuda")
-
-
-def set_recomputation(model: Any, train: TrainConfig, device: str) -> None:
-    """Recomputes activations where ``train`` says so; by ``auto`` only if its layers can be.
-
-    StageError for ``true`` and a model without such layers.
-    """
-    if not recomputes(train, device):
-        return
-    try:
-        recompute_activations(model)
-    except StageError as error:
-        if train.gradient_checkpointing != "auto":
-            raise
-        note(f"{error.cause}: all of them are kept")
-
-
-def recompute_activations(model: Any) -> None:
-    """Keeps only the input of each decoder layer; the backward pass runs the layer again.
-
-    transformers' own switch works in training mode only. StageError for a model without any
-    ``GradientCheckpointingLayer``.
-    """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [m for m in model.base_model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    if not layers:
-        raise StageError(
-            "trainer",
-            f"{type(model).__name__} has no layers whose activations could be recomputed",
-            "set train.gradient_checkpointing: false",
-        )
-    for layer in layers:
-        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        layer.forward = partial(recomputed, layer.forward)
