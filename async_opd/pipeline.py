@@ -76,6 +76,8 @@ class Pipeline:
     """The run has begun before on the same engines, which may have weights of any version."""
     evaluated: int = -1
     """The last step whose evaluation is logged."""
+    lr_factor: float = 1.0
+    """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
 
     def __post_init__(self) -> None:
         """Makes the run state, the schedule of evaluations, and the metering."""
@@ -104,6 +106,8 @@ class Pipeline:
                     coroutines.create_task(self._forward_events(self.stages.scorer)),
                     coroutines.create_task(self._forward_events(self.stages.queue)),
                 ]
+                if self.lr_factor != 1:
+                    await self.stages.trainer.scale_learning_rate(self.lr_factor)
                 if self.start is None:
                     await self._first_weights()
                     await self._evaluate("eval_initial", 0)
@@ -238,15 +242,17 @@ class Pipeline:
     async def _checkpoint(self, version: int) -> None:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
 
-        The last one waits for the one before, which would otherwise make ``take`` skip it.
+        With ``keep_best`` also of each version that is evaluated. The last one waits for the one
+        before, which would otherwise make ``take`` skip it.
         """
-        every = self.config.checkpoint.every
-        if self.checkpointer is None or not every:
+        every, keep_best = self.config.checkpoint.every, self.config.checkpoint.keep_best
+        if self.checkpointer is None or not (every or keep_best):
             return
         last = self._step == self.config.train.steps
         if last:
             await self._bounded("the checkpoint before", self.checkpointer.settled())
-        if last or version % every == 0:
+        compared = keep_best is not None and self.evaluations.is_due(version)
+        if last or compared or (every and version % every == 0):
             await self._bounded("a checkpoint", self.checkpointer.take(self.run_state.cut))
 
     async def _push(self) -> None:
@@ -270,7 +276,10 @@ class Pipeline:
         """
         if self.evaluation is not None:
             work = self.evaluation.run(self.stages.rollouter.generate, prefix)
-            self._publish(await self._bounded("the evaluation", work), step)
+            measured = await self._bounded("the evaluation", work)
+            if self.checkpointer is not None:
+                await self.checkpointer.evaluated(step, measured.metrics)
+            self._publish(measured, step)
 
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
@@ -323,19 +332,9 @@ class Pipeline:
         self.log.log(report.step, metrics)
         for line in report.notes:
             self.log.message(f"trainer: {line}")
-        self._apply_guardrail(report.step, warnings)
-
-    def _apply_guardrail(self, step: int, warnings: list[str]) -> None:
-        """Logs the guardrail's warnings; StageError with ``guardrail.mode: stop``."""
         for warning in warnings:
-            self.log.message(f"step {step}: {warning}")
-        if warnings and self.config.guardrail.mode == "stop":
-            raise StageError(
-                "guardrail",
-                f"step {step}: {'; '.join(warnings)}",
-                "lower train.lr or the share of prompts without an end, raise rollout.max_tokens, "
-                "or set guardrail.mode to warn",
-            )
+            self.log.message(f"step {report.step}: {warning}")
+        self.run_state.guardrail.enforce(report.step, warnings)
 
 
 async def _endless(name: str, work: Awaitable[None]) -> None:

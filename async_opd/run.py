@@ -20,7 +20,7 @@ import uvloop
 
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
-from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints
+from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
@@ -48,7 +48,7 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 
-RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model")
+RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model", "best")
 """The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -212,6 +212,8 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
         finally:
             log.summarize({"perf/run_s": time.time() - began})
         await _shielded(_save(stages, job.run_dir, log))
+        if config.checkpoint.keep_best is not None:
+            await _shielded(_save_best(stages, job))
 
 
 async def _checkpoint_at_end(pipeline: Pipeline, log: RunLog, bound_s: float, key: str) -> None:
@@ -283,3 +285,22 @@ async def _shielded(work: Coroutine[Any, Any, None]) -> None:
 async def _save(stages: LaunchedStages, run_dir: Path, log: RunLog) -> None:
     await stages.trainer.save(str(run_dir / "model"))
     log.message(f"the student is in {run_dir / 'model'}")
+
+
+async def _save_best(stages: LaunchedStages, job: Job) -> None:
+    """Writes the student of the checkpoint with the best evaluation to ``best/``.
+
+    The trainer has these weights afterwards. StageError for a damaged checkpoint.
+    """
+    store, metric = job.store, job.config.checkpoint.keep_best
+    step = await asyncio.to_thread(store.best)
+    if step is None:
+        job.message(f"no checkpoint was evaluated: there is no best one by {metric}")
+        return
+    if step != job.config.train.steps:
+        checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
+        await stages.trainer.restore(str(checkpoint.folder))
+    await stages.trainer.save(str(job.run_dir / "best"))
+    value = store.evaluated.values()[step]
+    job.log.summarize({"checkpoint/best_step": float(step), "checkpoint/best": value})
+    job.message(f"the best student by {metric} ({value:.4g} at step {step}) is in best/")

@@ -1,8 +1,8 @@
-"""The training of a run: a pipeline, and another one each time the trainer has died.
+"""The training of a run: a pipeline, and another one each time the run is rewound.
 
 Job, LaunchedStages ──► Pipeline ──run──► every step is trained
-                    ▲                │ the trainer died
-                    └── rewind ◄─────┘ to the newest checkpoint; the engines stay
+                    ▲                │ the trainer died, or the guardrail's limits are exceeded
+                    └── rewind ◄─────┘ to a checkpoint; the engines stay
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
 from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ProcessDied
+from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.data.prompts import PromptStream, to_prompt
@@ -43,16 +44,16 @@ class Training:
         self.pipeline = self._pipeline()
 
     async def run(self) -> None:
-        """Returns when every step is trained. Raises the first error but the trainer's deaths."""
+        """Returns when every step is trained. Raises the first error that no rewind mends."""
         try:
-            while not await self._run_until_trainer_dies():
+            while not await self._run_until_rewound():
                 pass
         finally:
             if self._evaluation is not None:
                 self._evaluation.close()
 
-    async def _run_until_trainer_dies(self) -> bool:
-        """Whether all steps are trained; False if the trainer died and the run was rewound."""
+    async def _run_until_rewound(self) -> bool:
+        """Whether all steps are trained; False if the run was rewound."""
         try:
             await self.pipeline.run()
         except ProcessDied as error:
@@ -60,7 +61,22 @@ class Training:
                 raise
             await self._rewind(error)
             return False
+        except GuardrailExceeded as error:
+            await self._roll_back(error)
+            return False
         return True
+
+    async def _roll_back(self, error: GuardrailExceeded) -> None:
+        """Rewinds to before the window that exceeds a limit. Raises the error if it may not."""
+        job, config = self.job, self.job.config.guardrail
+        if config.mode != "roll_back" or len(read_roll_backs(job.run_dir)) >= config.max_roll_backs:
+            raise error
+        count = add_roll_back(job.run_dir, RollBack(error.step, error.found))
+        job.message(
+            f"rollback {count} of at most {config.max_roll_backs}: learning rates are multiplied "
+            f"by {config.roll_back_lr**count:g} from here on"
+        )
+        await self._rewind(error, error.step - config.window)
 
     def _pipeline(self, again: bool = False) -> Pipeline:
         """The next pipeline, which has read what its first prompts need.
@@ -80,12 +96,16 @@ class Training:
             job.start,
             again,
             last_evaluation(job.run_dir) if job.start else -1,
+            job.config.guardrail.roll_back_lr ** len(read_roll_backs(job.run_dir)),
         )
         prompts.read_ahead()
         return made
 
-    async def _rewind(self, error: ProcessDied) -> None:
-        """Takes everything but the engines back to the newest checkpoint, or to the start."""
+    async def _rewind(self, error: StageError, before: int | None = None) -> None:
+        """Takes everything but the engines back to the newest checkpoint, or to the start.
+
+        Checkpoints after the step ``before`` are removed; the oldest one stays.
+        """
         job = self.job
         bound = job.config.supervision.timeout_s
         try:
@@ -93,6 +113,8 @@ class Training:
                 await self._checkpointer.settled()
         except TimeoutError:
             job.message(f"a checkpoint that was not written within {bound:g} s is abandoned")
+        if before is not None:
+            await asyncio.to_thread(job.store.roll_back, before)
         notes: list[str] = []
         start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
@@ -130,6 +152,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         stages.trainer,
         config=identity(job.config, job.inputs.checked),
         timeout_s=job.config.checkpoint.timeout_s,
+        keep_best=job.config.checkpoint.keep_best,
         notify=job.message,
         sizes=job.sizes,
         sync=job.journal.sync,

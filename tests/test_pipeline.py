@@ -184,6 +184,7 @@ class FakeTrainer:
         self.trained: list[tuple[str, int]] = []
         self.hang = False
         self.last = 0
+        self.lr_factor = 1.0
         self.state: tuple[int, int, tuple[Sample, ...]] = (0, 0, ())
 
     async def step(self) -> StepReport:
@@ -199,6 +200,9 @@ class FakeTrainer:
         return StepReport(self.steps, taken.headers, staleness, self.metrics, taken.requeued)
 
     async def save(self, directory: str) -> None: ...
+
+    async def scale_learning_rate(self, factor: float) -> None:
+        self.lr_factor = factor
 
     async def progress(self) -> Progress:
         return Progress(0)

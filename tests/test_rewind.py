@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import threading
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,15 @@ from hypothesis import strategies as st
 from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
-from async_opd.core.errors import ProcessDied
+from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.core.errors import GuardrailExceeded, ProcessDied
 from async_opd.files.run_format import write_run_format
 from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
 from async_opd.training import Training
 from tests.faults import NO_FAULTS, Faults, assert_one_fate_each, faults
 from tests.properties import examples
-from tests.test_pipeline import FakePrompts, Straggling, World, shapes, world
+from tests.test_pipeline import FakePrompts, FakeTrainer, Straggling, World, shapes, world
 
 B = 4
 DIED = ProcessDied("trainer", "its process died")
@@ -204,3 +206,66 @@ async def test_after_a_death_prompts_are_read_ahead_beside_the_event_loop(
     await train(tmp_path, [5], SHAPE)
     assert len(threads) == 2
     assert threads[1] is not threading.main_thread()
+
+
+# ── rollbacks ──────────────────────────────────────────────────────────────────────────────────
+
+FORM = {"train/truncated_share": 0.0, "train/repetition": 0.0, "train/mean_response_tokens": 5.0}
+LIMITS = {"mode": "roll_back", "window": 1, "max_roll_backs": 2}
+LONG = SHAPE | {"steps": 12, "guardrail": LIMITS}
+
+
+def degenerate(monkeypatch: pytest.MonkeyPatch, at: int, until: float) -> None:
+    """Responses are cut off at step ``at`` unless the learning rates' factor is ``until``."""
+    step = FakeTrainer.step
+
+    async def report(trainer: FakeTrainer) -> Any:
+        done = await step(trainer)
+        bad = done.step == at and trainer.lr_factor > until
+        return replace(done, metrics=FORM | {"train/truncated_share": float(bad), "loss/total": 1})
+
+    monkeypatch.setattr(FakeTrainer, "step", report)
+
+
+async def test_a_run_that_degenerates_goes_back_with_a_lower_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.5)
+    stages = await train(tmp_path, [], LONG)
+    assert (stages.rewinds, stages.world.trainer.lr_factor) == (1, 0.5)
+
+
+async def test_after_a_rollback_each_sample_is_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.25)
+    await train(tmp_path, [], LONG)
+    found = audit(tmp_path)
+    assert (found.lost, found.duplicated, found.steps) == ((), (), 12)
+
+
+async def test_the_run_goes_back_to_before_the_window_that_exceeds_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.5)
+    shape = LONG | {"guardrail": LIMITS | {"window": 3, "max_truncated_share": 0.4}}
+    stages = await train(tmp_path, [], shape)
+    (version,) = (version for version, again in stages.synced if again)
+    assert version * LONG["k"] <= 8 - 3
+
+
+async def test_a_run_that_degenerates_once_too_often_ends_with_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.0)
+    with pytest.raises(GuardrailExceeded, match="step 8: 100% of the responses are cut off"):
+        await train(tmp_path, [], LONG)
+    assert len(read_roll_backs(tmp_path)) == 2
+
+
+async def test_a_trainer_that_dies_after_a_rollback_keeps_the_lower_learning_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_roll_back(tmp_path, RollBack(3, "cut off"))
+    stages = await train(tmp_path, [40], LONG)
+    assert (stages.rewinds, stages.world.trainer.lr_factor) == (1, 0.5)

@@ -74,6 +74,7 @@ class Learner:
         self._row_tokens = rank.train.tokens_per_micro_batch
         if rank.device.type == "cpu":
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
+        self.lr_factor = 1.0  # of the rates of ``train``
         self._step = 0
         self._skipped = self._consecutive_skips = 0
 
@@ -116,7 +117,7 @@ class Learner:
         micro_batches = self._micro_batches(
             [samples[i] for i in counted], [token_weights[i] for i in counted]
         )
-        rate = learning_rate(self._step, self._train)
+        rate = learning_rate(self._step, self._train) * self.lr_factor
         means, norm, fault = self._compute(micro_batches, rewards, rate)
         if fault:
             self._skip(fault, [samples[i] for i in counted])

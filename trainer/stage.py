@@ -169,6 +169,10 @@ class TrainerStage:
         self._batcher.hold(state.samples)
         return frozenset(sample.rollout.uid for sample in state.samples)
 
+    async def scale_learning_rate(self, factor: float) -> None:
+        """See Trainer.scale_learning_rate."""
+        self._learner.lr_factor = factor
+
     async def _scored(self, state: TrainerState, in_flight: frozenset[Uid]) -> list[Sample]:
         """The scored samples of these uids that the batcher held or the queue has, by uid.
 

@@ -10,12 +10,14 @@ responses; the loss need not show it. Each value is an exponential mean over ``w
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from async_opd.core.errors import GuardrailExceeded
+
 if TYPE_CHECKING:
-    from async_opd.config.run_config import GuardrailConfig
+    from async_opd.config.reliability import GuardrailConfig
 
 GRAM = 8
 """Tokens of the pieces that ``train/repetition`` looks for twice in a response."""
@@ -56,6 +58,16 @@ class Guardrail:
         exceeded = sorted(key for key, limit in self._limits.items() if means[key] > limit)
         self.state = replace(before, means=means, exceeded=tuple(exceeded))
         return [self._sentence(key) for key in exceeded if key not in before.exceeded]
+
+    def enforce(self, step: int, findings: Sequence[str]) -> None:
+        """GuardrailExceeded if a step has findings and the run may not go on with them."""
+        if findings and self.config.mode in ("stop", "roll_back"):
+            raise GuardrailExceeded(
+                step,
+                "; ".join(findings),
+                "lower train.lr or the share of prompts without an end, raise rollout.max_tokens, "
+                "or set guardrail.mode to warn",
+            )
 
     @property
     def metrics(self) -> dict[str, float]:

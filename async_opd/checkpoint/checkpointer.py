@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
 from async_opd.accounting.run_state import Cut
+from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.stages import Captured, Trainer
@@ -26,9 +27,9 @@ from async_opd.core.stages import Captured, Trainer
 class Checkpointer:
     """Takes checkpoints of ``trainer`` and the driver's state into ``store``.
 
-    ``config`` is the identity that a resumed run is compared with; ``notify`` gets a message about
-    every checkpoint; ``sizes()`` gives the sizes of the run directory's append-only files now,
-    ``sync()`` flushes them to the disk.
+    ``keep_best`` is ``checkpoint.keep_best``; ``config`` is the identity that a resumed run is
+    compared with; ``notify`` gets a message about every checkpoint; ``sizes()`` gives the sizes of
+    the run directory's append-only files now, ``sync()`` flushes them to the disk.
     """
 
     store: Checkpoints
@@ -36,6 +37,7 @@ class Checkpointer:
     _: KW_ONLY
     config: str
     timeout_s: float
+    keep_best: str | None = None
     notify: Callable[[str], None]
     sizes: Callable[[], dict[str, int]] = dict
     sync: Callable[[], None] = lambda: None
@@ -59,6 +61,19 @@ class Checkpointer:
         cut = replace(cut_of(captured), files=self.sizes())
         self.metrics["checkpoint/capture_s"] = self.clock() - started
         self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")
+
+    async def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Notes what ``keep_best`` compares, of an evaluation of the weights after ``step``.
+
+        A value that cannot be written is reported, and is not compared.
+        """
+        value = None if self.keep_best is None else value_of(self.keep_best, metrics)
+        if value is None:
+            return
+        try:
+            await asyncio.to_thread(self.store.evaluated.add, step, value)
+        except (OSError, CheckpointError) as error:
+            self.notify(f"{self.keep_best} of step {step} is not compared: {error}")
 
     async def settled(self) -> None:
         """Waits until no checkpoint is being written."""

@@ -4,7 +4,7 @@
           │ every file and folder is flushed to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
-          │ the newest ``keep`` stay
+          │ the newest ``keep`` stay, and the one with the best evaluation
           ▼
     step_N.damaged/    a file is missing, unexpected or changed: skipped, kept for inspection
 
@@ -22,6 +22,7 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from async_opd.accounting.run_state import Cut
+from async_opd.checkpoint.evaluated import EvaluatedSteps
 from async_opd.core.errors import CheckpointError
 from async_opd.files.safe_open import (
     FOLDER_MODE,
@@ -34,6 +35,7 @@ from async_opd.files.safe_open import (
 )
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
+EVALUATED = "evaluated.json"
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,10 @@ _Cut = TypeAdapter(Cut)
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The folder ``checkpoints/`` of a run directory, with the newest ``keep`` checkpoints."""
+    """The folder ``checkpoints/`` of a run directory, with the newest ``keep`` checkpoints.
+
+    Of the steps in ``evaluated`` the best one that has a checkpoint is kept, too.
+    """
 
     folder: Path
     keep: int
@@ -84,9 +89,25 @@ class Checkpoints:
             _sync(path)
         part.rename(target)
         _sync(self.folder)
+        best = self.best()
         for step in self.steps()[: -self.keep]:
-            remove_tree(self.folder / f"step_{step}")
+            if step != best:
+                remove_tree(self.folder / f"step_{step}")
         return target
+
+    @property
+    def evaluated(self) -> EvaluatedSteps:
+        """The evaluations that checkpoints are compared by; none unless the run keeps the best."""
+        return EvaluatedSteps(self.folder / EVALUATED)
+
+    def best(self) -> int | None:
+        """The evaluated checkpoint with the largest value, the newest of equal ones."""
+        values = self.evaluated.values()
+        return max(
+            (step for step in self.steps() if step in values),
+            key=lambda step: (values[step], step),
+            default=None,
+        )
 
     def steps(self) -> list[int]:
         """Steps of all checkpoints, the oldest first."""
@@ -98,11 +119,24 @@ class Checkpoints:
         numbers = (name.removeprefix(".step_").removesuffix(".partial") for name in parts)
         return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
 
+    def roll_back(self, step: int) -> None:
+        """Removes the checkpoints after ``step``; the oldest one stays. OSError."""
+        _, *later = self.steps() or [step]
+        for one in later:
+            if one > step:
+                remove_tree(self.folder / f"step_{one}")
+
     def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
         """The newest valid checkpoint; ``notify`` gets a message about each damaged one.
 
-        Unfinished checkpoints are removed. CheckpointError if the folder is a link.
+        Unfinished checkpoints are removed, and evaluations of later steps are forgotten.
+        CheckpointError if the folder is a link.
         """
+        found = self._newest(notify)
+        self.evaluated.forget_after(found.cut.step if found else -1)
+        return found
+
+    def _newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
         try:
             refuse_link(self.folder)
         except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 
 from async_opd.checks.findings import Findings
@@ -120,6 +121,19 @@ class DataChecks:
         except Exception as error:  # a user's module can raise anything while it is imported
             message = f"{name} cannot be loaded: {type(error).__name__}: {error}"
             self.found.add(key, message, "exact, math_verify, or module:function on PYTHONPATH")
+
+    def best_metric(self) -> None:
+        """Checks that evaluations have what ``checkpoint.keep_best`` compares."""
+        metric, sources = self.config.checkpoint.keep_best, sorted(self.parts["eval"].routes)
+        values = ("accuracy", "response_tokens", "truncated")
+        known = [f"eval/{source}/{value}" for source in sources for value in values]
+        if metric is not None and sources and not any(fnmatchcase(one, metric) for one in known):
+            have = ", ".join(f"eval/{source}/accuracy" for source in sources)
+            self.found.add(
+                "checkpoint.keep_best",
+                f"no metric of data.eval matches {metric}",
+                f"one of {have}, or eval/*/accuracy",
+            )
 
     def sources(self, part: str) -> list[Rows]:
         """Reads ``data.train`` or ``data.eval``; of streamed sources only the first window."""

@@ -70,6 +70,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     if config.reward is not None:
         data.answers("train", config.reward.grader)
         data.verifiers("train")
+    data.best_metric()
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)

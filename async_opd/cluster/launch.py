@@ -29,7 +29,7 @@ from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
 from async_opd.config.teachers import SelfTeacher
-from async_opd.core.errors import ProcessDied, first_cause
+from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
@@ -53,8 +53,8 @@ class LaunchedStages:
         """See Stages."""
         await self.singletons.supervise(reissue, step)
 
-    async def rewind(self, error: ProcessDied) -> None:
-        """After the trainer's death: rebuilds all stages, and keeps the engines.
+    async def rewind(self, error: StageError) -> None:
+        """After the trainer's death, or for a rollback: rebuilds all stages, keeps the engines.
 
         The trainer then has the student's first weights. Raises if it died too often.
         """

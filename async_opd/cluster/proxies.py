@@ -164,6 +164,7 @@ class TrainerProxy(Proxy):
     capture = remote(TrainerStage.capture, NO_TIMEOUT)
     checkpoint = remote(TrainerStage.checkpoint, NO_TIMEOUT)
     restore = remote(TrainerStage.restore)
+    scale_learning_rate = remote(TrainerStage.scale_learning_rate)
     progress = remote(TrainerStage.progress, NO_TIMEOUT)
     report = remote(TrainerStage.report)
     open = remote(TrainerStage.open, NO_TIMEOUT)

@@ -1,6 +1,11 @@
-"""The ``checkpoint``, ``shutdown``, ``timeouts`` and ``supervision`` sections: a run's failures."""
+"""What a run does about failures, and about weights that become worse: five sections.
+
+``checkpoint``, ``guardrail``, ``shutdown``, ``timeouts`` and ``supervision``.
+"""
 
 from __future__ import annotations
+
+from typing import Literal
 
 from pydantic import Field, PositiveInt
 
@@ -15,11 +20,39 @@ class CheckpointConfig(Section):
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
     keep: PositiveInt = 2
     """Number of the newest checkpoints that are kept."""
+    keep_best: str | None = Field(default=None, pattern=r"^eval/[^/]+/[^/]+$")
+    """A metric of evaluations, such as ``eval/gsm8k/accuracy``; ``eval/*/accuracy`` is the mean
+    over data sources. The checkpoint with its highest value is kept too, each evaluated version has
+    one, and a completed run has that student in ``best/``. By default only the newest are kept."""
     on_exit: bool = True
     """Takes a checkpoint also when a signal or an error ends the run, if the trainer answers."""
     timeout_s: float = Field(default=1800, gt=0)
     """Timeout of writing one, also when an error ends the run (after a signal:
     ``shutdown.grace_s``). A checkpoint that fails is counted and reported; the run goes on."""
+
+
+class GuardrailConfig(Section):
+    """Limits for the form of responses while training. See docs/staleness.md."""
+
+    mode: Literal["warn", "stop", "roll_back", "off"] = "warn"
+    """An exceeded limit gives a message (``warn``), ends the run with exit code 1 (``stop``), or
+    takes the run back to a checkpoint from at least ``window`` steps before (``roll_back``)."""
+    max_roll_backs: PositiveInt = 2
+    """Maximum of rollbacks of a run; the next exceeded limit ends it with exit code 1."""
+    roll_back_lr: float = Field(default=0.5, gt=0, le=1)
+    """Factor of the learning rate at each rollback, which lasts until the run ends: with the same
+    rate the run would probably take the same way again."""
+    max_truncated_share: float = Field(default=0.5, gt=0, le=1)
+    """Limit of the share of responses that are cut off at ``rollout.max_tokens``."""
+    max_length_drift: float = Field(default=3.0, gt=1)
+    """Limit of the mean response length, as a multiple of that of the first ``baseline_steps``
+    steps."""
+    max_repetition: float = Field(default=0.5, gt=0, le=1)
+    """Limit of the mean share of a response's 8-grams that occurred in it before."""
+    baseline_steps: PositiveInt = 10
+    """Steps at the start that define the baseline of the length."""
+    window: PositiveInt = 10
+    """Steps over which the values are smoothed (exponential mean)."""
 
 
 class ShutdownConfig(Section):

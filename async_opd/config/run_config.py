@@ -20,6 +20,7 @@ from async_opd.config.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_f
 from async_opd.config.plan import PlanConfig
 from async_opd.config.reliability import (
     CheckpointConfig,
+    GuardrailConfig,
     ShutdownConfig,
     SupervisionConfig,
     TimeoutConfig,
@@ -121,24 +122,6 @@ class GradingConfig(Section):
     """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
     n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.
     Otherwise ``check`` refuses graded rows of these tasks, and their responses are dead letters."""
-
-
-class GuardrailConfig(Section):
-    """Limits for the form of responses while training. See docs/staleness.md."""
-
-    mode: Literal["warn", "stop", "off"] = "warn"
-    """An exceeded limit gives a message (``warn``), or ends the run with exit code 1 (``stop``)."""
-    max_truncated_share: float = Field(default=0.5, gt=0, le=1)
-    """Limit of the share of responses that are cut off at ``rollout.max_tokens``."""
-    max_length_drift: float = Field(default=3.0, gt=1)
-    """Limit of the mean response length, as a multiple of that of the first ``baseline_steps``
-    steps."""
-    max_repetition: float = Field(default=0.5, gt=0, le=1)
-    """Limit of the mean share of a response's 8-grams that occurred in it before."""
-    baseline_steps: PositiveInt = 10
-    """Steps at the start that define the baseline of the length."""
-    window: PositiveInt = 10
-    """Steps over which the values are smoothed (exponential mean)."""
 
 
 class LogConfig(Section):
@@ -265,9 +248,21 @@ class RunConfig(Section):
         if self.reward is not None and group < 2:
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
+        yield from self._keeping_faults()
         yield from nucleus_faults(
             self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
         )
+
+    def _keeping_faults(self) -> Iterator[tuple[str, str, str]]:
+        """What ``checkpoint.keep_best`` and ``guardrail.mode: roll_back`` need."""
+        best = self.checkpoint.keep_best
+        if best is not None and not (self.data.eval and self.eval.every):
+            missing = "eval.every is 0" if self.data.eval else "data.eval has no source"
+            fault = f"found {best}, but {missing}: no two checkpoints are compared"
+            yield "checkpoint.keep_best", fault, "evaluate during training, or remove it"
+        if self.guardrail.mode == "roll_back" and not (self.checkpoint.every or best):
+            fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
+            yield "guardrail.mode", fault, "set checkpoint.every"
 
     def teacher_of(self, data_source: str) -> str | None:
         """The name of the teacher that scores a data source, if there is one."""

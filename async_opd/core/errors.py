@@ -126,6 +126,16 @@ class RolloutFault(StageError):
     """
 
 
+class GuardrailExceeded(StageError):
+    """Responses exceed a limit of the guardrail after ``step``, and the run may not go on so."""
+
+    def __init__(self, step: int, cause: str, remedy: str) -> None:
+        super().__init__("guardrail", f"step {step}: {cause}", remedy)
+        self.args = (step, cause, remedy)
+        self.step = step
+        self.found = cause
+
+
 class CheckpointError(StageError):
     """A checkpoint could not be written, or differs from what was written."""
 

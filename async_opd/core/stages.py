@@ -273,6 +273,9 @@ class Trainer(Protocol):
         """
         ...
 
+    async def scale_learning_rate(self, factor: float) -> None:
+        """Multiplies the learning rates of all later steps, those of a restored trainer too."""
+
     async def progress(self) -> Progress:
         """The tokens that the trainer has trained on."""
         ...

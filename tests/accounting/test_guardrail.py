@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_opd.accounting.guardrail import Guardrail
-from async_opd.config.run_config import GuardrailConfig
+from async_opd.config.reliability import GuardrailConfig
 
 
 def guardrail(**limits: Any) -> Guardrail:

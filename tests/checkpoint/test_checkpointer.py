@@ -34,3 +34,30 @@ async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_p
         "no checkpoint of step 4, the run goes on: "
         "it took longer than checkpoint.timeout_s = 0.01 s"
     ]
+
+
+def checkpointer(tmp_path: Path, said: list[str], keep_best: str | None) -> Checkpointer:
+    stages: Any = SimpleNamespace()
+    more: dict[str, Any] = {"config": "{}", "timeout_s": 1, "keep_best": keep_best}
+    return Checkpointer(Checkpoints(tmp_path, 2), stages, notify=said.append, **more)
+
+
+async def test_an_evaluation_is_noted_for_the_metric_that_keeps_the_best(tmp_path: Path) -> None:
+    keeping = checkpointer(tmp_path, [], "eval/*/accuracy")
+    await keeping.evaluated(4, {"eval/a/accuracy": 0.5, "eval/b/accuracy": 1.0})
+    assert keeping.store.evaluated.values() == {4: 0.75}
+
+
+async def test_without_that_metric_no_evaluation_is_noted(tmp_path: Path) -> None:
+    keeping = checkpointer(tmp_path, [], None)
+    await keeping.evaluated(4, {"eval/a/accuracy": 0.5})
+    assert keeping.store.evaluated.values() == {}
+
+
+async def test_an_evaluation_that_cannot_be_noted_is_reported(tmp_path: Path) -> None:
+    said: list[str] = []
+    keeping = checkpointer(tmp_path, said, "eval/a/accuracy")
+    (tmp_path / "evaluated.json").write_text("damaged")
+    await keeping.evaluated(4, {"eval/a/accuracy": 0.5})
+    assert len(said) == 1
+    assert "eval/a/accuracy of step 4 is not compared" in said[0]

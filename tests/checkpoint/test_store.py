@@ -48,6 +48,50 @@ def test_the_newest_few_are_kept(tmp_path: Path) -> None:
     assert written(tmp_path, 2, 4, 10, keep=2).steps() == [4, 10]
 
 
+def test_the_one_with_the_best_evaluation_is_kept_too(tmp_path: Path) -> None:
+    store = written(tmp_path, 2, 4, keep=1)
+    store.evaluated.add(4, 0.9)
+    written(tmp_path, 6, 8, keep=1)
+    store.evaluated.add(8, 0.8)
+    assert (written(tmp_path, 10, keep=1).steps(), store.best()) == ([4, 10], 4)
+
+
+def test_of_equal_evaluations_the_newest_is_the_best(tmp_path: Path) -> None:
+    store = written(tmp_path, 2, 4, 6, keep=3)
+    for step in (2, 4):
+        store.evaluated.add(step, 0.9)
+    assert store.best() == 4
+
+
+def test_the_best_is_one_that_has_a_checkpoint(tmp_path: Path) -> None:
+    store = written(tmp_path, 2)
+    store.evaluated.add(2, 0.1)
+    store.evaluated.add(4, 0.9)
+    assert store.best() == 2
+
+
+def test_evaluations_after_the_newest_checkpoint_are_forgotten_with_their_weights(
+    tmp_path: Path,
+) -> None:
+    store = written(tmp_path, 2)
+    store.evaluated.add(2, 0.1)
+    store.evaluated.add(4, 0.9)
+    store.newest(refused)
+    assert store.evaluated.values() == {2: 0.1}
+
+
+def test_a_rollback_removes_the_checkpoints_after_its_step(tmp_path: Path) -> None:
+    store = written(tmp_path, 2, 4, 6, keep=3)
+    store.roll_back(4)
+    assert store.steps() == [2, 4]
+
+
+def test_a_rollback_before_the_oldest_checkpoint_leaves_that_one(tmp_path: Path) -> None:
+    store = written(tmp_path, 4, 6)
+    store.roll_back(2)
+    assert store.steps() == [4]
+
+
 def test_without_any_there_is_none(tmp_path: Path) -> None:
     assert Checkpoints(tmp_path / "checkpoints", 2).newest(refused) is None
 

@@ -119,6 +119,16 @@ def test_rows_that_the_reward_cannot_grade_are_refused(tmp_path: Path) -> None:
     assert "2 rows have no 'answer'" in problem.message
 
 
+def test_a_best_checkpoint_by_a_metric_that_no_evaluation_has_is_refused() -> None:
+    problem = one("checkpoint.keep_best=eval/sorting/accuracy")
+    assert problem.key == "checkpoint.keep_best"
+    assert "eval/sort/accuracy" in problem.remedy
+
+
+def test_a_best_checkpoint_by_the_mean_over_data_sources_is_taken() -> None:
+    assert found("checkpoint.keep_best=eval/*/accuracy") == []
+
+
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:
     assert one("eval.grader=no_such_module:grade").key == "eval.grader"
 

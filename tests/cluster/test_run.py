@@ -10,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import psutil
@@ -26,7 +27,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
 SHORT = ["train.steps=6", "async.sync_steps=2", "eval.every=2", "eval.max_prompts=32"]
 ONE_TEACHER = "teachers={sort: {model: quickstart/models/teacher-sort, sources: [sort, reverse]}}"
 """For what does not depend on their number: an engine less to start."""
-DONE = ["rollout.replicas=2", "async.max_version_lag=0"]
+BEST = "checkpoint.keep_best=eval/*/accuracy"
+DONE = ["rollout.replicas=2", "async.max_version_lag=0", BEST]
 BOUND_S = 480
 
 
@@ -137,6 +139,18 @@ def test_its_summary_says_completed(done: Run) -> None:
 
 def test_it_leaves_no_process_behind(done: Run) -> None:
     assert done.left == []
+
+
+def test_the_best_student_is_written_beside_the_last_one(done: Run) -> None:
+    best = done.directory / "best" / "model.safetensors"
+    last = done.directory / "model" / "model.safetensors"
+    assert (best.read_bytes() == last.read_bytes()) == (done.summary["checkpoint/best_step"] == 6)
+
+
+def test_the_best_value_is_the_highest_of_all_evaluations(done: Run) -> None:
+    keys = ("eval/sort/accuracy", "eval/reverse/accuracy")
+    values = [fmean(line[key] for key in keys) for line in done.metrics if keys[0] in line]
+    assert done.summary["checkpoint/best"] == pytest.approx(max(values))
 
 
 def test_every_step_is_in_the_metrics(done: Run) -> None:

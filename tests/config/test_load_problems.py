@@ -35,6 +35,24 @@ def test_sizes_that_do_not_fit_are_told_one_by_one(tmp_path: Path) -> None:
     assert [p.key for p in found] == ["train.batch_size", "queue.max_samples"]
 
 
+UNEVALUATED = "eval: {every: 0}\ncheckpoint: {keep_best: eval/a/accuracy}"
+
+
+def test_a_best_checkpoint_needs_evaluations_while_training(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, UNEVALUATED, "data.eval=b.jsonl")
+    assert (problem.key, "eval.every is 0" in problem.message) == ("checkpoint.keep_best", True)
+
+
+def test_a_best_checkpoint_needs_rows_to_evaluate_on(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "checkpoint: {keep_best: eval/a/accuracy}")
+    assert (problem.key, "data.eval" in problem.message) == ("checkpoint.keep_best", True)
+
+
+def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "guardrail: {mode: roll_back}\ncheckpoint: {every: 0}")
+    assert problem.key == "guardrail.mode"
+
+
 def test_broken_yaml_is_told_with_its_line(tmp_path: Path) -> None:
     assert problems(tmp_path, "name: [x")[0].where.startswith(f"{tmp_path}/c.yaml:")
 
