@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from async_opd.weight_sync import digests
 from async_opd.weight_sync.digests import Digests
@@ -70,3 +73,25 @@ def test_tensors_pass_through_unchanged() -> None:
 
 def test_an_empty_tensor_has_a_digest() -> None:
     assert digest(torch.empty(0, 3)).startswith("float32[0, 3]:")
+
+
+def test_a_small_tensor_takes_two_kernels() -> None:
+    """A mixture of thousands of small tensors is bound by launches on a GPU."""
+    tensors = [(str(i), torch.randn(8, i + 1)) for i in range(20)]
+
+    class Count(TorchDispatchMode):
+        kernels = 0
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            views = ("view", "slice", "split", "detach")
+            Count.kernels += not any(view in str(function) for view in views)
+            return function(*args, **(kwargs or {}))
+
+    found = Digests(torch)
+    found.add("the factors are made for the first one", torch.ones(1))
+    with Count():
+        for name, tensor in tensors:
+            found.add(name, tensor)
+    assert Count.kernels == 2 * len(tensors)
