@@ -1,6 +1,6 @@
 """Builds learner and followers from the config: each rank in its own process.
 
-directory ──load_student──► model ──(join, shard)──► Learner in rank 0, Follower in the others
+directory ──► EmptyStudent ──(join, shard)──► fill ──► Learner in rank 0, Follower in the others
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.check import check_rank, check_student
-from trainer.student.loading import load_student
+from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh
 from trainer.teacher_heads import load_heads
 
@@ -55,24 +55,28 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:
 
 
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:
-    """Seeds torch, loads the student in float32 and, in rank 0, checks its packed logits.
+    """Seeds torch, loads the student in float32, and checks its packed logits.
 
     Sets the number of torch's threads before. With a ``spec`` it waits until all ranks have
-    connected, and shards the student. StageError for a student that the trainer would compute
-    wrongly.
+    connected, shards the empty student, and reads only this rank's weights. StageError for a
+    student that the trainer would compute wrongly.
     """
     torch.manual_seed(config.seed)
     torch.set_num_threads(config.train.threads)
     device = torch.device(device_name)
-    model = load_student(config, device)
+    student = empty_student(config, device)
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
-    heads = load_heads(config, len(model.get_output_embeddings().weight), device)
-    settings = model.config.get_text_config().to_dict()
+    heads = load_heads(config, len(student.model.get_output_embeddings().weight), device)
+    settings = student.model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
-    # before sharding: of a shard no whole model computes logits to compare with
-    exact = check_student(model, longest) if spec is None or spec.rank == 0 else None
     mesh = None if spec is None else join_mesh(spec, device)
     wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
-    rank = Rank(model, objective, config.train, device, heads, mesh, wire_dtype)
+    exact = torch.empty(0)
+
+    def fill() -> None:
+        nonlocal exact
+        exact = check_student(fill_student(student, config, device), longest)
+
+    rank = Rank(student.model, objective, config.train, device, heads, mesh, wire_dtype, fill)
     check_rank(rank, exact, longest)
     return rank

@@ -89,11 +89,13 @@ class Rank:
         heads: Mapping[str, Head] | None = None,
         mesh: DeviceMesh | None = None,
         wire_dtype: torch.dtype = torch.float32,
+        fill: Callable[[], None] | None = None,
     ) -> None:
         """``heads`` are the teachers', for objectives over the whole vocabulary.
 
         ``wire_dtype``: that of the engines' weights, in which ``weights`` returns parameters.
         With a ``mesh`` the student is sharded over it: a collective, which all its ranks call.
+        ``fill`` reads the weights of a model on ``meta``, after it is sharded.
         """
         self.train = train
         self.device = device
@@ -107,6 +109,8 @@ class Rank:
         self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
         # Dropout and router noise stay off: the engines sampled without them.
         model.eval()
+        if mesh is None and fill is not None:
+            fill()
         if half:
             halve_frozen(model)
         self.model = model.to(device) if mesh is None else model
@@ -118,6 +122,8 @@ class Rank:
         )
         if mesh is not None:
             shard(self._student_loss, mesh, bfloat16=half)
+            if fill is not None:
+                fill()
         self.optimizer = adamw(model, train)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:

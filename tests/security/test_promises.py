@@ -19,7 +19,7 @@ from async_opd.cluster.session import ray_session
 from async_opd.config.engine import EngineConfig
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError
+from async_opd.core.errors import ConfigError, StageError
 from async_opd.models.engine_args import engine_kwargs
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ def test_the_trainer_reads_no_pickle_although_one_is_there(bombed: Path, tmp_pat
     from trainer.student.loading import load_student
 
     shutil.copyfile(STUDENT / "model.safetensors", bombed / "adapter.safetensors")
-    with pytest.raises(OSError, match="safetensors"):
+    with pytest.raises(StageError, match="safetensors"):
         load_student(with_student(bombed), torch.device("cpu"))
     assert not (tmp_path / "exploded").exists()
 

@@ -47,6 +47,11 @@ def add_adapters(model: Any, lora: LoraConfig) -> None:
         target_modules=names,
     )
     inject_adapter_in_model(settings, model)
+    for layer in model.modules():
+        if ADAPTER in getattr(layer, "lora_A", ()) and layer.lora_A[ADAPTER].weight.is_meta:
+            for part in (layer.lora_A, layer.lora_B):  # peft puts them where the frozen weight is
+                part[ADAPTER].to_empty(device="cpu")
+            layer.reset_lora_parameters(ADAPTER, init_lora_weights=True)
 
 
 def halve_frozen(model: Any) -> None:

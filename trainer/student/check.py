@@ -1,9 +1,12 @@
 """Checks that packed rows, computed as in training, have the logits of the model itself.
 
     two sequences, one at the start, one at the end of the positions
-        ├─ alone: whole model, eager attention, float32, CPU ──────────► exact ──┐ differ by
-        ├─ packed: decoder, then head, float32, CPU, before sharding ────────────┤ rounding?
-        └─ packed: every rank, sharded, its device, its attention, as it trains ─┘
+        ├─ alone: whole model, eager attention, float32 ───────────────► exact ──┐ differ by
+        ├─ packed: decoder, then head, float32 ──────────────────────────────────┤ rounding?
+        └─ packed: every rank, sharded, its attention, as it trains ─────────────┘
+
+Every rank does all of it. Of a sharded student the whole model gathers one block at a time
+(``trainer.student.empty``).
 
 In float32 rounding explains little. The path that trains may compute in bfloat16: then its packed
 rows are compared with the same sequences alone, in bfloat16 on the same path but with eager
@@ -24,7 +27,6 @@ from async_opd.core.errors import StageError
 from trainer.batches.packing import Row
 from trainer.losses.logits import shape_logits
 from trainer.student.loss_module import UNSUPPORTED, DecoderAndHead
-from trainer.student.sharding import from_first_rank
 
 if TYPE_CHECKING:
     from trainer.rank import Rank
@@ -47,8 +49,8 @@ ON_CPU = ("sdpa", "eager")
 def check_student(model: Any, longest: int | None = None) -> torch.Tensor:
     """Compares two packed sequences (decoder, then head) with each alone through the whole model.
 
-    On the model's device, a CPU, in float32, before sharding; packed rows in the model's current
-    mode, with eager attention if the chosen one needs a GPU. ``longest``: tokens of the longest
+    In float32; packed rows in the model's current mode, with eager attention if the chosen one is
+    a kernel for GPUs, which compute in 16 bits. ``longest``: tokens of the longest
     sequence of the engines, by default the model's positions. Returns the logits of both, alone.
     StageError if the logits differ: the architecture changes its logits after the head in an
     unknown way, lets packed sequences attend to each other (recurrent state), lets the longest one
@@ -67,17 +69,17 @@ def check_student(model: Any, longest: int | None = None) -> torch.Tensor:
     return alone
 
 
-def check_rank(rank: Rank, exact: torch.Tensor | None, longest: int | None = None) -> None:
+def check_rank(rank: Rank, exact: torch.Tensor, longest: int | None = None) -> None:
     """Compares packed sequences on the path that trains with ``check_student``'s logits.
 
-    A collective: every rank compares its own, with the first rank's ``exact``. StageError if they
+    A collective: every rank compares its own with its own ``exact``. StageError if they
     differ: packed sequences attend to each other there, the attention kernel differs from its eager
     definition, or a parameter is gathered wrongly. One forward pass of 145 tokens, and two short
     ones in bfloat16.
     """
     model, rows = rank.model, rank.vocabularies.student
     probe = _Probe.of(model, rows, longest)
-    exact = from_first_rank(exact, (sum(LENGTHS), rows), rank.device, rank.ranks)
+    exact = exact.to(rank.device)
     first, second = probe.sequences
     with _refusing(model):
         packed = rank.logits(probe.row(first, *[second] * REPEATED)).float()

@@ -1,6 +1,6 @@
 """Loads the student with transformers, set up to compute the logits that its engines compute.
 
-directory ──from_pretrained──► float32, eval mode ──rotary factors──► attention ──► Learner
+    directory ──empty_student──► modules on meta ──(shard)──► fill_student ──► weights, attention
 
 The model always stays in eval mode, with gradients: dropout, router noise and all else that a model
 does only while ``training`` is true would make q differ from the student that was sampled.
@@ -8,6 +8,7 @@ does only while ``training`` is true would make q differ from the student that w
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +19,8 @@ from trainer.student.adapters import add_adapters
 from trainer.student.attention import FLASH, VARLEN, register
 from trainer.student.attention_choice import Attention, Platform, choose_attention
 from trainer.student.attention_probe import attention_needs, platform_of
+from trainer.student.empty import EmptyStudent
 from trainer.student.recomputation import set_recomputation
-from trainer.student.rotary import pin_rotary
 
 RECOMPILE_LIMIT = 32
 """Of one function. Flex attention needs two for each kind of mask, with gradients and without."""
@@ -28,26 +29,40 @@ if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
 
 
-def load_student(config: RunConfig, device: torch.device) -> Any:
-    """The model in float32, on the CPU, in eval mode, with the attention that trains on ``device``.
+def empty_student(config: RunConfig, device: torch.device) -> EmptyStudent:
+    """The student of a run without its weights; layers recompute where ``device`` trains so.
 
-    StageError if no attention can compute packed rows of it there.
+    StageError if its files do not hold its weights, or the config's adapters fit no layer.
     """
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(
-        config.student.model,
-        dtype=torch.float32,
-        trust_remote_code=config.student.trust_remote_code,
-        use_safetensors=True,  # loading a pickle would run its code
+    student = EmptyStudent(
+        Path(config.student.model),
+        max_model_len(config.rollout.engine),
+        config.student.trust_remote_code,
     )
-    pin_rotary(model, max_model_len(config.rollout.engine))
     if config.train.lora is not None:
-        add_adapters(model, config.train.lora)
-    half = in_bfloat16(config.train.dtype, device)
-    set_attention(model, config.train.attention, platform_of(device, half))
-    set_recomputation(model, config.train, device.type)
-    return model.eval()
+        add_adapters(student.model, config.train.lora)
+    set_recomputation(student.model, config.train, device.type)
+    return student
+
+
+def fill_student(student: EmptyStudent, config: RunConfig, device: torch.device) -> Any:
+    """Reads the weights onto the device, and sets the attention that trains there.
+
+    Of a sharded student a collective. Returns ``EmptyStudent.whole``. StageError if no attention
+    can compute packed rows of it there.
+    """
+    student.fill(device)
+    whole = student.whole()
+    platform = platform_of(device, in_bfloat16(config.train.dtype, device))
+    set_attention(whole, config.train.attention, platform)
+    if whole is not student.model:
+        student.model.set_attn_implementation(whole.config._attn_implementation)
+    return whole
+
+
+def load_student(config: RunConfig, device: torch.device) -> Any:
+    """The whole model in float32 on the device, in eval mode, with the attention that trains."""
+    return fill_student(empty_student(config, device), config, device)
 
 
 def set_attention(model: Any, wanted: Attention, platform: Platform) -> None:

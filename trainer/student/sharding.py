@@ -69,13 +69,17 @@ def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    blocks = set(getattr(student.decoder, "_no_split_modules", None) or ())
-    for module in student.decoder.modules():
-        if type(module).__name__ in blocks:
-            fully_shard(module, mesh=mesh, mp_policy=policy)
+    for module in blocks_of(student.decoder):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     if student.head.linear.weight is not student.decoder.get_input_embeddings().weight:
         fully_shard(student.head, mesh=mesh, mp_policy=policy)
     fully_shard(student, mesh=mesh, mp_policy=policy)
+
+
+def blocks_of(model: Any) -> list[torch.nn.Module]:
+    """The modules that are gathered as one: what transformers does not split over devices."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
@@ -86,18 +90,6 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor, gathered from all ranks; the tensor itself if it is not sharded."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-
-
-def from_first_rank(
-    tensor: torch.Tensor | None, shape: tuple[int, ...], device: torch.device, ranks: int
-) -> torch.Tensor:
-    """The first rank's float32 tensor of this shape, on this rank's device; others pass None."""
-    if ranks == 1:
-        assert tensor is not None
-        return tensor.to(device)
-    found = torch.empty(shape, device=device) if tensor is None else tensor.to(device).contiguous()
-    torch.distributed.broadcast(found, 0)
-    return found
 
 
 def reshard(student: StudentLoss) -> None:

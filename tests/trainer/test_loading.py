@@ -1,0 +1,134 @@
+"""Ranks that each load their part of a student compute what one rank with all of it computes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.run_config import RunConfig
+from benchmarks.local_ranks import in_processes
+from tests.trainer import families
+from tests.trainer.models import random_sample, tiny_model
+from trainer.build import build_follower, build_learner
+from trainer.losses import build_objective
+from trainer.rank import Follower, Rank
+from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.student.attention_probe import attention_needs
+from trainer.student.check import check_rank, check_student
+from trainer.student.empty import EmptyStudent
+from trainer.student.sharding import join_mesh
+
+CPU = torch.device("cpu")
+LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
+BATCH = [random_sample(index, size, k=6) for index, size in enumerate([5, 0, 3, 9])]
+IDS = torch.arange(1, 8)[None]
+
+
+def config(path: Path, **train: Any) -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "student": {"model": str(path)},
+            "teachers": {"t": {"model": str(path)}},
+            "data": {"train": "none.jsonl"},
+            "train": {"gradient_checkpointing": True, "lr": 1e-2, **train},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("student")
+    tiny_model().save_pretrained(found)
+    return found
+
+
+def trained(learner: Any) -> dict[str, float]:
+    """The loss of two steps, and what the engines would get."""
+    losses = [learner.train_batch(BATCH).metrics["loss/total"] for _ in range(2)]
+    return {"first": losses[0], "second": losses[1], **sums(learner)}
+
+
+def sums(learner: Any) -> dict[str, float]:
+    return {name: float(weight.double().sum()) for name, weight in learner.named_weights()}
+
+
+@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
+def test_two_ranks_that_load_their_parts_train_as_one_does(path: Path, lora: Any) -> None:
+    settings = config(path, lora=lora)
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
+        return trained(build_learner(settings, "cpu", spec, rank_group))
+
+    def follow(spec: RankSpec) -> Follower:
+        return build_follower(settings, "cpu", spec)
+
+    found = in_processes(2, lead, follow, 120)
+    expected = trained(build_learner(settings, "cpu"))
+    assert found.keys() == expected.keys()
+    wrong = [
+        k for k in found if not math.isclose(found[k], expected[k], rel_tol=1e-4, abs_tol=1e-4)
+    ]
+    assert wrong == []
+    assert expected["second"] < expected["first"]
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """By family: what two ranks computed with the whole model of a sharded one, and expected."""
+    folder = tmp_path_factory.mktemp("wholes")
+    made = {"Qwen3": tiny_model, "Mixtral": families.mixtral, "Phi3": families.phi3}
+    for name, model in made.items():
+        model().save_pretrained(folder / name)
+
+    def logits(model: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(IDS, use_cache=False).logits.clone()  # type: ignore[no-any-return]
+
+    def rank_of(name: str, spec: RankSpec | None) -> tuple[Any, Any, Any]:
+        student = EmptyStudent(folder / name, 64)
+        mesh = None if spec is None else join_mesh(spec, CPU)
+        settings = config(folder / name)
+        objective = build_objective(settings.loss)
+        rank = Rank(
+            student.model, objective, settings.train, CPU, mesh=mesh, fill=lambda: student.fill(CPU)
+        )
+        return student.whole(), rank, mesh
+
+    def of(name: str, spec: RankSpec | None) -> dict[str, Any]:
+        whole, rank, _ = rank_of(name, spec)
+        block = whole.base_model.layers[0]
+        found = {"logits": logits(whole).tolist(), "freed": next(block.parameters()).is_meta}
+        check_rank(rank, check_student(whole, 64), 64)
+        return {**found, "needs": attention_needs(whole)}
+
+    def lead(spec: RankSpec | None, _: RankGroup) -> dict[str, Any]:
+        return of(name, spec)
+
+    def follow(spec: RankSpec) -> Any:
+        of(name, spec)
+
+    found = {}
+    for name in made:
+        found[name] = in_processes(2, lead, follow, 120), of(name, None)
+    return found
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Mixtral", "Phi3"])
+def test_the_whole_model_of_ranks_computes_what_the_model_itself_does(
+    name: str, wholes: dict[str, Any]
+) -> None:
+    two, one = wholes[name]
+    assert two["logits"] == one["logits"]
+    assert two["needs"] == one["needs"]
+    assert one["needs"].layers == 2
+
+
+def test_a_block_of_the_whole_model_has_no_weights_once_it_has_computed(
+    wholes: dict[str, Any],
+) -> None:
+    assert all(two["freed"] and not one["freed"] for two, one in wholes.values())
