@@ -332,7 +332,7 @@ class StudentReplica:
             return ""
         if not self._unpaused.is_set():
             return "the newest weights"
-        return "its GPU, on which teachers score" if self._gate.closed else "prompts (admission)"
+        return "its GPU, which others use" if self._gate.closed else "prompts (admission)"
 
     async def shutdown(self) -> None:
         """Ends the processes of the engine and of the grader."""

@@ -150,7 +150,7 @@ class ScorerStage:
     # ── time sharing ───────────────────────────────────────────────────────────────────────────
 
     async def wait_asleep(self, host: str) -> None:
-        """See teachers.time_sharing.ColocatedTeachers."""
+        """See teachers.time_sharing.GpuGuests."""
         await self._calls.run(self._wait_asleep(host))
 
     async def _wait_asleep(self, host: str) -> None:
@@ -164,15 +164,15 @@ class ScorerStage:
             await self._slept.wait()
 
     async def wait_for_work(self, host: str) -> None:
-        """See teachers.time_sharing.ColocatedTeachers."""
+        """See teachers.time_sharing.GpuGuests."""
         await self._backlogs[host].wait_for_work()
 
     async def wait_for_backlog(self, host: str) -> None:
-        """See teachers.time_sharing.ColocatedTeachers."""
+        """See teachers.time_sharing.GpuGuests."""
         await self._backlogs[host].wait_for_backlog()
 
-    async def score_backlog(self, host: str) -> None:
-        """See teachers.time_sharing.ColocatedTeachers. Later rollouts wait for the next phase.
+    async def take_turn(self, host: str) -> None:
+        """See teachers.time_sharing.GpuGuests. Later rollouts wait for the next phase.
 
         After the death of an earlier stage in this phase the call waits until the host's teachers
         sleep, and scores the rollouts that they hold by then.

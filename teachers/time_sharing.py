@@ -1,17 +1,21 @@
-"""GPU time sharing: a pool of GPU hosts and its colocated teachers alternate on the same GPUs.
+"""GPU time sharing: a pool of GPU hosts and its guests alternate on the same GPUs.
 
-    WORK ──backlog full, or hosts idle and backlog not empty──► SLEEP ──► SCORE ──► WORK
-    hosts work, teachers sleep                    hosts finish their      teachers score,
+    WORK ──backlog full, or hosts idle and backlog not empty──► SLEEP ──► TURN ──► WORK
+    hosts work, guests sleep                      hosts finish their      guests work, teachers
                                                   requests, and sleep     one after the other
+
+Guests are the colocated teachers of a pool, whose turn is a scoring phase; or, of rollout engines,
+the trainer, whose backlog is full as soon as some work waits for the GPUs (``trainer.gpu_turns``).
 
 Each pool of hosts has one ``GpuLock``. Its holders: ``run``, from SLEEP until the hosts work again;
 a snapshot and a weight sync, because they allocate on the trainer's GPUs, and a host that sleeps
-takes no weights; a rebuild of hosts, because teachers may have their GPUs. A scoring phase that is
-cancelled (the trainer died) does not release it: the next ``run`` does, when the hosts are awake. A
+takes no weights; a rebuild of hosts, because guests may have their GPUs. A turn that is cancelled
+(the trainer died) does not release it: the next ``run`` does, when the hosts are awake. A
 teacher's replica is rebuilt in its own turn of a scoring phase (``teachers.replica_slots``).
 
 No deadlock: a scoring phase waits for engines only, since samples enter the queue outside of it;
-and without a scoring phase the hosts become idle, since the staleness budget limits their work.
+the trainer's turn ends whatever the trainer waits for; and without a turn the hosts become idle,
+since the staleness budget limits their work.
 """
 
 from __future__ import annotations
@@ -31,7 +35,7 @@ KEY = "timeouts.request_s"
 
 
 class GpuHost(Protocol):
-    """One engine, or the trainer, whose GPUs its colocated teachers use while it sleeps."""
+    """One engine, or the trainer, whose GPUs its guests use while it sleeps."""
 
     async def idle(self) -> None:
         """Returns when the host has no work."""
@@ -47,26 +51,26 @@ class GpuHost(Protocol):
         ...
 
 
-class ColocatedTeachers(Protocol):
-    """The colocated teachers of all pools of hosts: the scoring stage."""
+class GpuGuests(Protocol):
+    """Guests of pools of hosts: the scoring stage has those that are teachers."""
 
     async def wait_asleep(self, host: str) -> None:
-        """Returns when all teachers of the host sleep, and no scoring phase of it is under way.
+        """Returns when all guests of the host sleep, and no turn of theirs is under way.
 
         For a start, and a restart.
         """
 
     async def wait_for_work(self, host: str) -> None:
-        """Returns when a teacher of the host has a rollout to score, or a request."""
+        """Returns when a guest of the host has work: a rollout to score, a request, a step."""
 
     async def wait_for_backlog(self, host: str) -> None:
-        """Returns when the host's backlog is full, or one of its teachers has a request."""
+        """Returns when the host's backlog is full, or one of its guests has a request."""
 
-    async def score_backlog(self, host: str) -> None:
-        """Scores the backlog: each teacher, the largest first, wakes, does its work and sleeps."""
+    async def take_turn(self, host: str) -> None:
+        """The guests wake, do their work and sleep; teachers one by one, the largest first."""
 
     async def progress(self) -> Progress:
-        """The tokens of all samples that were scored."""
+        """The tokens that the guests have computed."""
         ...
 
 
@@ -131,22 +135,23 @@ async def holding(what: str, *locks: GpuLock | None) -> AsyncIterator[None]:
 
 
 class GpuTimeSharing:
-    """Alternates between the hosts of one pool and their teachers. ``run`` returns never."""
+    """Alternates between the hosts of one pool and their guests. ``run`` returns never."""
 
     def __init__(
         self,
         name: str,
         hosts: Callable[[], Mapping[str, GpuHost]],
-        teachers: ColocatedTeachers,
+        guests: GpuGuests,
         lock: GpuLock,
         *,
         sleep_timeout_s: float,
         held: bool = False,
+        turn: str = "a scoring phase",
     ) -> None:
-        """``hosts()`` returns those that are alive now.
+        """``hosts()`` returns those that are alive now; ``turn`` is what guests do, in errors.
 
         ``held`` says that ``lock`` is taken already: who alternated them before may have died in a
-        scoring phase. ``run`` releases it when the hosts work again.
+        turn. ``run`` releases it when the hosts work again.
 
         A host finishes its requests before it sleeps, however long they take: ``sleep_timeout_s``
         bounds the seconds without a new token. It also bounds the seconds that waking up takes.
@@ -155,7 +160,8 @@ class GpuTimeSharing:
         self._asleep = held  # from SLEEP until all hosts work again
         self._name = name
         self._hosts = hosts
-        self._teachers = teachers
+        self._guests = guests
+        self._turn = turn
         self._timeout_s = sleep_timeout_s
         self._idle: asyncio.Task[object] | None = None
         self._backlog: asyncio.Task[object] | None = None
@@ -163,14 +169,14 @@ class GpuTimeSharing:
     async def run(self) -> None:
         """Alternates until cancelled. A later call continues where it was cancelled."""
         try:
-            await self._teachers.wait_asleep(self._name)
+            await self._guests.wait_asleep(self._name)
             await self._resume_hosts()  # an earlier call may have left them asleep
             while True:
                 await self._wait_until_due()
-                await self.lock.acquire("a scoring phase")
+                await self.lock.acquire(self._turn)
                 self._asleep = True
                 await self._all("sleep", self._put_to_sleep)
-                await self._teachers.score_backlog(self._name)
+                await self._guests.take_turn(self._name)
                 await self._resume_hosts()
         finally:
             for waiting in (self._idle, self._backlog):
@@ -186,7 +192,7 @@ class GpuTimeSharing:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # not an inner task's cancellation
                 raise
-        raise StageError(self._name, "time sharing with its teachers ended before the run did")
+        raise StageError(self._name, "time sharing of its GPUs ended before the run did")
 
     async def _resume_hosts(self) -> None:
         """Wakes the hosts, and releases the lock if it is held."""
@@ -197,13 +203,13 @@ class GpuTimeSharing:
             self.lock.release()
 
     async def _wait_until_due(self) -> None:
-        """Waits for a rollout to score; then for a full backlog, or for idle hosts.
+        """Waits for work of guests; then for a full backlog, or for idle hosts.
 
         The slower of the two waits stays alive and is awaited again in the next phase.
         """
-        await self._teachers.wait_for_work(self._name)
+        await self._guests.wait_for_work(self._name)
         self._backlog = self._backlog or asyncio.create_task(
-            self._teachers.wait_for_backlog(self._name)
+            self._guests.wait_for_backlog(self._name)
         )
         self._idle = self._idle or asyncio.create_task(self._all_idle())
         await asyncio.wait({self._backlog, self._idle}, return_when=asyncio.FIRST_COMPLETED)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
@@ -27,6 +27,7 @@ from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
+from trainer.gpu_turns import GpuTurns
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
 from trainer.work_thread import WorkThread
@@ -56,8 +57,12 @@ class TrainerStage:
         model_dir: str,
         rank_group: RankGroup = SINGLE_RANK,
         held_rows: Sequence[Int32] = (),
+        turns: GpuTurns | None = None,
     ) -> None:
-        """``held_rows`` are those of ``async_opd.weight_sync.freshness``."""
+        """``held_rows`` are those of ``async_opd.weight_sync.freshness``.
+
+        With ``turns`` the learner is offloaded now, and onloaded in these only.
+        """
         self._held_rows = held_rows
         self._learner = learner
         self._publisher = publisher
@@ -69,6 +74,10 @@ class TrainerStage:
         self._activity = Activity("train")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._gate = Gate()
+        self._turns = turns
+        self._gpus: AbstractAsyncContextManager[None] = turns or nullcontext()
+        # A single rank needs no GPU to copy its tensors; several gather theirs over the GPUs.
+        self._gathers = self._gpus if rank_group.ranks > 1 else nullcontext()
         self._step = 0
         self._trained: tuple[Header, ...] = ()  # by the last step
         self._skipped = ""
@@ -84,9 +93,10 @@ class TrainerStage:
         started = clock()
         taken = await self._batcher.take(self._version)
         wait_s = clock() - started
-        self._waits_for = ""
+        self._waits_for = "its GPU, which others use"
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
-        async with self._gate, self._weights:
+        async with self._gate, self._gpus, self._weights:
+            self._waits_for = ""
             self._pending_tokens = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
                 report = await self._compute(self._learner.train_batch, taken.samples)
@@ -117,7 +127,7 @@ class TrainerStage:
 
     async def save(self, directory: str) -> None:
         """Writes the student to the directory in Hugging Face format."""
-        async with self._weights:
+        async with self._gathers, self._weights:
             await self._compute(self._learner.save, self._model_dir, directory)
             await self._free_if_asleep()
 
@@ -141,7 +151,7 @@ class TrainerStage:
         """Copies the trainer's state to host memory, between two steps; see Trainer.capture."""
         from trainer.saving.state import TrainerState
 
-        async with self._weights:
+        async with self._gathers, self._weights:
             tensors = await self._compute(self._learner.state)
             await self._free_if_asleep()
             held = self._batcher.held
@@ -163,7 +173,7 @@ class TrainerStage:
         from trainer.saving.state import read_state
 
         state = await asyncio.to_thread(read_state, Path(directory))
-        async with self._weights:
+        async with self._gathers, self._weights:
             await self._compute(self._learner.restore, state.step, state.tensors)
             self._step, self._version = state.step, state.version
         self._batcher.hold(state.samples)
@@ -218,6 +228,28 @@ class TrainerStage:
         """Tokens that rank 0 has computed; ``most`` are the batch's, which all ranks share."""
         return Progress(self._learner.computed_tokens, self._pending_tokens)
 
+    # ── turns on GPUs that it shares with rollout engines: teachers.time_sharing.GpuGuests ──────
+
+    async def wait_asleep(self, pool: str) -> None:
+        """Returns when the learner is offloaded."""
+        assert self._turns is not None
+        await self._turns.over()
+
+    async def wait_for_work(self, pool: str) -> None:
+        """Returns when a step, a snapshot or another use of the GPUs waits for a turn."""
+        assert self._turns is not None
+        await self._turns.wanted()
+
+    async def wait_for_backlog(self, pool: str) -> None:
+        """The same: a batch is complete, and everything after it waits for the trainer."""
+        await self.wait_for_work(pool)
+
+    async def take_turn(self, pool: str) -> None:
+        """Onloads the learner, lets work begin until none is left, and offloads it again."""
+        assert self._turns is not None
+        onload, offload = self._learner.onload, self._learner.offload
+        await self._turns.take(lambda: self._compute(onload), lambda: self._compute(offload))
+
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
     async def open(self, group: int, world_size: int, connected: Collection[int]) -> Rendezvous:
@@ -233,7 +265,7 @@ class TrainerStage:
 
         ``compare``: the metadata has the log-probabilities of held rows under these weights.
         """
-        async with self._weights:
+        async with self._gpus, self._weights:
             meta = await self._compute(self._publisher.snapshot)
             if compare and self._held_rows:
                 reference = await self._compute(self._learner.reference, self._held_rows)

@@ -145,7 +145,7 @@ class ScorerProxy(Proxy):
     wait_asleep = remote(ScorerStage.wait_asleep, NO_TIMEOUT, again=True)
     wait_for_work = remote(ScorerStage.wait_for_work, NO_TIMEOUT, again=True)
     wait_for_backlog = remote(ScorerStage.wait_for_backlog, NO_TIMEOUT, again=True)
-    score_backlog = remote(ScorerStage.score_backlog, NO_TIMEOUT, again=True)
+    take_turn = remote(ScorerStage.take_turn, NO_TIMEOUT, again=True)
     load = remote(ScorerStage.load, NO_TIMEOUT, again=True)
     progress = remote(ScorerStage.progress, NO_TIMEOUT, again=True)
     events = remote(ScorerStage.events, NO_TIMEOUT, again=True)

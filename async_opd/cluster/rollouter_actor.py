@@ -42,7 +42,7 @@ from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender
 from rollouter.stage import RollouterStage
 from teachers.time_sharing import (
-    ColocatedTeachers,
+    GpuGuests,
     GpuHost,
     GpuLock,
     GpuTimeSharing,
@@ -130,7 +130,7 @@ async def build_rollouter(
     replicas: Sequence[StartedReplica],
     queue: Queue,
     trainer: WeightSender,
-    teachers: ColocatedTeachers,
+    teachers: GpuGuests,
     before: Predecessor,
 ) -> RollouterService:
     """The actor's object. It begins with the locks of all GPUs that teachers share."""
@@ -154,7 +154,7 @@ class RollouterService:
         replicas: Sequence[StartedReplica],
         queue: Queue,
         trainer: WeightSender,
-        teachers: ColocatedTeachers,
+        teachers: GpuGuests,
         before: Predecessor,
     ) -> None:
         """``run`` expects the locks ``gpus`` to be held.
@@ -283,7 +283,7 @@ class RollouterService:
     # ── GPUs that teachers share ───────────────────────────────────────────────────────────────
 
     def _shared(
-        self, config: RunConfig, trainer: WeightSender, teachers: ColocatedTeachers
+        self, config: RunConfig, trainer: WeightSender, teachers: GpuGuests
     ) -> tuple[dict[str, GpuLock], list[GpuTimeSharing]]:
         """The lock of each pool with colocated teachers, and what alternates it with them."""
         pools = {teacher.host for teacher in config.teachers.values()} - {None}

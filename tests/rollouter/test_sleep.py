@@ -105,7 +105,7 @@ async def test_an_idle_replica_waits_for_prompts() -> None:
 async def test_a_replica_that_sleeps_waits_for_its_gpu() -> None:
     student = replica(Engine())
     await student.sleep()
-    assert await waits_for(student) == "its GPU, on which teachers score"
+    assert await waits_for(student) == "its GPU, which others use"
 
 
 async def test_a_paused_replica_waits_for_the_newest_weights() -> None:

@@ -236,7 +236,7 @@ async def test_in_a_scoring_phase_one_call_has_no_more_tokens_than_its_answer_ma
     running = asyncio.create_task(scorer.run())
     await queue.put(TOPIC, rollouts(*(f"p/{index}" for index in range(5))))
     await asyncio.wait_for(scorer.wait_for_backlog("rollout"), 5)
-    await asyncio.wait_for(scorer.score_backlog("rollout"), 5)
+    await asyncio.wait_for(scorer.take_turn("rollout"), 5)
     assert sorted(map(len, fake.scored)) == [1, 2, 2]
     await scorer.shutdown()
     await asyncio.wait({running})
@@ -304,7 +304,7 @@ async def test_a_stage_that_hands_over_ends_its_scoring_phase_with_every_teacher
     await queue.put(rollouts_topic("a"), rollouts("p/0", "p/1"))
     await queue.put(rollouts_topic("b"), rollouts("q/0"))
     await settle()
-    phase = asyncio.create_task(scorer.score_backlog("rollout"))
+    phase = asyncio.create_task(scorer.take_turn("rollout"))
     await settle()
     assert (first.awake, second.awake) == (True, False)
     await asyncio.wait_for(scorer.hand_over(), 5)
@@ -357,7 +357,7 @@ async def test_a_teacher_that_died_between_two_phases_is_rebuilt_in_its_turn_onl
     await queue.put(TOPIC, rollouts("p/0"))
     await settle()
     assert rebuilt == []  # the hosts have the GPUs
-    await asyncio.wait_for(scorer.score_backlog("rollout"), 5)
+    await asyncio.wait_for(scorer.take_turn("rollout"), 5)
     assert [teacher.awake for teacher in rebuilt] == [False]
     await scorer.shutdown()
     await asyncio.wait({running})
@@ -377,7 +377,7 @@ async def test_a_scoring_phase_that_is_asked_of_the_next_stage_ends_when_its_tea
 
     left_awake = Slow()
     scorer = colocated(MessageQueue(topics(["t"]), 64, 1 << 20, 60.0), t=left_awake)
-    phase = asyncio.create_task(scorer.score_backlog("rollout"))
+    phase = asyncio.create_task(scorer.take_turn("rollout"))
     await settle()
     running = asyncio.create_task(scorer.run())
     await settle()
@@ -416,7 +416,7 @@ async def test_a_scoring_phase_of_a_teacher_without_replicas_ends_with_its_name(
     await asyncio.wait_for(scorer.wait_asleep("rollout"), 5)
     await settle()
     with pytest.raises(NoReplica, match="teacher t: all 1 replicas are gone"):
-        await asyncio.wait_for(scorer.score_backlog("rollout"), 5)
+        await asyncio.wait_for(scorer.take_turn("rollout"), 5)
     await scorer.shutdown()
     await asyncio.wait({running})
 
@@ -431,7 +431,7 @@ async def in_a_scoring_phase(
     running = asyncio.create_task(scorer.run())
     await queue.put(TOPIC, rollouts("p/0"))
     await settle()
-    phase = asyncio.create_task(scorer.score_backlog("rollout"))
+    phase = asyncio.create_task(scorer.take_turn("rollout"))
     await settle()
     yield scorer, teacher, phase
     await scorer.shutdown()
@@ -454,7 +454,7 @@ async def test_the_teachers_count_as_asleep_when_the_scoring_phase_of_a_dead_cal
 async def test_a_second_scoring_phase_begins_when_the_first_has_ended() -> None:
     gate = asyncio.Event()
     async with in_a_scoring_phase(gate) as (scorer, teacher, phase):
-        second = asyncio.create_task(scorer.score_backlog("rollout"))
+        second = asyncio.create_task(scorer.take_turn("rollout"))
         await settle()
         assert (phase.done(), second.done(), teacher.awake) == (False, False, True)
         gate.set()

@@ -60,7 +60,7 @@ class Teachers:
         if self.broken is not None:
             raise self.broken
 
-    async def score_backlog(self, host: str) -> None:
+    async def take_turn(self, host: str) -> None:
         self.begun.set()
         await self.done.wait()
         self.begun.clear()
@@ -179,7 +179,7 @@ async def test_time_sharing_that_ends_while_the_run_goes_on_is_an_error(
             raise broken
 
     monkeypatch.setattr(world.sharing, "run", ends)
-    with pytest.raises(StageError, match="rollout: time sharing with its teachers ended"):
+    with pytest.raises(StageError, match="rollout: time sharing of its GPUs ended"):
         await asyncio.wait_for(world.sharing.endless(), 5)
 
 

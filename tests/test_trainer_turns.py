@@ -1,0 +1,302 @@
+"""The trainer and the rollout engines take turns on the same GPUs: the whole pipeline on fakes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.errors import ProcessDied
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import TRAINER, Captured, Progress, SamplingSpec
+from async_opd.grading.evaluation import Evaluation
+from async_opd.waiting.race import gather_or_cancel
+from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync
+from tests.properties import examples
+from tests.test_pipeline import FakePrompts, FakeStudent, World, world
+from tests.test_time_sharing import Gpu, Shared, alive, gated, guard_sync
+from trainer.gpu_turns import GpuTurns
+
+
+class Trainer:
+    """The trainer as a guest: nothing but the moves of its turns, and what happens at each."""
+
+    def __init__(self, gpu: Gpu, hosts: Sequence[Shared], linger_s: float) -> None:
+        self.gpu, self.hosts = gpu, hosts
+        self.turns = GpuTurns(linger_s)
+        self.number = 0
+        self.dies_at = ""
+
+    async def _reach(self, stage: str) -> None:
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if self.dies_at == stage:
+            raise ProcessDied(TRAINER, "its process died")
+
+    async def _onload(self) -> None:
+        for host in self.hosts:
+            assert host.dead or (host.gate.closed and not host.gate._inside), "an engine is awake"
+        self.gpu.take("trainer")
+        await self._reach("onload")
+
+    async def _offload(self) -> None:
+        await self._reach("offload")
+        self.gpu.leave("trainer")
+
+    async def work(self, work: Callable[[], Awaitable[Any]]) -> Any:
+        async with self.turns:
+            assert self.gpu.awake == {"trainer"}
+            await self._reach("work")
+            return await work()
+
+    async def wait_asleep(self, pool: str) -> None:
+        await self.turns.over()
+
+    async def wait_for_work(self, pool: str) -> None:
+        await self.turns.wanted()
+
+    async def wait_for_backlog(self, pool: str) -> None:
+        await self.turns.wanted()
+
+    async def take_turn(self, pool: str) -> None:
+        self.number += 1
+        await self.turns.take(self._onload, self._offload)
+
+    async def progress(self) -> Progress:
+        return Progress(0)
+
+
+class Captures:
+    """A checkpointer that writes nothing."""
+
+    def __init__(self, run: World) -> None:
+        self.run = run
+        self.metrics: dict[str, float] = {}
+        self.taken = 0
+
+    async def take(self, cut_of: Callable[[Captured], Any]) -> None:
+        cut_of(await self.run.trainer.capture())
+        self.taken += 1
+
+    async def settled(self) -> None: ...
+
+
+@dataclass
+class Colocated:
+    run: World
+    trainer: Trainer
+    hosts: list[Shared]
+    sharing: GpuTimeSharing
+    captures: Captures
+
+
+def colocated(
+    *, linger_s: float = 0.0, deaths: Sequence[int] = (), gathers: bool = True, **sizes: Any
+) -> Colocated:
+    """``deaths``: after so many turns of the loop the rollout stage dies, and starts anew."""
+    run = world(evaluation=evaluation(), **sizes)
+    gpu = Gpu()
+    hosts = [Shared(gpu) for _ in run.students]
+    for student, host in zip(run.students, hosts, strict=True):
+        student.worker._sample = gated(student, host)
+        student.generate = partial(answers, student, host)  # type: ignore[method-assign]
+    trainer = Trainer(gpu, hosts, linger_s)
+    guard_trainer(run, trainer, gathers)
+    sharing = GpuTimeSharing(
+        "rollout",
+        partial(alive, "rollout", hosts),
+        trainer,
+        GpuLock("rollout", trainer.progress, 20),
+        sleep_timeout_s=20,
+        turn="the trainer's turn",
+    )
+    guard_sync(run, hosts)
+    captures: Any = Captures(run)
+    run.pipeline.config = run.pipeline.config.model_copy(
+        update={"checkpoint": run.pipeline.config.checkpoint.model_copy(update={"every": 1})}
+    )
+    run.pipeline.checkpointer = captures
+    parts: Any = run.pipeline.stages
+    parts.sync = LockedSync(run.sync, replicas=sharing.lock, trainer=None)
+    supervise = parts.supervise
+    parts.supervise = lambda *arguments: gather_or_cancel(
+        supervise(*arguments), dying(sharing, deaths)
+    )
+    return Colocated(run, trainer, hosts, sharing, captures)
+
+
+async def dying(sharing: GpuTimeSharing, deaths: Sequence[int]) -> None:
+    for turns in deaths:
+        alternating = asyncio.create_task(sharing.endless())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        alternating.cancel()
+        await asyncio.wait({alternating})
+    await sharing.endless()
+
+
+async def answers(
+    student: FakeStudent, host: Shared, prompts: Sequence[Prompt], sampling: SamplingSpec
+) -> list[Rollout]:
+    async with host.gate:
+        assert not host.gpu.awake, f"the student answers while {host.gpu.awake} are awake"
+        await student.pace.wait()
+        return [student._rollout(prompt, 0, student.version) for prompt in prompts]
+
+
+def evaluation() -> Evaluation:
+    async def grade(rollout: Rollout) -> float:
+        return 1.0
+
+    return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
+
+
+def guard_trainer(run: World, trainer: Trainer, gathers: bool) -> None:
+    """A step is a wait for a batch, which needs no GPU, and then the work; a snapshot is work.
+
+    ``gathers``: a capture is work too, as of a trainer of several ranks.
+    """
+    take, snapshot, capture = run.trainer.batcher.take, run.sync.snapshot, run.trainer.capture
+
+    async def step_on_gpu(version: int) -> Any:
+        taken = await take(version)
+        await trainer.work(run.trainer.pace.wait)
+        return taken
+
+    async def copied(version: int, again: bool = False) -> None:
+        await trainer.work(lambda: snapshot(version, again))
+
+    run.trainer.batcher.take = step_on_gpu  # type: ignore[method-assign]
+    run.sync.snapshot = copied  # type: ignore[method-assign]
+    if gathers:
+        run.trainer.capture = lambda: trainer.work(capture)  # type: ignore[method-assign]
+
+
+async def done(made: Colocated, seconds: float = 20) -> World:
+    await asyncio.wait_for(made.run.pipeline.run(), seconds)
+    return made.run
+
+
+async def test_it_trains_every_admitted_sample() -> None:
+    made = colocated()
+    run = await done(made)
+    assert run.pipeline.run_state.ledger.counts["trained"] == 24
+    assert made.captures.taken == 3
+    assert set(made.trainer.gpu.users) == {"trainer"}
+
+
+async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
+    made = colocated(s=0.0, k=1, gathers=False, linger_s=0.01)
+    run = await done(made)
+    assert set(run.trainer.staleness) == {0}
+    assert made.trainer.number == 6
+
+
+async def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
+    """s = 0: the engines finish all K batches before the trainer has the first one's turn."""
+    made = colocated(s=0.0, k=3, gathers=False, linger_s=0.01)
+    await done(made)
+    assert made.trainer.number < 6
+
+
+async def test_the_weights_are_sent_when_the_engines_are_awake_again() -> None:
+    made = colocated()
+    await done(made)
+    assert [student.version for student in made.run.students] == [3, 3]
+
+
+async def test_an_engine_that_dies_while_it_goes_to_sleep_is_left_out() -> None:
+    made = colocated()
+    made.hosts[1].dies = True
+    made.run.students[1].fail_at = 0
+    run = await done(made)
+    assert run.pipeline.run_state.ledger.counts["trained"] == 24
+
+
+@pytest.mark.parametrize("stage", ["onload", "work", "offload"])
+async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers_death(
+    stage: str,
+) -> None:
+    """The engines sleep then; the next rollout stage wakes them when the next trainer is ready."""
+    made = colocated()
+    made.trainer.dies_at = stage
+    with pytest.raises(ProcessDied, match="trainer: its process died"):
+        await done(made)
+    assert made.sharing.lock.locked()
+    assert all(host.gate.closed for host in made.hosts)
+    made.trainer.gpu.awake.clear()  # the memory of a process that died
+    next_trainer = Trainer(made.trainer.gpu, made.hosts, 0.0)
+    sharing = GpuTimeSharing(
+        "rollout",
+        partial(alive, "rollout", made.hosts),
+        next_trainer,
+        made.sharing.lock,
+        sleep_timeout_s=20,
+        held=True,
+    )
+    alternating = asyncio.create_task(sharing.endless())
+    await asyncio.wait_for(made.sharing.lock.acquire("a weight sync"), 5)
+    assert not any(host.gate.closed for host in made.hosts)
+    alternating.cancel()
+
+
+@examples(60)
+@given(
+    seed=st.integers(0, 10_000),
+    s=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
+    k=st.integers(1, 3),
+    n=st.integers(1, 3),
+    groups=st.integers(1, 4),
+    replicas=st.integers(1, 3),
+    steps=st.integers(1, 7),
+    linger_s=st.sampled_from([0.0, 0.001]),
+    gathers=st.booleans(),
+    deaths=st.lists(st.integers(0, 300), max_size=4),
+    dead=st.booleans(),
+)
+def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
+    seed: int,
+    s: float,
+    k: int,
+    n: int,
+    groups: int,
+    replicas: int,
+    steps: int,
+    linger_s: float,
+    gathers: bool,
+    deaths: list[int],
+    dead: bool,
+) -> None:
+    size = n * groups
+
+    async def scenario() -> Colocated:
+        made = colocated(
+            linger_s=linger_s,
+            gathers=gathers,
+            deaths=deaths,
+            seed=seed,
+            s=s,
+            k=k,
+            n=n,
+            batch_size=size,
+            replicas=replicas,
+            steps=steps,
+        )
+        if dead and replicas > 1:
+            made.run.students[-1].fail_at = random.Random(seed).randint(0, 5)
+        await done(made)
+        return made
+
+    made = asyncio.run(scenario())
+    uids = [uid for uid, _ in made.run.trainer.trained]
+    assert len(set(uids)) == len(uids) == steps * size
+    assert made.run.pipeline.run_state.ledger.counts["in_flight"] == 0
+    assert max(made.run.trainer.staleness) == 0 or s > 0
+    assert not made.trainer.gpu.awake

@@ -1,0 +1,89 @@
+"""The trainer's turns on GPUs that rollout engines use at other times.
+
+    work wants the GPUs ──► a turn: onload ── work, and work that follows it ── offload
+
+``teachers.time_sharing`` gives a turn while the engines sleep. A turn ends when the trainer has had
+no work for ``linger_s``: it waits for samples that the engines are to make, or for a weight sync,
+which needs them awake. Whatever the trainer waits for, its turn ends, so that nobody waits for
+ever. ``linger_s`` is the time in which the driver calls the next step, snapshot or capture.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+from async_opd.core.stages import TRAINER
+from async_opd.waiting.deadline import Deadline, Timer
+
+LINGER_S = 0.25
+"""Seconds: many times those of a call, few beside those in which engines finish their requests."""
+
+Move = Callable[[], Awaitable[None]]
+
+
+class GpuTurns:
+    """``async with`` it around work on the GPUs: entering waits for a turn."""
+
+    def __init__(self, linger_s: float = LINGER_S, timer: Timer | None = None) -> None:
+        self._linger_s = linger_s
+        self._deadline = Deadline(TRAINER, timer)
+        self._users = self._entered = 0  # work that waits or is under way; all work so far
+        self._wanted, self._unwanted = asyncio.Event(), asyncio.Event()
+        self._unwanted.set()
+        self._given = asyncio.Event()
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> None:
+        self._users += 1
+        self._entered += 1
+        self._wanted.set()
+        self._unwanted.clear()
+        try:
+            await self._given.wait()
+        except BaseException:
+            self._leave()
+            raise
+
+    async def __aexit__(self, *error: object) -> None:
+        self._leave()
+
+    def _leave(self) -> None:
+        self._users -= 1
+        if not self._users:
+            self._wanted.clear()
+            self._unwanted.set()
+
+    async def wanted(self) -> None:
+        """Returns when some work waits for a turn, or has one."""
+        await self._wanted.wait()
+
+    async def over(self) -> None:
+        """Returns when no turn is under way: one outlives the caller of ``take``."""
+        async with self._turn:
+            pass
+
+    async def take(self, onload: Move, offload: Move) -> None:
+        """One turn, between ``onload`` and ``offload``; none if no work waits for it.
+
+        It goes on if the caller is cancelled: work may be under way.
+        """
+        await asyncio.shield(asyncio.create_task(self._take(onload, offload)))
+
+    async def _take(self, onload: Move, offload: Move) -> None:
+        async with self._turn:
+            if not self._users:
+                return
+            await onload()
+            self._given.set()
+            await self._end()
+            self._given.clear()
+            await offload()
+
+    async def _end(self) -> None:
+        """Returns when no work is left, and none has come for ``linger_s``."""
+        entered = -1
+        while self._users or entered != self._entered:
+            await self._unwanted.wait()
+            entered = self._entered
+            await self._deadline.pause(self._linger_s)
