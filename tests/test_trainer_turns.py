@@ -86,6 +86,7 @@ class Captures:
         self.taken += 1
 
     async def settled(self) -> None: ...
+    async def evaluated(self, step: int, measured: Any) -> None: ...
 
 
 @dataclass
