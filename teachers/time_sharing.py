@@ -5,7 +5,8 @@
                                                   requests, and sleep     one after the other
 
 Guests are the colocated teachers of a pool, whose turn is a scoring phase; or, of rollout engines,
-the trainer, whose backlog is full as soon as some work waits for the GPUs (``trainer.gpu_turns``).
+the trainer (``async_opd.waiting.gpu_turns``), whose backlog is full as soon as some of its work
+waits for the GPUs.
 
 Each pool of hosts has one ``GpuLock``. Its holders: ``run``, from SLEEP until the hosts work again;
 a snapshot and a weight sync, because they allocate on the trainer's GPUs, and a host that sleeps

@@ -17,12 +17,12 @@ from async_opd.core.errors import ProcessDied
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import TRAINER, Captured, Progress, SamplingSpec
 from async_opd.grading.evaluation import Evaluation
+from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.waiting.race import gather_or_cancel
 from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync
 from tests.properties import examples
 from tests.test_pipeline import FakePrompts, FakeStudent, World, world
 from tests.test_time_sharing import Gpu, Shared, alive, gated, guard_sync
-from trainer.gpu_turns import GpuTurns
 
 
 class Trainer:

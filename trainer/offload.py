@@ -15,15 +15,17 @@ from trainer.student.sharding import is_sharded
 
 
 def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
-    """Moves the module's parameters and buffers, and their optimizer states, to the device.
+    """Moves the module's parameters and buffers, and their optimizer's moments, to the device.
 
+    The optimizer's scalars stay where they are: some optimizers need theirs on the host, others on
+    the device.
     Every tensor is copied, also from a CPU to itself. Of a sharded module each rank moves its
     shards: FSDP2 takes the new memory in ``FSDPModule._apply``.
     """
     module._apply(lambda tensor: _copy(tensor, device))  # type: ignore[no-untyped-call]
     for state in optimizer.state.values():
         for key, value in state.items():
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.ndim:
                 state[key] = _copy(value, device)
 
 

@@ -155,8 +155,8 @@ class Rank:
     def offload(self) -> None:
         """Moves weights and optimizer to host memory, between two steps; frees the GPU's.
 
-        ``state``, ``full_state`` and ``load`` of a single rank work there too. Teachers' heads
-        stay on the GPU.
+        ``state`` and ``full_state`` of a single rank work there too. Teachers' heads stay on the
+        GPU.
         """
         move(self._student_loss, self.optimizer, torch.device("cpu"))
         self.free_cache()

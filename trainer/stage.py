@@ -25,9 +25,9 @@ from async_opd.core.stages import Captured, Progress, StageReport, StepReport
 from async_opd.core.uid import Uid
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
+from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
-from trainer.gpu_turns import GpuTurns
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
 from trainer.work_thread import WorkThread
@@ -173,7 +173,7 @@ class TrainerStage:
         from trainer.saving.state import read_state
 
         state = await asyncio.to_thread(read_state, Path(directory))
-        async with self._gathers, self._weights:
+        async with self._gpus, self._weights:
             await self._compute(self._learner.restore, state.step, state.tensors)
             self._step, self._version = state.step, state.version
         self._batcher.hold(state.samples)

@@ -30,7 +30,7 @@ def weights(made: Learner) -> dict[str, torch.Tensor]:
 def memory(made: Learner) -> dict[int, torch.UntypedStorage]:
     """The memory of weights and optimizer by address; it stays allocated while it is held here."""
     rank: Any = made._rank
-    states = [t for state in rank.optimizer.state.values() for t in state.values()]
+    states = [t for state in rank.optimizer.state.values() for t in state.values() if t.ndim]
     return {t.data_ptr(): t.untyped_storage() for t in (*rank.model.parameters(), *states)}
 
 
@@ -68,19 +68,11 @@ def test_a_tied_head_stays_tied() -> None:
     assert model.lm_head.weight is model.get_input_embeddings().weight
 
 
-def test_the_state_of_an_offloaded_rank_is_its_state_and_can_be_replaced(
-    expected: dict[str, torch.Tensor],
-) -> None:
+def test_the_state_of_an_offloaded_rank_is_its_state() -> None:
     made = learner()
     made.train_batch(BATCHES[0])
+    expected = made.state()
     made.offload()
-    state = made.state()
-    made.onload()
-    made.train_batch(BATCHES[2])
-    made.offload()
-    made.restore(1, state)
-    made.onload()
-    for batch in BATCHES[1:]:
-        made.train_batch(batch)
-    found = weights(made)
+    found = made.state()
+    assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
