@@ -10,7 +10,7 @@ learner calls.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
@@ -32,6 +32,7 @@ from trainer.student.adapters import export_state, halve_frozen, has_adapters, p
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
 from trainer.student.named_weights import named_weights
+from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
@@ -124,6 +125,7 @@ class Rank:
             shard(self._student_loss, mesh, bfloat16=half)
             if fill is not None:
                 fill()
+        self._reduces_once = mesh is not None and all_reduce_once(train, self._student_loss, device)
         self.optimizer = adamw(model, train)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
@@ -131,7 +133,10 @@ class Rank:
 
         It stays until ``apply``, also after an error.
         """
-        reports = tuple(self._backward(micro_batch) for micro_batch in micro_batches)
+        given: Iterable[MicroBatch] = micro_batches
+        if self._reduces_once:
+            given = reducing_last(self._student_loss, micro_batches)
+        reports = tuple(map(self._backward, given))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(reports, float(full_tensor(norm)))
 

@@ -54,6 +54,20 @@ def recomputation(train: TrainConfig, device: str) -> Recomputation:
     return GRADIENT_CHECKPOINTING[device] if given == "auto" else given
 
 
+FULL_GRADIENTS_SHARE = 8
+"""By ``train.reduce_gradients: auto``, full gradients take at most one part in so many."""
+
+
+def reduces_once(train: TrainConfig, entries: int, memory: int) -> bool:
+    """Whether ranks with so many bytes reduce gradients of ``entries`` numbers once a step.
+
+    Each then has all of them as float32, 4 bytes an entry, beside its shard, in the backward pass.
+    """
+    if train.reduce_gradients == "auto":
+        return 4 * entries <= memory // FULL_GRADIENTS_SHARE
+    return train.reduce_gradients == "step"
+
+
 def resolved(config: RunConfig, device: str) -> RunConfig:
     """The config with the engines' sizes on the device in place of ``auto``.
 

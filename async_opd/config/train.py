@@ -140,6 +140,10 @@ class TrainConfig(Section):
     ranks: PositiveInt = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
+    reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
+    """When several ranks sum their gradients: once a step, for which each has the full gradients in
+    float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step
+    where they take at most an eighth of the memory of every rank."""
     threads: PositiveInt = 1
     """CPU threads of each rank that trains on a CPU."""
     lora: LoraConfig | None = None

@@ -76,6 +76,7 @@ class TrainSettings:
     moments: str = "float32"
     gradient_checkpointing: str = "auto"
     ranks: int = 1
+    reduce_gradients: str = "auto"
     threads: int = 1
     peak_tflops: float | None = None
     lora: None = None
