@@ -33,6 +33,7 @@ from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.core.samples import Float32, Int32
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from async_opd.weight_sync.parameters import (
+    PACKED,
     LearnedParameters,
     Place,
     SentTensors,
@@ -121,6 +122,7 @@ class Freshness:
     _ratio: float | None = None
     _learned: LearnedParameters = field(default_factory=LearnedParameters)
     _unlearned: UnlearnedMatrices = field(default_factory=UnlearnedMatrices)
+    _had: dict[int, frozenset[Place]] = field(default_factory=dict)
     _unequal: set[Place] = field(default_factory=set)
     _compared: bool = False
     _judging: threading.Lock = field(default_factory=threading.Lock)
@@ -232,23 +234,33 @@ class Freshness:
             if names := self._learned.wrong(found, sent.digests):
                 cause = f"its engine computes with other weights than were sent: {_few(names)}"
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)
+            if gone := self._gone(index, found):
+                cause = f"its engine no longer has parameters: {_few(gone)}"
+                yield index, WrongWeights(f"student/{index}", cause, _LOADING)
             matrices = self._learned.other_matrices(found)
             if kept := self._unlearned.kept(index, matrices, sent, own_names(found)):
                 cause = f"its engine's parameters did not change with what was sent: {_few(kept)}"
                 yield index, WrongWeights(f"student/{index}", cause, _LOADING)
         yield from self._unlike_the_others(sound, nats)
 
+    def _gone(self, index: int, found: Mapping[Place, str]) -> list[str]:
+        """The parameters of the last fresh comparison that are there neither as such nor packed."""
+        gone = self._had.get(index, frozenset()) - found.keys()
+        return sorted(name for worker, name in gone if (worker, PACKED + name) not in found)
+
     def _remember(
         self, sent: SentTensors, evidence: Receivers, wrong: Mapping[int, WrongWeights]
     ) -> bool:
-        """Takes the matrices of fresh replicas; whether the next sync has to be compared with them.
+        """Takes the parameters of fresh replicas; whether the next sync has to be compared, too.
 
         Whether a matrix that is not learned follows what is sent shows in two comparisons only.
         """
         first = False
         for index, one in evidence.items():
             if index not in wrong:
-                matrices = self._learned.other_matrices(dict(_places(one)))
+                found = dict(_places(one))
+                self._had[index] = frozenset(found)
+                matrices = self._learned.other_matrices(found)
                 first |= self._unlearned.remember(index, matrices, sent)
         return first
 

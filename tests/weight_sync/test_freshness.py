@@ -329,6 +329,20 @@ def test_a_matrix_that_every_worker_has_whole_has_to_change_in_each() -> None:
     assert "did not change with what was sent: l.attn.o.weight" in str(found[0])
 
 
+@pytest.mark.parametrize("name", ["l.attn.qkv.weight", "packed l.attn.qkv.weight", "l.attn.bias"])
+def test_a_parameter_that_is_not_learned_and_disappears_is_found(name: str) -> None:
+    freshness = Freshness(1)
+    freshness.judge(FIRST, {0: evidence(**having(attn_o="o1").loaded[0], **{name: matrix("qk1")})})
+    found = freshness.judge(SECOND, {0: having(attn_o="o2")}).wrong
+    assert f"no longer has parameters: {name}" in str(found[0])
+
+
+def test_a_parameter_that_kernels_begin_to_pack_has_not_disappeared() -> None:
+    freshness, name = Freshness(1), "l.attn.qkv.weight"
+    freshness.judge(FIRST, {0: evidence(**{name: matrix("qk1")})})
+    assert freshness.judge(SECOND, {0: evidence(**{f"packed {name}": matrix("qk2")})}).wrong == {}
+
+
 def test_scales_of_a_quantized_engine_may_stay_while_its_matrices_change() -> None:
     freshness = Freshness(1)
     for meta, now in ((FIRST, "1"), (SECOND, "2")):
