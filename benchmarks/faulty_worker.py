@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
+from rollouter.adapter_worker import AdapterWorker
 from rollouter.freshness_worker import FreshnessWorker
 
 WORKER = "benchmarks.faulty_worker.FaultyWorker"
@@ -63,6 +64,30 @@ def thrown_away(receive: Any) -> Any:
     return faulty
 
 
+ADAPTER_FAULTS: dict[str, Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "adapter ignored": lambda new, old: old,
+    "adapter dropped": lambda new, old: {},
+    "adapter without a layer": lambda new, old: {n: t for n, t in new.items() if "1.mlp" not in n},
+    "adapter scaled": lambda new, old: {n: t * 1.5 if "lora_B" in n else t for n, t in new.items()},
+}
+"""What is loaded in place of a new adapter."""
+
+
+def loading(change: Callable[[dict[str, Any], dict[str, Any]], dict[str, Any]], old: Any) -> Any:
+    """AdapterWorker.load_adapter that loads something else than was received."""
+    load = AdapterWorker.load_adapter
+
+    def faulty(worker: Any) -> None:
+        engine = worker.weight_transfer_engine
+        given, engine.adapter = engine.adapter, change(dict(engine.adapter), old)
+        try:
+            load(worker)
+        finally:
+            engine.adapter = given
+
+    return faulty
+
+
 class FaultyWorker(FreshnessWorker):
     """``collective_rpc`` begins and ends a fault."""
 
@@ -82,6 +107,9 @@ class FaultyWorker(FreshnessWorker):
         if name in CHANGES:
             model = type(self.model_runner.get_model())
             self._patch(model, "load_weights", self._faulty_loader(model, CHANGES[name]))
+        elif name in ADAPTER_FAULTS:
+            given = dict(self.weight_transfer_engine.adapter)
+            self._patch(AdapterWorker, "load_adapter", loading(ADAPTER_FAULTS[name], given))
         elif name == "stale tied head":
             self._patch(ChunkEngine, "finish_weight_update", stale_head)
         elif name == "truncated chunk":

@@ -11,12 +11,13 @@ import torch
 
 from async_opd.config.engine import EngineConfig
 from async_opd.config.reliability import SupervisionConfig
-from async_opd.models.engine_args import engine_kwargs
+from async_opd.models.engine_args import adapter_kwargs, engine_kwargs
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from benchmarks.faulty_worker import WORKER
 
 if TYPE_CHECKING:
+    from async_opd.config.train import LoraConfig
     from rollouter.replica import StudentReplica
     from trainer.learner import Learner
 
@@ -45,20 +46,25 @@ def make_student(path: Path) -> Path:
     return path
 
 
-def make_learner(model: Any, dtype: str) -> Learner:
-    """A learner of one rank, which sends its weights in the engines' ``dtype``."""
+def make_learner(model: Any, dtype: str, lora: LoraConfig | None = None) -> Learner:
+    """A learner of one rank, which sends its weights or adapters in the engines' ``dtype``."""
     from async_opd.config.loss import ForwardKLConfig
     from async_opd.config.train import TrainConfig
     from trainer.learner import Learner
     from trainer.losses import build_objective
     from trainer.rank import Rank
+    from trainer.student.adapters import add_adapters
 
-    train = TrainConfig(lr=STEP, steps=1, dtype="float32")
+    if lora is not None:
+        add_adapters(model, lora)
+    train = TrainConfig(lr=STEP, steps=1, dtype="float32", lora=lora)
     objective, wire = build_objective(ForwardKLConfig()), getattr(torch, dtype)
     return Learner(Rank(model, objective, train, torch.device("cpu"), wire_dtype=wire))
 
 
-def make_replicas(path: Path, dtype: str, count: int) -> list[StudentReplica]:
+def make_replicas(
+    path: Path, dtype: str, count: int, lora: LoraConfig | None = None
+) -> list[StudentReplica]:
     """Replicas that are being built, whose engines can be made to load weights wrongly."""
     from async_opd.core.stages import SamplingSpec
     from async_opd.queue.message_queue import MessageQueue
@@ -73,7 +79,7 @@ def make_replicas(path: Path, dtype: str, count: int) -> list[StudentReplica]:
         tensor_parallel=1,
         seed=0,
         trust_remote_code=False,
-    )
+    ) | adapter_kwargs(lora)
     queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
     sampling = SamplingSpec(8, 1.0, 1.0, 1)
     replica_module.EXTENSION = WORKER
@@ -87,7 +93,9 @@ def make_replicas(path: Path, dtype: str, count: int) -> list[StudentReplica]:
 class World:
     """A trainer, and replicas that its weights are synced to."""
 
-    def __init__(self, path: Path, dtype: str, replicas: int = 1) -> None:
+    def __init__(
+        self, path: Path, dtype: str, replicas: int = 1, lora: LoraConfig | None = None
+    ) -> None:
         from transformers import AutoModelForCausalLM
 
         from async_opd.weight_sync.coordinator import BroadcastSync
@@ -97,7 +105,7 @@ class World:
         from trainer.stage import TrainerStage
 
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        self.learner = make_learner(self.model, dtype)
+        self.learner = make_learner(self.model, dtype, lora)
         self.publisher = Publisher(
             self.learner.named_weights, lambda: GlooSender("127.0.0.1", 60.0, 1 << 18), digests=True
         )
@@ -109,7 +117,7 @@ class World:
             model_dir=str(path),
             held_rows=held_rows(self.model.config.vocab_size, 128),
         )
-        self.replicas = make_replicas(path, dtype, replicas)
+        self.replicas = make_replicas(path, dtype, replicas, lora)
         named = {f"student/{i}": replica for i, replica in enumerate(self.replicas)}
         supervision = SupervisionConfig(max_restarts=1 << 20, delay_s=1e-6)
         policy = Policy[Any](supervision=supervision, rebuild=self._rebuilt)
@@ -126,9 +134,9 @@ class World:
         self.version = 0
 
     def move(self, step: float = STEP) -> None:
-        """Moves each weight by ``step``, up or down, as AdamW does at this learning rate."""
+        """Moves what is trained by ``step``, up or down, as AdamW does at this learning rate."""
         with torch.no_grad():
-            for weight in self.model.parameters():
+            for weight in filter(lambda weight: weight.requires_grad, self.model.parameters()):
                 weight.add_(torch.randn_like(weight).sign_(), alpha=step)
 
     def train_away(self) -> None:
@@ -166,14 +174,17 @@ class World:
 
 
 @asynccontextmanager
-async def world(path: Path, dtype: str, replicas: int = 1) -> AsyncIterator[World]:
+async def world(
+    path: Path, dtype: str, replicas: int = 1, lora: LoraConfig | None = None
+) -> AsyncIterator[World]:
     """A connected world, whose engines still have the first values."""
-    made = World(path, dtype, replicas)
+    made = World(path, dtype, replicas, lora)
     try:
         for replica in made.replicas:
             await replica.ready()
         await made.sync.connect()
-        made.train_away()
+        if lora is None:
+            made.train_away()
         yield made
     finally:
         for replica in made.replicas:

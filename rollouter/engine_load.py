@@ -1,13 +1,21 @@
-"""Reads the load of a vLLM engine after each of its steps, as ``EngineLoad``."""
+"""Reads the load of a vLLM engine after each of its steps; names its processes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.utils import CoreEngineProcManager
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from rollouter.slots import EngineLoad
+
+
+def sentinels(engine: AsyncLLM) -> list[int]:
+    """Sentinels of the engine's core processes; none where vLLM did not start them itself."""
+    manager = engine.engine_core.resources.engine_manager
+    return list(manager.sentinels()) if isinstance(manager, CoreEngineProcManager) else []
 
 
 def load_watcher(

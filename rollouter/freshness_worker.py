@@ -12,22 +12,20 @@ and vLLM's own. An update that never reaches it has no digests.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.parameters import PACKED
+from rollouter.adapter_worker import AdapterWorker
 
 EXTENSION = "rollouter.freshness_worker.FreshnessWorker"
 """vLLM's ``worker_extension_cls``."""
 
 
-class FreshnessWorker:
+class FreshnessWorker(AdapterWorker):
     """vLLM adds it to the bases of its worker; ``collective_rpc`` calls its methods by name."""
-
-    if TYPE_CHECKING:
-        model_runner: Any
 
     def record_received(self) -> None:
         """Records the tensors of the next update, until ``received_digests``."""
@@ -44,17 +42,25 @@ class FreshnessWorker:
         model.load_weights = recorded
 
     def received_digests(self) -> dict[str, str]:
-        """Digests of the tensors that the loader was given since ``record_received``, by name."""
+        """Digests of the tensors that the loader was given since ``record_received``, by name.
+
+        An adapter is loaded as it was received, after the update.
+        """
         model = self.model_runner.get_model()
         model.__dict__.pop("load_weights", None)
+        for name, tensor in self.weight_transfer_engine.adapter.items():
+            self._received.add(name, tensor)
         return self._received.values()
 
     def loaded_digests(self) -> dict[str, str]:
         """Digests of the model's parameters, by name.
 
         vLLM's CPU kernels compute with packed copies of matrices, and leave some parameters empty:
-        there, digests of what was packed last, with ``PACKED`` before the name.
+        there, digests of what was packed last, with ``PACKED`` before the name. Of an engine that
+        gets adapters, those of its LoRA layers: no sync changes its other parameters.
         """
+        if self.weight_transfer_engine.adapter:
+            return self.adapter_digests()
         digests = Digests(torch)
         for name, parameter in self.model_runner.get_model().named_parameters():
             if parameter.numel():

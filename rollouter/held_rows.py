@@ -10,6 +10,7 @@ import torch
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.inputs import TokensPrompt
+from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -17,6 +18,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Float32, Int32
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.freshness import LENGTHS
+from rollouter.adapter_worker import ADAPTER_ID
 
 QUANTIZED_ROUNDING = 2.0**-4
 """Largest relative error of one rounding to a number of 3 bits after the point, such as float8."""
@@ -24,6 +26,11 @@ QUANTIZED_ROUNDING = 2.0**-4
 TF32_ROUNDING = 2.0**-11
 """The same of TF32: vLLM's attention on GPUs in float32 is Triton's (``TRITON_ATTN``), whose
 ``tl.dot`` rounds its operands to TF32 unless told otherwise."""
+
+
+ADAPTER = LoRARequest("student", ADAPTER_ID, "sent by the trainer")
+"""What every request to an engine with an adapter names. vLLM never reads the path: the adapter is
+always loaded."""
 
 
 def with_seats(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -48,20 +55,22 @@ def rounding_of(config: VllmConfig) -> float:
     return torch.finfo(config.model_config.dtype).eps / 2
 
 
-async def held_logprobs(engine: AsyncLLM, rows: Sequence[Int32], name: str) -> tuple[Float32, ...]:
+async def held_logprobs(
+    engine: AsyncLLM, rows: Sequence[Int32], name: str, adapter: LoRARequest | None = None
+) -> tuple[Float32, ...]:
     """Log-probabilities of each row's tokens but the first, at temperature 1.
 
     ``name`` is unique. StageError if the engine ends a request without them.
     """
-    scoring = (_scored(engine, ids, f"{name}/{index}") for index, ids in enumerate(rows))
+    scoring = (_scored(engine, ids, f"{name}/{index}", adapter) for index, ids in enumerate(rows))
     return tuple(await gather_or_cancel(*scoring))
 
 
-async def _scored(engine: AsyncLLM, ids: Int32, name: str) -> Float32:
+async def _scored(engine: AsyncLLM, ids: Int32, name: str, adapter: LoRARequest | None) -> Float32:
     """Of one row; vLLM reads no cached prefix with ``prompt_logprobs``, the salt makes sure."""
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
     request = TokensPrompt(prompt_token_ids=ids.tolist(), cache_salt=name)
-    async for output in engine.generate(request, params, name):
+    async for output in engine.generate(request, params, name, lora_request=adapter):
         if output.finished and output.prompt_logprobs is not None:
             found = zip(output.prompt_logprobs[1:], ids[1:].tolist(), strict=True)
             return np.array([row[token].logprob for row, token in found if row], np.float32)

@@ -26,7 +26,6 @@ from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.utils import CoreEngineProcManager
 
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
 from async_opd.core.samples import Int32, Prompt, Rollout
@@ -39,9 +38,9 @@ from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from rollouter.engine_load import load_watcher
+from rollouter.engine_load import load_watcher, sentinels
 from rollouter.freshness_worker import EXTENSION
-from rollouter.held_rows import held_logprobs, rounding_of, with_seats
+from rollouter.held_rows import ADAPTER, held_logprobs, rounding_of, with_seats
 from rollouter.outputs import refuse_foreign_tokens, rollout_of
 from rollouter.rewards import RewardGrader
 from rollouter.rollout_worker import RolloutWorker
@@ -58,8 +57,6 @@ PAUSE = {
 }
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
 engine computes their KV cache again from their tokens, with the new weights."""
-
-
 COUNTERS = ("tokens", "request_s", "paused_s")
 
 
@@ -79,6 +76,7 @@ class StudentReplica:
             max_logprobs=spec.top_k + 1,
         )
         self._spec = spec
+        self._adapter = ADAPTER if spec.kwargs.get("enable_lora") else None
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
         slots = Slots(first_limit(spec.concurrency, adaptive.max_num_seqs), spec.sampling.n)
         self._slots = slots
@@ -93,7 +91,7 @@ class StudentReplica:
 
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
-        self._exit_watch = ExitWatch(spec.name, _sentinels(self._engine))
+        self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
         self._activity = Activity("generate")
         self._version = 0
         self._requests = 0
@@ -111,6 +109,7 @@ class StudentReplica:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""
         await self._engine.check_health()
         await self._engine.update_weight_version("0")
+        await self._load_adapter()
         return self._workers
 
     @property
@@ -182,7 +181,9 @@ class StudentReplica:
             prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
         )
         with self._activity.busy():
-            async for output in self._engine.generate(request, params, f"{uid}#{self._requests}"):
+            name = f"{uid}#{self._requests}"
+            outputs = self._engine.generate(request, params, name, lora_request=self._adapter)
+            async for output in outputs:
                 if output.finished:
                     rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
                     self._counters["tokens"] += len(rollout.response_ids)
@@ -244,6 +245,7 @@ class StudentReplica:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""
         finishing = self._engine.finish_weight_update(weight_version=str(version))
         await self._exit_watch.within(finishing)
+        await self._load_adapter()
         found = await self._exit_watch.within(self._engine.get_weight_version())
         if found != str(version):
             cause = f"the engine reports version {found} after the sync to {version}"
@@ -267,10 +269,15 @@ class StudentReplica:
         self._requests += 1
         async with self._gate:
             await self._unpaused.wait()
-            scoring = held_logprobs(self._engine, rows, f"held#{self._requests}")
+            name = f"held#{self._requests}"
+            scoring = held_logprobs(self._engine, rows, name, self._adapter)
             logprobs = await self._exit_watch.within(scoring)
         loaded = await self._rpc("loaded_digests")
         return Evidence(logprobs, tuple(loaded), rounding_of(self._engine.vllm_config))
+
+    async def _load_adapter(self) -> None:
+        if self._adapter is not None:
+            await self._exit_watch.within(self._engine.collective_rpc("load_adapter"))
 
     async def _rpc(self, method: str) -> list[dict[str, str]]:
         """Calls a method of FreshnessWorker in every worker of the engine."""
@@ -339,9 +346,3 @@ class StudentReplica:
         if self._grader is not None:
             self._grader.close()
         self._engine.shutdown()
-
-
-def _sentinels(engine: AsyncLLM) -> list[int]:
-    """Sentinels of the engine's core processes; none where vLLM did not start them itself."""
-    manager = engine.engine_core.resources.engine_manager
-    return list(manager.sentinels()) if isinstance(manager, CoreEngineProcManager) else []

@@ -11,7 +11,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
-from async_opd.models.engine_args import Device, engine_kwargs
+from async_opd.models.engine_args import Device, adapter_kwargs, engine_kwargs
 from rollouter.transports import chosen
 
 
@@ -60,7 +60,8 @@ class StudentEngineSpec:
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
                 sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
-            ),
+            )
+            | adapter_kwargs(config.train.lora),
             sampling=SamplingSpec(
                 rollout.max_tokens,
                 rollout.temperature,

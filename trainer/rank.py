@@ -28,10 +28,16 @@ from trainer.losses.report import Metrics
 from trainer.offload import move
 from trainer.optimizer import adamw
 from trainer.saving.state import Tensors, copy_state, load_state, training_state
-from trainer.student.adapters import export_state, halve_frozen, has_adapters, plain_state
+from trainer.student.adapters import (
+    adapter_state,
+    export_state,
+    halve_frozen,
+    has_adapters,
+    plain_state,
+)
 from trainer.student.loading import in_bfloat16
 from trainer.student.loss_module import StudentLoss
-from trainer.student.named_weights import named_weights
+from trainer.student.named_weights import adapter_weights, named_weights
 from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
@@ -101,6 +107,7 @@ class Rank:
         self.train = train
         self.device = device
         self._wire_dtype = wire_dtype
+        self._sends_adapters = train.lora is not None and train.lora.sync == "adapter"
         self.half = half = in_bfloat16(train.dtype, device)
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
         self._rounding = ROUNDING[torch.bfloat16 if half else torch.float32]
@@ -177,8 +184,12 @@ class Rank:
     # ── weights and state: rank 0 gathers full tensors, the other ranks join each gather ───────
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the full weights under their checkpoint names, in the engines' dtype."""
-        return named_weights(self.model, self._wire_dtype)
+        """Copies of the full weights under their checkpoint names, in the engines' dtype.
+
+        Of adapters alone where the engines apply them (``train.lora.sync``).
+        """
+        source = adapter_weights if self._sends_adapters else named_weights
+        return source(self.model, self._wire_dtype)
 
     def state(self) -> Tensors:
         """A copy of weights, optimizer and random states in host memory."""
@@ -198,6 +209,7 @@ class Rank:
         dtype: torch.dtype | None = None
         named = plain_state(self.model)
         if what == "weights":
+            named = adapter_state(self.model) if self._sends_adapters else named
             dtype = self._wire_dtype
         elif what == "full_state":
             named = export_state(self.model)

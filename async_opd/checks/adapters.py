@@ -6,8 +6,8 @@ from importlib.util import find_spec
 
 from async_opd.checks.findings import Findings
 from async_opd.config.run_config import RunConfig
-from async_opd.config.train import LoraConfig
-from async_opd.models.adapted import linear_layers
+from async_opd.config.train import ENGINE_RANKS, LoraConfig
+from async_opd.models.adapted import linear_layers, mixture
 from async_opd.models.model_files import ModelFiles
 
 
@@ -19,8 +19,14 @@ def check_adapters(config: RunConfig, student: ModelFiles | None, found: Finding
     if find_spec("peft") is None:
         message, remedy = "peft, which trains adapters, is not installed", "pip install"
         found.add("train.lora", message, f"{remedy} 'async-opd[lora]'")
+    if lora.sync == "adapter" and lora.engine_rank is None:
+        message = f"{lora.rank}: engines apply adapters up to rank {ENGINE_RANKS[-1]}"
+        found.add("train.lora.rank", message, "lower it, or set train.lora.sync to merged")
     if student is not None:
         _targets(lora, student, found)
+        if lora.sync == "adapter" and mixture(student.path):
+            message = "adapter: engines would wrap the experts of a mixture for adapters"
+            found.add("train.lora.sync", message, "merged")
 
 
 def _targets(lora: LoraConfig, student: ModelFiles, found: Findings) -> None:

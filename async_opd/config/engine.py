@@ -55,7 +55,10 @@ class EngineConfig(Section):
 OWNED = {"model", "revision", "code_revision", "hf_config_path"}
 """Arguments of vLLM that would load other files than those that were checked."""
 
-FIXED = {"worker_extension_cls", "weight_transfer_config", "logprobs_mode", "max_logprobs"}
+FIXED = {
+    *("worker_extension_cls", "weight_transfer_config", "logprobs_mode", "max_logprobs"),
+    *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+}
 """Arguments of vLLM that every replica sets itself."""
 
 

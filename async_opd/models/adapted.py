@@ -26,5 +26,9 @@ def linear_layers(model: str | Path) -> dict[str, tuple[int, int]]:
 def trained_entries(model: str | Path, lora: LoraConfig) -> int:
     """Entries of all adapters: these alone have float32 masters, gradients and moments."""
     layers = linear_layers(model)
-    mixture = any(".experts." in name for name, _, _ in tensors_of(Path(model)))
-    return lora.entries(layers[name] for name in lora.adapted(layers, mixture))
+    return lora.entries(layers[name] for name in lora.adapted(layers, mixture(model)))
+
+
+def mixture(model: str | Path) -> bool:
+    """Whether a local model has experts."""
+    return any(".experts." in name for name, _, _ in tensors_of(Path(model)))

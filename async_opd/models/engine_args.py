@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
 from async_opd.config.engine import EngineConfig
+from async_opd.config.train import LoraConfig
 
 Device = Literal["cpu", "cuda"]
 
@@ -61,6 +62,16 @@ def engine_kwargs(
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
     return kwargs | given | fixed
+
+
+def adapter_kwargs(lora: LoraConfig | None) -> dict[str, Any]:
+    """The arguments of a student's engine that applies adapters; none if they are merged.
+
+    One adapter at a time: each weight sync replaces it.
+    """
+    if lora is None or lora.sync == "merged":
+        return {}
+    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.engine_rank}
 
 
 def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[str, Any]:

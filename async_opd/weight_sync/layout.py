@@ -17,6 +17,9 @@ import numpy as np
 from async_opd.core.errors import WeightSyncError
 from async_opd.core.samples import Float32, Int32
 
+PEFT_PREFIX = "base_model.model."
+"""What the names of adapters' tensors begin with, in PEFT's files and in weight syncs."""
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -76,6 +79,11 @@ class WeightMeta:
     itemsizes: tuple[int, ...]
     digests: tuple[str, ...] = ()
     reference: Reference | None = None
+
+    @property
+    def adapters(self) -> bool:
+        """Whether the tensors are adapters of low rank, under PEFT's names, and no weights."""
+        return all(name.startswith(PEFT_PREFIX) for name in self.names)
 
     @property
     def sizes(self) -> tuple[int, ...]:

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -66,6 +67,8 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
     init_info_cls = ChunkInitInfo
     update_info_cls = ChunkUpdateInfo
+    adapter: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """The adapter that was received last; empty in engines that get whole weights."""
     _receiver: Receiver | None = None
     _chunk_bytes: int = 0
     _timeout_s: float = 0.0
@@ -111,9 +114,13 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         )
         coming = self._chunks(self._receiver, meta)
         try:
-            came = list(coming) if self._receiver.staged else [next(coming)]
+            staged = self._receiver.staged or meta.adapters
+            came = list(coming) if staged else [next(coming)]
         except Exception as error:
             raise RuntimeError(f"{WEIGHTS_UNCHANGED}: {error}") from error
+        if meta.adapters:
+            self.adapter = dict(chain.from_iterable(_unpacked(meta, *one) for one in came))
+            return
         initialize_layerwise_reload(self.model)
         fault: Exception | None = None
         try:
@@ -133,26 +140,22 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
 
     def _load(self, meta: WeightMeta, chunk: range, buffer: torch.Tensor) -> Exception | None:
         """Loads the tensors of a chunk; returns the error if it fails."""
-        pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
-        if len(chunk) > 1:  # at addresses that suit their dtypes
-            pieces = tuple(piece.clone() for piece in pieces)
-        dtypes = [getattr(torch, meta.dtype_names[index]) for index in chunk]
-        shapes = [meta.shapes[index] for index in chunk]
-        names = [meta.names[index] for index in chunk]
         try:
-            self.model.load_weights(
-                (name, piece.view(dtype).view(shape))
-                for name, piece, dtype, shape in zip(names, pieces, dtypes, shapes, strict=True)
-            )
+            self.model.load_weights(_unpacked(meta, chunk, buffer))
         except Exception as error:
             return error
         return None
 
     def finish_weight_update(self) -> None:
-        """Finishes the reload, and packs again what a CPU's kernels want packed."""
+        """Finishes the reload, and packs again what a CPU's kernels want packed.
+
+        An adapter is loaded after it (``rollouter.adapter_worker``).
+        """
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        if self.adapter:
+            return
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             pack_again(self.model, ParallelLMHead)
@@ -162,6 +165,17 @@ class ChunkEngine(WeightTransferEngine[ChunkInitInfo, ChunkUpdateInfo]):
         if self._receiver is not None:
             self._receiver.close()
             self._receiver = None
+
+
+def _unpacked(
+    meta: WeightMeta, chunk: range, buffer: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors of a chunk."""
+    pieces = torch.split(buffer, [meta.sizes[index] for index in chunk])
+    for index, piece in zip(chunk, pieces, strict=True):
+        whole = piece.clone() if len(chunk) > 1 else piece  # at an address that suits its dtype
+        dtype = getattr(torch, meta.dtype_names[index])
+        yield meta.names[index], whole.view(dtype).view(meta.shapes[index])
 
 
 def _emptied(chunks: list[Chunk]) -> Iterator[Chunk]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from async_opd.checks import adapters
+from async_opd.checks.findings import Findings
 from async_opd.config.load import load_config
 from async_opd.config.train import ENGINE_RANKS, LoraConfig
 from async_opd.core.errors import ConfigError
 from async_opd.models.adapted import linear_layers, trained_entries
+from async_opd.models.model_files import ModelFiles
 from tests.checks.inputs import MODELS, config, found, one
 
 LORA = "train.lora.rank=8"
@@ -70,6 +73,23 @@ def test_the_planner_counts_the_entries_that_are_trained(made: str, tmp_path: Pa
     expected = trained_entries(tmp_path, lora)
     add_adapters(model, lora)
     assert expected == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_rank_that_no_engine_takes_is_refused_for_adapters_only() -> None:
+    problem = one("train.lora.rank=600", "train.lora.sync=adapter")
+    assert (problem.key, "up to rank 512" in problem.message) == ("train.lora.rank", True)
+    assert found("train.lora.rank=600") == []
+
+
+def test_adapters_of_a_mixture_are_merged(tmp_path: Path) -> None:
+    from tests.trainer.test_named_weights import mixture
+
+    mixture().save_pretrained(tmp_path)
+    shutil.copy(MODELS / "student" / "tokenizer.json", tmp_path)
+    problems, lora = Findings("c.yaml"), config(LORA, "train.lora.sync=adapter")
+    files = ModelFiles.read(str(tmp_path), weights=True)
+    adapters.check_adapters(lora, files, problems)
+    assert [problem.key for problem in problems.problems] == ["train.lora.sync"]
 
 
 def test_some_targets_have_fewer_entries() -> None:

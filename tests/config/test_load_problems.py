@@ -84,7 +84,9 @@ def test_a_key_of_another_section_is_found(tmp_path: Path) -> None:
     assert problems(tmp_path, "batch_size: 8")[0].remedy == "did you mean train.batch_size?"
 
 
-@pytest.mark.parametrize("name", ["max_logprobs", "logprobs-mode", "worker_extension_cls"])
+@pytest.mark.parametrize(
+    "name", ["max_logprobs", "logprobs-mode", "worker_extension_cls", "enable_lora"]
+)
 def test_an_argument_that_every_replica_sets_itself_is_refused(tmp_path: Path, name: str) -> None:
     (problem,) = problems(tmp_path, f"rollout: {{engine: {{extra: {{{name}: 1}}}}}}")
     assert problem.key == "rollout.engine.extra"

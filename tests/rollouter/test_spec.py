@@ -1,7 +1,9 @@
-"""Seeds of rollouts."""
+"""Seeds of rollouts, and arguments of engines."""
 
 from __future__ import annotations
 
+from async_opd.config.run_config import RunConfig
+from async_opd.config.train import LoraConfig
 from async_opd.core.stages import SamplingSpec
 from rollouter.spec import StudentEngineSpec
 
@@ -17,3 +19,25 @@ def test_without_a_seed_rollouts_have_none() -> None:
 def test_a_rollouts_seed_depends_on_the_runs_seed_and_its_uid_only() -> None:
     assert spec(1).seed_of("p/0") == spec(1).seed_of("p/0") == 3727694994002388282
     assert len({spec(1).seed_of("p/0"), spec(2).seed_of("p/0"), spec(1).seed_of("p/1")}) == 3
+
+
+def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "s"},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "none.jsonl"},
+            "train": {"lora": lora},
+        }
+    )
+    return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None).kwargs
+
+
+def test_an_engine_that_applies_adapters_has_room_for_one_of_their_rank() -> None:
+    found = engine_arguments(LoraConfig(rank=5, sync="adapter"))
+    assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, 8)
+
+
+def test_an_engine_that_gets_merged_weights_has_no_lora() -> None:
+    assert "enable_lora" not in engine_arguments(LoraConfig(rank=5))
+    assert engine_arguments(LoraConfig(rank=5)) == engine_arguments(None)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.weight_sync.layout import PEFT_PREFIX
 from trainer.saving.state import Tensors, model_state
 from trainer.student.sharding import full_tensor, is_sharded
 
@@ -27,8 +28,6 @@ ADAPTER = "default"
 """peft's name of the adapter."""
 BASE, LORA = ".base_layer.", ".lora_"
 """What peft puts into the names of frozen and of trained tensors."""
-PEFT_PREFIX = "base_model.model."
-"""What the names of tensors in PEFT's files begin with."""
 
 
 def add_adapters(model: Any, lora: LoraConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.student.adapters import plain_state
+from trainer.student.adapters import adapter_state, plain_state
 from trainer.student.sharding import full_tensor, is_sharded
 
 
@@ -33,6 +33,11 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
         for name, tensor in plain_state(model)
     }
     yield from revert_weight_conversion(model, copies).items()
+
+
+def adapter_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full copies of the adapters alone, in ``dtype``, for engines that apply them."""
+    yield from ((name, _copied(tensor, dtype)) for name, tensor in adapter_state(model))
 
 
 def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
