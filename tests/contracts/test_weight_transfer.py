@@ -162,7 +162,7 @@ def replica(index: int, workers: int) -> Any:
     made._counters = dict.fromkeys(COUNTERS, 0.0)
     made._total_paused_s = made._pause_started = 0.0
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
-    made._mixed, made._version, made._syncs = "", 0, 0
+    made._mixed, made._version, made._syncs, made._adapter = "", 0, 0, None
     made.alive = settle
     return made
 
