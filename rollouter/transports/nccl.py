@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import torch
 
 DEVICES = ("cuda",)
+ENTERING_S = 1.0
+"""Seconds within which a thread that has seen that nothing is aborted has called NCCL."""
 
 
 class NcclGroup:
@@ -40,6 +42,7 @@ class NcclGroup:
         self.device: torch.device = communicator.device
         self._communicator = communicator
         self._aborted = False
+        self._entering = threading.Lock()  # held while a broadcast is given to NCCL
         self._destroying = threading.Lock()
         self._destroyed = False
 
@@ -75,9 +78,10 @@ class NcclGroup:
         watchdog.daemon = True
         watchdog.start()
         try:
-            if not self._aborted:
-                self._communicator.broadcast(chunk, 0, stream)
-                stream.synchronize()
+            with self._entering:
+                if not self._aborted:
+                    self._communicator.broadcast(chunk, 0, stream)
+            stream.synchronize()
         except Exception as error:
             if self._aborted:  # NCCL's words for that differ
                 raise chunks.BrokenOff("NCCL was aborted") from error
@@ -97,7 +101,19 @@ class NcclGroup:
         with self._destroying:
             if not self._destroyed:
                 self._destroyed = True
-                self._communicator.destroy()
+                self._destroy()
+
+    def _destroy(self) -> None:
+        """Aborts at once, but for a thread that is about to call NCCL: it would use freed memory.
+
+        A thread that is not back after ``ENTERING_S`` waits within NCCL, and an abort ends that.
+        """
+        entering = not self._entering.acquire(timeout=ENTERING_S)
+        try:
+            self._communicator.destroy()
+        finally:
+            if not entering:
+                self._entering.release()
 
 
 class NcclSender(chunks.Sender):

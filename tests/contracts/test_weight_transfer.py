@@ -27,7 +27,7 @@ from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import WeightMeta
 from rollouter.transports import chunks, nccl
 from tests.contracts import contract
-from tests.contracts.fake_gpu import Gpu, gpu  # noqa: F401 - a fixture
+from tests.contracts.fake_gpu import ABORT_S, Gpu, gpu  # noqa: F401 - a fixture
 from tests.rollouter.test_stage import settle
 from trainer.publisher import Publisher
 from trainer.stage import TrainerStage
@@ -438,6 +438,29 @@ async def test_a_communicator_is_aborted_once_although_both_watchdog_and_trainer
         await asyncio.to_thread(run.publisher.send, 0)  # nobody receives
     run.publisher.open(0, 2)
     assert gpu.calls["ncclCommAbort"] == gpu.calls["ncclCommAbort returned"] == 1
+
+
+async def test_an_abort_just_before_a_broadcast_begins_waits_until_nccl_has_been_called(
+    gpu: Gpu,  # noqa: F811
+) -> None:
+    """The bound may pass between the look at ``_aborted`` and NCCL's call."""
+    run = Run(1)
+    await run.sync.connect()
+    run.publisher.snapshot()
+    group: Any = run.publisher._transports[0]._group  # type: ignore[attr-defined]
+    closing = threading.Thread(target=group.close)
+    call = group._communicator.broadcast
+
+    def broadcast(*what: Any) -> None:
+        closing.start()
+        closing.join(ABORT_S / 2)  # long enough for an abort that waits for nothing to begin
+        call(*what)
+
+    group._communicator.broadcast = broadcast
+    with pytest.raises(chunks.BrokenOff, match="NCCL was aborted"):
+        await asyncio.to_thread(run.publisher.send, 0)
+    closing.join(BOUND)
+    assert (gpu.calls["ncclCommAbort"], gpu.freed_used) == (1, [])
 
 
 async def test_communicators_are_destroyed_at_both_ends_before_the_next_rendezvous(
