@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.resources import Pool
@@ -94,31 +94,53 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
 
 def _largest_first(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
     """Assigns whole blocks, and takes their GPUs out of ``free``."""
-    found = _search(sorted(blocks, key=_gpus, reverse=True), free, set())
+    found = _search(sorted(blocks, key=_gpus, reverse=True), free)
     for unit, node in (found or {}).items():
         free[node] -= unit.gpus
     return found
 
 
-def _search(
-    blocks: list[list[Unit]], free: dict[str, int], tried: set[tuple[int, ...]]
-) -> dict[Unit, str] | None:
-    """Assigns the blocks in order, each to the fullest node that leaves room for the others.
-
-    ``tried`` are free GPUs, after the number of blocks, with which there is no assignment.
-    """
-    if not blocks:
-        return {}
-    state, needed = (len(blocks), *sorted(free.values())), _gpus(blocks[0])
-    if state in tried or len(tried) > MAX_TRIED:
+def _search(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:
+    """Assigns the blocks in order, each to the fullest node that leaves room for the others."""
+    free, levels = dict(free), [_Level.of(blocks, free)]
+    chosen: list[str] = []
+    tried: set[tuple[int, ...]] = set()
+    while levels and len(chosen) < len(blocks) and len(tried) <= MAX_TRIED:
+        level = levels[-1]
+        if len(chosen) == len(levels):  # the level above has found no node: another one here
+            free[chosen.pop()] += level.needed
+        node = None if level.state in tried else next(level.nodes, None)
+        if node is None:
+            tried.add(level.state)
+            levels.pop()
+            continue
+        free[node] -= level.needed
+        chosen.append(node)
+        levels.append(_Level.of(blocks[len(chosen) :], free))
+    if len(chosen) < len(blocks):
         return None
-    rooms = {gpus: node for node, gpus in reversed(free.items()) if gpus >= needed}
-    for gpus, node in sorted(rooms.items()):
-        found = _search(blocks[1:], free | {node: gpus - needed}, tried)
-        if found is not None:
-            return dict.fromkeys(blocks[0], node) | found
-    tried.add(state)
-    return None
+    return {u: node for block, node in zip(blocks, chosen, strict=True) for u in block}
+
+
+@dataclass(frozen=True)
+class _Level:
+    """One block of a search: its GPUs, and the nodes that are still to be tried for it.
+
+    ``state`` is the number of blocks from it on, and the free GPUs: what decides whether there is
+    an assignment.
+    """
+
+    state: tuple[int, ...]
+    needed: int
+    nodes: Iterator[str]
+
+    @classmethod
+    def of(cls, blocks: Sequence[list[Unit]], free: dict[str, int]) -> _Level:
+        """The level of the first block; without blocks one that needs nothing."""
+        needed = _gpus(blocks[0]) if blocks else 0
+        rooms = {gpus: node for node, gpus in reversed(free.items()) if gpus >= needed}
+        nodes = iter([node for _, node in sorted(rooms.items())])
+        return cls((len(blocks), *sorted(free.values())), needed, nodes)
 
 
 def _ranks_last(
