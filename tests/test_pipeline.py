@@ -41,6 +41,8 @@ from async_opd.core.stages import (
     SyncReport,
     topics,
 )
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import written_file
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.graders import GradeError
 from async_opd.pipeline import Pipeline
@@ -52,7 +54,7 @@ from teachers.stage import ScorerStage
 from tests.conftest import make_rollout
 from tests.properties import examples
 from trainer.batcher import Batcher
-from trainer.saving.sample_file import read_samples, write_samples
+from trainer.saving.sample_file import SCORED_FILE, read_scored, write_scored
 
 TEACHERS = ("a", "b")
 
@@ -216,20 +218,24 @@ class FakeTrainer:
         self.state = (self.steps, self.version, self.batcher.held)
         return Captured(self.steps, headers)
 
-    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> None:
+    async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
         steps, version, held = self.state
         await self.pace.wait()
         queued = [one async for part in self.batcher.queued(in_flight) for one in part]
         found = {s.rollout.uid: s for s in (*queued, *held) if s.rollout.uid in in_flight}
         (Path(directory) / "trainer.json").write_text(json.dumps([steps, version]))
         await self.pace.wait()
-        write_samples(Path(directory) / "scored.safetensors", list(found.values()))
+        scored = write_scored(Path(directory), list(found.values()))
         await self.pace.wait()
+        return {
+            "trainer.json": written_file(Path(directory) / "trainer.json"),
+            SCORED_FILE: scored,
+        }
 
     async def restore(self, directory: str) -> frozenset[str]:
         await self.pace.wait()
         self.steps, self.version = json.loads((Path(directory) / "trainer.json").read_text())
-        samples = read_samples(Path(directory) / "scored.safetensors")
+        samples = read_scored(Path(directory))
         self.batcher.hold(samples)
         await self.pace.wait()
         return frozenset(sample.rollout.uid for sample in samples)

@@ -30,6 +30,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout
 from async_opd.core.stages import SamplingSpec
+from async_opd.files import durable
 from async_opd.files.run_format import write_run_format
 from async_opd.grading.evaluation import Evaluation
 from async_opd.observability.run_log import METRICS, RunLog
@@ -66,8 +67,10 @@ def files_fail_after(operations: int | None) -> Iterator[None]:
 
     with (
         patch.object(asyncio, "to_thread", inline),
-        patch.object(checkpoint, "_sync", counted(checkpoint._sync)),
-        patch.object(checkpoint, "_entry", counted(checkpoint._entry)),
+        patch.object(durable, "flush", counted(durable.flush)),
+        patch.object(durable, "checksum", counted(durable.checksum)),
+        patch.object(checkpoint, "flush", counted(durable.flush)),
+        patch.object(checkpoint, "checksum", counted(durable.checksum)),
         patch.object(Path, "rename", counted(Path.rename)),
         patch.object(Path, "write_bytes", counted(Path.write_bytes)),
     ):
@@ -464,14 +467,14 @@ def test_a_full_disk_is_counted_and_told_and_the_run_goes_on(tmp_path: Path) -> 
         with Journal(tmp_path / LEDGER) as journal:
             life = Life(tmp_path, journal, 1, SHAPE)
 
-            async def full(directory: str, in_flight: frozenset[str]) -> None:
+            async def full(directory: str, in_flight: frozenset[str]) -> Any:
                 raise OSError(28, "No space left on device")
 
             checkpoint, calls = life.world.trainer.checkpoint, []
 
-            async def full_after_one(directory: str, in_flight: frozenset[str]) -> None:
+            async def full_after_one(directory: str, in_flight: frozenset[str]) -> Any:
                 calls.append(directory)
-                await (checkpoint if len(calls) == 1 else full)(directory, in_flight)
+                return await (checkpoint if len(calls) == 1 else full)(directory, in_flight)
 
             life.world.trainer.checkpoint = full_after_one  # type: ignore[method-assign]
             with files_fail_after(None):

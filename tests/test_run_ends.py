@@ -52,7 +52,7 @@ async def test_a_signal_during_the_final_save_waits_for_the_model() -> None:
 def kept(run_dir: Path, config_text: str) -> None:
     write_run_format(run_dir)
     store = Checkpoints(run_dir / "checkpoints", 2)
-    store.commit(store.begin(4), cut(4), config_text)
+    store.commit(store.begin(4), cut(4), config_text, {})
 
 
 def test_a_run_directory_with_checkpoints_is_not_used_for_another_run(tmp_path: Path) -> None:

@@ -98,9 +98,7 @@ class Colocated:
     captures: Captures
 
 
-def colocated(
-    *, linger_s: float = 0.0, deaths: Sequence[int] = (), gathers: bool = True, **sizes: Any
-) -> Colocated:
+def colocated(*, linger_s: float = 0.0, deaths: Sequence[int] = (), **sizes: Any) -> Colocated:
     """``deaths``: after so many turns of the loop the rollout stage dies, and starts anew."""
     run = world(evaluation=evaluation(), **sizes)
     gpu = Gpu()
@@ -109,7 +107,7 @@ def colocated(
         student.worker._sample = gated(student, host)
         student.generate = partial(answers, student, host)  # type: ignore[method-assign]
     trainer = Trainer(gpu, hosts, linger_s)
-    guard_trainer(run, trainer, gathers)
+    guard_trainer(run, trainer)
     sharing = GpuTimeSharing(
         "rollout",
         partial(alive, "rollout", hosts),
@@ -159,12 +157,9 @@ def evaluation() -> Evaluation:
     return Evaluation(tuple(FakePrompts().next(3)), SamplingSpec(4, 0.0, 1.0, 1), grade)
 
 
-def guard_trainer(run: World, trainer: Trainer, gathers: bool) -> None:
-    """A step is a wait for a batch, which needs no GPU, and then the work; a snapshot is work.
-
-    ``gathers``: a capture is work too, as of a trainer of several ranks.
-    """
-    take, snapshot, capture = run.trainer.batcher.take, run.sync.snapshot, run.trainer.capture
+def guard_trainer(run: World, trainer: Trainer) -> None:
+    """A step is a wait for a batch, which needs no GPU, and then the work; a snapshot is work."""
+    take, snapshot = run.trainer.batcher.take, run.sync.snapshot
 
     async def step_on_gpu(version: int) -> Any:
         taken = await take(version)
@@ -176,8 +171,6 @@ def guard_trainer(run: World, trainer: Trainer, gathers: bool) -> None:
 
     run.trainer.batcher.take = step_on_gpu  # type: ignore[method-assign]
     run.sync.snapshot = copied  # type: ignore[method-assign]
-    if gathers:
-        run.trainer.capture = lambda: trainer.work(capture)  # type: ignore[method-assign]
 
 
 async def done(made: Colocated, seconds: float = 20) -> World:
@@ -194,7 +187,7 @@ async def test_it_trains_every_admitted_sample() -> None:
 
 
 async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
-    made = colocated(s=0.0, k=1, gathers=False, linger_s=0.01)
+    made = colocated(s=0.0, k=1, linger_s=0.01)
     run = await done(made)
     assert set(run.trainer.staleness) == {0}
     assert made.trainer.number == 6
@@ -202,7 +195,7 @@ async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version
 
 async def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
     """s = 0: the engines finish all K batches before the trainer has the first one's turn."""
-    made = colocated(s=0.0, k=3, gathers=False, linger_s=0.01)
+    made = colocated(s=0.0, k=3, linger_s=0.01)
     await done(made)
     assert made.trainer.number < 6
 
@@ -258,7 +251,6 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     replicas=st.integers(1, 3),
     steps=st.integers(1, 7),
     linger_s=st.sampled_from([0.0, 0.001]),
-    gathers=st.booleans(),
     deaths=st.lists(st.integers(0, 300), max_size=4),
     dead=st.booleans(),
 )
@@ -271,7 +263,6 @@ def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
     replicas: int,
     steps: int,
     linger_s: float,
-    gathers: bool,
     deaths: list[int],
     dead: bool,
 ) -> None:
@@ -280,7 +271,6 @@ def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
     async def scenario() -> Colocated:
         made = colocated(
             linger_s=linger_s,
-            gathers=gathers,
             deaths=deaths,
             seed=seed,
             s=s,

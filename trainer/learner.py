@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
+from secrets import token_hex
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Int32, Sample
+from async_opd.core.written_file import WrittenFile
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import assign_micro_batches
 from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
@@ -35,8 +37,9 @@ from trainer.losses.report import Metrics, concat_metrics, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, MicroBatch, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.saving.captured import all_written
 from trainer.saving.export import save_model
-from trainer.saving.state import Tensors, state_shapes
+from trainer.saving.shards import Stamp
 from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
 
@@ -225,7 +228,7 @@ class Learner:
             "train/repetition": sum(map(repetition, rollouts)) / count,
         }
 
-    # ── full weights and states: rank 0 gathers, the other ranks join ──────────────────────────
+    # ── weights, which rank 0 gathers while the others join; state, of which each has a part ────
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the current weights under their checkpoint names, in the engines' dtype.
@@ -244,17 +247,23 @@ class Learner:
         with self._dispatched("reference", tuple(rows)):
             return self._rank.reference(rows)
 
-    def state(self) -> Tensors:
-        """A copy of weights, optimizer and random states in host memory."""
-        with self._dispatched("join_gather", "state"):
-            return self._rank.state()
+    def capture(self, version: int) -> int:
+        """Each rank copies its part of the state to host memory; returns the bytes of all."""
+        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8))
+        return sum(self._on_all_ranks("capture", stamp))
 
-    def restore(self, step: int, tensors: Tensors) -> None:
-        """Sets the state that ``state`` returned after ``step`` optimizer steps."""
-        shapes = state_shapes(self.model, tensors) if self._rank_group.ranks > 1 else {}
-        with self._dispatched("load", shapes):
-            self._rank.load(tensors)
-        self._step = step
+    def write(self, folder: str) -> Mapping[str, WrittenFile]:
+        """Each rank writes what it captured to the folder; runs beside the thread that trains.
+
+        CheckpointError if one of them cannot.
+        """
+        return all_written(self._on_all_ranks("write", folder))
+
+    def restore(self, folder: str) -> Stamp:
+        """Each rank reads its part of the state that the folder holds. CheckpointError."""
+        stamp: Stamp = self._on_all_ranks("load", folder)[0]
+        self._step = stamp.step
+        return stamp
 
     def save(self, source: str, directory: str) -> None:
         """Writes the student in Hugging Face format; see ``trainer.saving.export``."""

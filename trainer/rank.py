@@ -10,9 +10,11 @@ learner calls.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
@@ -27,7 +29,9 @@ from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
 from trainer.offload import move
 from trainer.optimizer import adamw
-from trainer.saving.state import Tensors, copy_state, load_state, training_state
+from trainer.saving.captured import CapturedParts, RankFile
+from trainer.saving.shards import Shards, Stamp
+from trainer.saving.state import Tensors, load_parts
 from trainer.student.adapters import (
     adapter_state,
     export_state,
@@ -51,7 +55,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Gathered = Literal["weights", "state", "full_state"]
+Gathered = Literal["weights", "full_state"]
 """A method of ``Rank`` that returns full tensors, for which every rank sends its shards."""
 
 
@@ -112,6 +116,8 @@ class Rank:
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
         self._rounding = ROUNDING[torch.bfloat16 if half else torch.float32]
         self.ranks = 1 if mesh is None else mesh.size()
+        self._number = 0 if mesh is None else mesh.get_rank()
+        self._captured = CapturedParts(self._number)
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
@@ -167,8 +173,8 @@ class Rank:
     def offload(self) -> None:
         """Moves weights and optimizer to host memory, between two steps; frees the GPU's.
 
-        ``state`` and ``full_state`` of a single rank work there too. Teachers' heads stay on the
-        GPU.
+        ``capture`` works there too, and ``full_state`` of a single rank. Teachers' heads stay on
+        the GPU.
         """
         move(self._student_loss, self.optimizer, torch.device("cpu"))
         self.free_cache()
@@ -181,7 +187,23 @@ class Rank:
         """Log-probabilities of held rows; every rank computes all of them."""
         return reference_of(self.model, self.logits, rows, self._rounding)
 
-    # ── weights and state: rank 0 gathers full tensors, the other ranks join each gather ───────
+    # ── its part of the state: nothing here communicates ───────────────────────────────────────
+
+    def capture(self, stamp: Stamp) -> int:
+        """Copies weights, optimizer and random states to host memory; returns the bytes."""
+        return self._captured.capture(self.model, self.optimizer, stamp)
+
+    def write(self, folder: str) -> RankFile:
+        """Writes what was captured; called on another thread than the one that trains."""
+        return self._captured.write(folder)
+
+    def load(self, folder: str) -> Stamp:
+        """Reads weights, optimizer and random states; see ``trainer.saving.state.load_parts``."""
+        shards = Shards(Path(folder))
+        load_parts(self.model, self.optimizer, shards, self._number)
+        return shards.stamp
+
+    # ── weights: rank 0 gathers full tensors, the other ranks join each gather ─────────────────
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the full weights under their checkpoint names, in the engines' dtype.
@@ -190,10 +212,6 @@ class Rank:
         """
         source = adapter_weights if self._sends_adapters else named_weights
         return source(self.model, self._wire_dtype)
-
-    def state(self) -> Tensors:
-        """A copy of weights, optimizer and random states in host memory."""
-        return copy_state(self.model, self.optimizer)
 
     def full_state(self) -> Tensors | None:
         """The full student in host memory by parameter name, and its adapters (``export_state``).
@@ -213,14 +231,8 @@ class Rank:
             dtype = self._wire_dtype
         elif what == "full_state":
             named = export_state(self.model)
-        elif what == "state":
-            named = training_state(self.model, self.optimizer)
         for _, tensor in named:
             full_tensor(tensor.detach().to(dtype or tensor.dtype))
-
-    def load(self, tensors: Tensors) -> None:
-        """Sets weights, optimizer and random states; see ``trainer.saving.state.load_state``."""
-        load_state(self.model, self.optimizer, tensors)
 
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns the values of its response tokens."""
@@ -279,9 +291,14 @@ class Follower:
         reports = ({k: v.cpu() for k, v in report.items()} for report in computed.reports)
         return BackwardResult(tuple(reports), computed.norm)
 
+    async def write(self, folder: str) -> RankFile:
+        """See Rank.write; steps go on meanwhile."""
+        return await asyncio.to_thread(self.rank.write, folder)
+
     apply = _in_thread(Rank.apply)
     reference = _in_thread(Rank.reference)
     join_gather = _in_thread(Rank.join_gather)
+    capture = _in_thread(Rank.capture)
     load = _in_thread(Rank.load)
     free_cache = _in_thread(Rank.free_cache)
     offload = _in_thread(Rank.offload)

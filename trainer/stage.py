@@ -13,9 +13,9 @@ the event loop answers calls during a step, and no transport changes the CUDA st
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -23,6 +23,7 @@ from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Header, Int32, Sample
 from async_opd.core.stages import Captured, Progress, StageReport, StepReport
 from async_opd.core.uid import Uid
+from async_opd.core.written_file import WrittenFile
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
@@ -34,10 +35,17 @@ from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from trainer.learner import Learner
-    from trainer.saving.state import TrainerState
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """The weight version that the ranks have captured, and the samples that were held then."""
+
+    version: int
+    samples: tuple[Sample, ...]
 
 
 class TrainerStage:
@@ -82,7 +90,7 @@ class TrainerStage:
         self._trained: tuple[Header, ...] = ()  # by the last step
         self._skipped = ""
         self._version = 0
-        self._captured: TrainerState | None = None
+        self._captured: _Captured | None = None
         self._tokens = self._pending_tokens = 0
         self._waits_for = "scored samples"
 
@@ -149,47 +157,47 @@ class TrainerStage:
 
     async def capture(self) -> Captured:
         """Copies the trainer's state to host memory, between two steps; see Trainer.capture."""
-        from trainer.saving.state import TrainerState
+        async with self._weights:
+            nbytes = await self._compute(self._learner.capture, self._version)
+            self._captured = _Captured(self._version, self._batcher.held)
+        return Captured(self._step, self._trained, self._skipped, nbytes)
 
-        async with self._gathers, self._weights:
-            tensors = await self._compute(self._learner.state)
-            await self._free_if_asleep()
-            held = self._batcher.held
-            self._captured = TrainerState(self._step, self._version, tensors, held)
-        return Captured(self._step, self._trained, self._skipped)
+    async def checkpoint(
+        self, directory: str, in_flight: frozenset[Uid]
+    ) -> Mapping[str, WrittenFile]:
+        """Writes the captured state, in threads of all ranks; see Trainer.checkpoint."""
+        from trainer.saving.sample_file import SCORED_FILE, write_scored
 
-    async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
-        """Writes the captured state, in a thread; see Trainer.checkpoint."""
-        from trainer.saving.state import write_state
-
-        state, self._captured = self._captured, None
-        if state is None:
+        captured, self._captured = self._captured, None
+        if captured is None:
             raise CheckpointError("trainer", "checkpoint was called without a capture before it")
-        samples = await self._scored(state, in_flight)
-        await asyncio.to_thread(write_state, Path(directory), state, samples)
+        samples = await self._scored(captured, in_flight)
+        files = await asyncio.to_thread(self._learner.write, directory)
+        scored = await asyncio.to_thread(write_scored, Path(directory), samples)
+        return {**files, SCORED_FILE: scored}
 
     async def restore(self, directory: str) -> frozenset[Uid]:
         """Sets the state that a checkpoint holds; see Trainer.restore."""
-        from trainer.saving.state import read_state
+        from trainer.saving.sample_file import read_scored
 
-        state = await asyncio.to_thread(read_state, Path(directory))
+        samples = await asyncio.to_thread(read_scored, Path(directory))
         async with self._gpus, self._weights:
-            await self._compute(self._learner.restore, state.step, state.tensors)
-            self._step, self._version = state.step, state.version
-        self._batcher.hold(state.samples)
-        return frozenset(sample.rollout.uid for sample in state.samples)
+            stamp = await self._compute(self._learner.restore, directory)
+            self._step, self._version = stamp.step, stamp.version
+        self._batcher.hold(samples)
+        return frozenset(sample.rollout.uid for sample in samples)
 
     async def scale_learning_rate(self, factor: float) -> None:
         """See Trainer.scale_learning_rate."""
         self._learner.lr_factor = factor
 
-    async def _scored(self, state: TrainerState, in_flight: frozenset[Uid]) -> list[Sample]:
+    async def _scored(self, captured: _Captured, in_flight: frozenset[Uid]) -> list[Sample]:
         """The scored samples of these uids that the batcher held or the queue has, by uid.
 
-        A sample with a token of a later version than the state's is left out: its prompt is in
+        A sample with a token of a later version than the captured one is left out: its prompt is in
         flight in the checkpoint and is sampled again at a resume.
         """
-        found = {sample.rollout.uid: sample for sample in state.samples}
+        found = {sample.rollout.uid: sample for sample in captured.samples}
         with suppress(StageError):  # the queue died: its samples are resampled at a resume
             async for samples in self._batcher.queued(in_flight - found.keys()):
                 found |= {sample.rollout.uid: sample for sample in samples}
@@ -197,7 +205,7 @@ class TrainerStage:
             sample
             for uid, sample in sorted(found.items())
             if uid in in_flight
-            and all(span.version <= state.version for span in sample.rollout.version_spans)
+            and all(span.version <= captured.version for span in sample.rollout.version_spans)
         ]
 
     # ── time sharing with teachers on the same GPU ─────────────────────────────────────────────

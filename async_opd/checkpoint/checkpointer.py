@@ -21,6 +21,7 @@ from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.stages import Captured, Trainer
+from async_opd.core.written_file import WrittenFile
 
 
 @dataclass(eq=False)
@@ -60,6 +61,7 @@ class Checkpointer:
         captured = await self.trainer.capture()
         cut = replace(cut_of(captured), files=self.sizes())
         self.metrics["checkpoint/capture_s"] = self.clock() - started
+        self.metrics["checkpoint/gib"] = captured.nbytes / (1 << 30)
         self._writing = asyncio.create_task(self._write(cut), name=f"checkpoint {cut.step}")
 
     async def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -86,8 +88,9 @@ class Checkpointer:
         try:
             async with asyncio.timeout(self.timeout_s):
                 part = await asyncio.to_thread(self.store.begin, cut.step)
-                await self.trainer.checkpoint(str(part), frozenset(cut.ledger.in_flight))
-                folder = await asyncio.to_thread(self._commit, part, cut)
+                in_flight = frozenset(cut.ledger.in_flight)
+                files = await self.trainer.checkpoint(str(part), in_flight)
+                folder = await asyncio.to_thread(self._commit, part, cut, files)
         except (OSError, StageError) as error:  # a timeout is an OSError
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
@@ -101,6 +104,6 @@ class Checkpointer:
         self.metrics["checkpoint/step"] = float(cut.step)
         self.notify(f"checkpoint of step {cut.step}: {folder}")
 
-    def _commit(self, part: Path, cut: Cut) -> Path:
+    def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()
-        return self.store.commit(part, cut, self.config)
+        return self.store.commit(part, cut, self.config, files)

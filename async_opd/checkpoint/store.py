@@ -1,7 +1,7 @@
 """Checkpoints on disk: a checkpoint is loaded only if it is complete and unchanged.
 
-    .step_N.partial/   the trainer writes its files, the driver cut.json, the manifest last
-          │ every file and folder is flushed to the disk (fsync)
+    .step_N.partial/   each rank of the trainer writes its file, the driver cut.json and, last,
+          │            the manifest; who writes a file flushes it to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
           │ the newest ``keep`` stay, and the one with the best evaluation
@@ -13,9 +13,8 @@ Calls block: callers use a thread. Files are JSON and safetensors; none is unpic
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,8 @@ from pydantic import TypeAdapter, ValidationError
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import EvaluatedSteps
 from async_opd.core.errors import CheckpointError
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import checksum, flush, written_file
 from async_opd.files.safe_open import (
     FOLDER_MODE,
     make_folder,
@@ -47,13 +48,7 @@ class Checkpoint:
     config: str
 
 
-@dataclass(frozen=True)
-class _Entry:
-    bytes: int
-    sha256: str
-
-
-_Manifest = TypeAdapter(dict[str, _Entry])
+_Manifest = TypeAdapter(dict[str, WrittenFile])
 _Cut = TypeAdapter(Cut)
 
 
@@ -75,20 +70,25 @@ class Checkpoints:
         part.mkdir(mode=FOLDER_MODE)
         return part
 
-    def commit(self, part: Path, cut: Cut, config: str) -> Path:
-        """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed."""
+    def commit(self, part: Path, cut: Cut, config: str, files: Mapping[str, WrittenFile]) -> Path:
+        """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed.
+
+        ``files`` are those that the trainer says to have written; any others are refused.
+        """
         target = self.folder / f"step_{cut.step}"
         if target.exists():  # a checkpoint of this step has the same weights: it stays
             remove_tree(part)
             return target
-        _write(part / CUT, _Cut.dump_json(cut))
-        _write(part / CONFIG, config.encode())
-        entries = {path.name: _entry(path) for path in sorted(part.iterdir())}
-        _write(part / MANIFEST, _Manifest.dump_json(entries, indent=1))
-        for path in (*part.iterdir(), part):
-            _sync(path)
+        _refuse_other_files(part, files)
+        manifest = {
+            **files,
+            CUT: _write(part / CUT, _Cut.dump_json(cut)),
+            CONFIG: _write(part / CONFIG, config.encode()),
+        }
+        _write(part / MANIFEST, _Manifest.dump_json(manifest, indent=1))
+        flush(part)
         part.rename(target)
-        _sync(self.folder)
+        flush(self.folder)
         best = self.best()
         for step in self.steps()[: -self.keep]:
             if step != best:
@@ -167,9 +167,11 @@ def load(folder: Path) -> Checkpoint:
         found = {path.name for path in folder.iterdir()} - {MANIFEST}
         if found != set(manifest):
             raise ValueError(f"files {sorted(found ^ set(manifest))} are missing or unexpected")
-        for name, entry in manifest.items():
-            if _entry(folder / name) != entry:
-                raise ValueError(f"{name} was changed or cut off")
+        with ThreadPoolExecutor(8) as reading:
+            read = reading.map(checksum, (folder / name for name in manifest))
+            for (name, file), now in zip(manifest.items(), read, strict=True):
+                if now != file:
+                    raise ValueError(f"{name} was changed or cut off")
         cut = _Cut.validate_json(read_bytes(folder / CUT))
         if folder.name != f"step_{cut.step}":
             raise ValueError(f"its {CUT} is of step {cut.step}")
@@ -188,21 +190,18 @@ def _steps(folder: Path) -> Iterator[int]:
             yield int(number)
 
 
-def _entry(path: Path) -> _Entry:
-    with open(path, "rb", opener=regular_file) as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return _Entry(file.tell(), digest)
+def _refuse_other_files(part: Path, files: Mapping[str, WrittenFile]) -> None:
+    """OSError if the folder has other files than these, or one of another size.
+
+    Each is looked up by its name: a shared directory may list another node's new files late.
+    """
+    wrong = sorted({path.name for path in part.iterdir()} - files.keys())
+    wrong += [name for name, file in files.items() if (part / name).stat().st_size != file.bytes]
+    if wrong:
+        raise OSError(f"{part} has other files than the trainer wrote: {wrong}")
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write(path: Path, content: bytes) -> WrittenFile:
     with open(path, "xb", opener=regular_file) as file:
         file.write(content)
-
-
-def _sync(path: Path) -> None:
-    """Flushes a file's bytes, or a folder's names, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    return written_file(path)

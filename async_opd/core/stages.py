@@ -19,6 +19,7 @@ from async_opd.core.batch import Batch
 from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
 from async_opd.core.uid import Uid
+from async_opd.core.written_file import WrittenFile
 
 TRAINER = "trainer"
 """The trainer's name, in errors; of several ranks the first one's."""
@@ -171,7 +172,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class Captured:
-    """A copy of the trainer's state is taken, after ``step`` steps.
+    """A copy of the trainer's state is taken, after ``step`` steps; it has ``nbytes``.
 
     ``trained`` and ``skipped`` are that last step's, as in its report: the answer with the report
     may have been lost.
@@ -180,6 +181,7 @@ class Captured:
     step: int
     trained: tuple[Header, ...]
     skipped: str = ""
+    nbytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -260,11 +262,15 @@ class Trainer(Protocol):
         """Copies the trainer's state after the current step; training may go on when it returns."""
         ...
 
-    async def checkpoint(self, directory: str, in_flight: frozenset[Uid]) -> None:
+    async def checkpoint(
+        self, directory: str, in_flight: frozenset[Uid]
+    ) -> Mapping[str, WrittenFile]:
         """Writes the last captured state, and the scored ones of the samples ``in_flight``.
 
-        Training goes on meanwhile. Raises CheckpointError.
+        Returns its files in the directory; each is flushed to the disk by the process that wrote
+        it. Training goes on meanwhile. Raises CheckpointError.
         """
+        ...
 
     async def restore(self, directory: str) -> frozenset[Uid]:
         """Loads a checkpoint. Returns the uids of its samples, which need no new rollout.

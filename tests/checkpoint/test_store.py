@@ -18,6 +18,8 @@ from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.core.row import Row
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import written_file
 
 
 def cut(step: int) -> Cut:
@@ -30,7 +32,8 @@ def written(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
     for step in steps:
         part = store.begin(step)
         (part / "trainer.safetensors").write_bytes(bytes(range(100)))
-        store.commit(part, cut(step), "{}")
+        files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
+        store.commit(part, cut(step), "{}", files)
     return store
 
 
@@ -121,6 +124,28 @@ def test_a_file_too_many_is_damage(tmp_path: Path) -> None:
     (tmp_path / "step_2" / "payload.pkl").write_bytes(b"")
     with pytest.raises(CheckpointError, match="missing or unexpected"):
         load(tmp_path / "step_2")
+
+
+@pytest.mark.parametrize(("name", "size"), [("of_nobody", 1), ("trainer.safetensors", 99)])
+def test_a_checkpoint_with_other_files_than_the_trainer_wrote_is_not_committed(
+    name: str, size: int, tmp_path: Path
+) -> None:
+    store = written(tmp_path, 2)
+    part = store.begin(4)
+    (part / "trainer.safetensors").write_bytes(bytes(range(100)))
+    files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
+    (part / name).write_bytes(bytes(size))
+    with pytest.raises(OSError, match=f"other files than the trainer wrote: .*{name}"):
+        store.commit(part, cut(4), "{}", files)
+    assert store.steps() == [2]
+
+
+def test_a_checkpoint_without_the_file_of_a_rank_is_not_committed(tmp_path: Path) -> None:
+    store = written(tmp_path, 2)
+    part = store.begin(4)
+    with pytest.raises(FileNotFoundError, match="trainer-1-of-2"):
+        store.commit(part, cut(4), "{}", {"trainer-1-of-2.safetensors": WrittenFile(1, "")})
+    assert store.steps() == [2]
 
 
 def test_a_checkpoint_under_another_step_is_damage(tmp_path: Path) -> None:

@@ -19,19 +19,23 @@ from async_opd import run as run_module
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import identity
-from async_opd.checkpoint.store import CONFIG, CUT, MANIFEST, Checkpoints, _entry, _Manifest
+from async_opd.checkpoint.store import CONFIG, CUT, MANIFEST, Checkpoints, _Manifest
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.core.errors import CheckpointError
+from async_opd.files.durable import checksum
 from async_opd.files.run_format import write_run_format
 from tests.conftest import make_sample
 from tests.fuzz.command import Said, bounded, command, good, written
 from tests.fuzz.conftest import examples
-from trainer.saving.state import SCORED_FILE, STATE_FILE, TrainerState, read_state, write_state
+from tests.trainer.test_shards import STAMP, halves, whole
+from trainer.saving.sample_file import SCORED_FILE, read_scored, write_scored
+from trainer.saving.shards import Shards, shard_name, write_shard
 
 pytestmark = pytest.mark.slow
 
-FILES = st.sampled_from([CUT, CONFIG, MANIFEST, STATE_FILE, SCORED_FILE])
+RANK_FILES = [shard_name(rank, 2) for rank in range(2)]
+FILES = st.sampled_from([CUT, CONFIG, MANIFEST, SCORED_FILE, *RANK_FILES])
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
     lambda inner: (
@@ -55,11 +59,20 @@ def pristine(folder: Path) -> Path:
     config = load_config(written(folder, good(folder)))
     store = Checkpoints(folder / "pristine" / "checkpoints", 2)
     part = store.begin(2)
-    tensors = {"model/weight": torch.arange(12.0).reshape(3, 4), "rng/cpu": torch.get_rng_state()}
-    write_state(part, TrainerState(2, 2, tensors, ()), [make_sample("0:0#0/0")])
+    weight = halves(torch.arange(12.0).reshape(3, 4))
+    files = {
+        name: write_shard(
+            part,
+            rank,
+            STAMP,
+            {"model/weight": weight[rank], f"rng/{rank}/cpu": whole(torch.get_rng_state())},
+        )
+        for rank, name in enumerate(RANK_FILES)
+    }
+    files[SCORED_FILE] = write_scored(part, [make_sample("0:0#0/0")])
     ledger = LedgerState(in_flight=("0:0#0/0",), trained=4)
     rows = preflight(config, "c.yaml", 0).train
-    store.commit(part, Cut(2, 2, 3, 5, ledger), identity(config, rows))
+    store.commit(part, Cut(2, 2, 3, 5, ledger), identity(config, rows), files)
     write_run_format(folder / "pristine")
     (folder / "pristine" / "metrics.jsonl").write_text(
         '{"step": 1, "time": 1.0, "loss/total": 1}\n'
@@ -105,7 +118,7 @@ def resumed(folder: Path, run_dir: Path) -> Said:
 
 def sealed(checkpoint: Path) -> None:
     """Makes the manifest fit the files again, as somebody could who wants to."""
-    files = {path.name: _entry(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
+    files = {path.name: checksum(path) for path in checkpoint.iterdir() if path.name != MANIFEST}
     (checkpoint / MANIFEST).write_bytes(_Manifest.dump_json(files))
 
 
@@ -221,7 +234,7 @@ def test_the_smallest_count_too_many_is_refused(
 
 @examples(40)
 @given(
-    name=st.sampled_from([STATE_FILE, SCORED_FILE]),
+    name=st.sampled_from([SCORED_FILE, *RANK_FILES]),
     at=st.integers(0, 3000),
     length=st.integers(0, 20),
     new=st.binary(max_size=20),
@@ -233,7 +246,10 @@ def test_the_trainers_files_are_read_as_they_were_written_or_refused(
     content = (checkpoint / name).read_bytes()
     (checkpoint / name).write_bytes(content[:at] + new + content[at + length :])
     with bounded(), contextlib.suppress(CheckpointError):
-        read_state(checkpoint)
+        read_scored(checkpoint)
+        shards = Shards(checkpoint)
+        for tensor in shards.names:
+            shards.read(tensor)
 
 
 LINES = st.lists(

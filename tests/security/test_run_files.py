@@ -63,7 +63,7 @@ def journals(run_dir: Path) -> None:
 
 def commits(run_dir: Path) -> Path:
     store = Checkpoints(run_dir / "checkpoints", 1)
-    return store.commit(store.begin(CUT.step), CUT, "{}")
+    return store.commit(store.begin(CUT.step), CUT, "{}", {})
 
 
 @pytest.fixture(autouse=True)

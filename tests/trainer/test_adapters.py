@@ -13,6 +13,7 @@ from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import LoraConfig, TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
+from tests.trainer.states import restore, state_of
 from tests.trainer.test_named_weights import mixture
 from trainer.learner import Learner
 from trainer.losses import build_objective
@@ -84,7 +85,7 @@ def test_only_adapters_have_moments() -> None:
     model = adapted()
     made = learner(model)
     made.train_batch(batch())
-    moments = {name.split("/")[1] for name in made.state() if name.startswith("optimizer/")}
+    moments = {name.split("/")[1] for name in state_of(made) if name.startswith("optimizer/")}
     assert moments == {name for name in values(model) if LORA in name}
 
 
@@ -164,11 +165,11 @@ def test_experts_and_routers_of_a_mixture_stay_frozen() -> None:
 def test_a_restored_student_goes_on_bit_for_bit_on_the_base_of_its_own_files() -> None:
     one = learner(adapted())
     one.train_batch(batch())
-    state = one.state()
+    state = state_of(one)
     one.train_batch(batch())
     assert [name for name in state if name.startswith("model/") and LORA not in name] == []
     two = learner(adapted())
-    two.restore(1, state)
+    restore(two, 1, state)
     two.train_batch(batch())
     own, other = values(one.model), values(two.model)
     assert [name for name in own if not torch.equal(own[name], other[name])] == []
@@ -176,7 +177,7 @@ def test_a_restored_student_goes_on_bit_for_bit_on_the_base_of_its_own_files() -
 
 def test_adapters_of_another_rank_are_refused() -> None:
     with pytest.raises(CheckpointError, match="another model"):
-        learner(adapted(LoraConfig(rank=2))).restore(1, learner(adapted()).state())
+        restore(learner(adapted(LoraConfig(rank=2))), 1, state_of(learner(adapted())))
 
 
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:

@@ -10,6 +10,7 @@ import torch
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
 from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.states import state_of
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
@@ -71,8 +72,8 @@ def test_a_tied_head_stays_tied() -> None:
 def test_the_state_of_an_offloaded_rank_is_its_state() -> None:
     made = learner()
     made.train_batch(BATCHES[0])
-    expected = made.state()
+    expected = state_of(made)
     made.offload()
-    found = made.state()
+    found = state_of(made)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -9,7 +9,7 @@ import pytest
 
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import WeightMeta
-from trainer.saving.state import TrainerState
+from trainer.saving.shards import Stamp
 from trainer.stage import TrainerStage
 
 
@@ -68,35 +68,41 @@ async def test_a_snapshot_is_taken_in_a_turn() -> None:
     assert learner.done == ["onload", "snapshot", "offload"]
 
 
-@pytest.mark.parametrize("what", ["capture", "save"])
-async def test_a_single_rank_copies_its_state_without_a_turn(what: str) -> None:
+async def test_a_single_rank_saves_the_model_without_a_turn() -> None:
     made, learner = stage()
-    await asyncio.wait_for(used(made, what), 5)
+    await asyncio.wait_for(made.save("model"), 5)
     assert "onload" not in learner.done
 
 
-@pytest.mark.parametrize("what", ["capture", "save"])
-async def test_several_ranks_gather_theirs_in_a_turn(what: str) -> None:
+async def test_several_ranks_gather_the_model_in_a_turn() -> None:
     ranks: Any = SeveralRanks()
     made, learner = stage(rank_group=ranks)
-    work = asyncio.create_task(used(made, what))
+    work = asyncio.create_task(made.save("model"))
     await asyncio.wait_for(made.wait_for_work("rollout"), 5)
     await asyncio.wait_for(made.take_turn("rollout"), 5)
     await asyncio.wait_for(work, 5)
     assert (learner.done[0], learner.done[-1], len(learner.done)) == ("onload", "offload", 3)
 
 
-async def used(made: TrainerStage, what: str) -> None:
-    if what == "capture":
-        await made.capture()
-    else:
-        await made.save("model")
+@pytest.mark.parametrize("given", [{}, {"rank_group": SeveralRanks()}], ids=["one", "several"])
+async def test_ranks_copy_their_state_without_a_turn(given: dict[str, Any]) -> None:
+    made, learner = stage(**given)
+    await asyncio.wait_for(made.capture(), 5)
+    assert learner.done == ["capture"]
+
+
+def restored(learner: Learner) -> Any:
+    def restore(folder: str) -> Stamp:
+        learner.done.append("restore")
+        return Stamp(1, 1, 1, "")
+
+    return restore
 
 
 async def test_a_restore_is_made_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     made, learner = stage()
-    found = TrainerState(1, 1, {}, ())
-    monkeypatch.setattr("trainer.saving.state.read_state", lambda folder: found)
+    monkeypatch.setattr("trainer.saving.sample_file.read_scored", lambda folder: ())
+    monkeypatch.setattr(made._learner, "restore", restored(learner))
     monkeypatch.setattr(made._batcher, "hold", lambda samples: None, raising=False)
     work = asyncio.create_task(made.restore("checkpoint"))
     await asyncio.wait_for(made.wait_for_work("rollout"), 5)

@@ -32,8 +32,13 @@ from tests.conftest import make_rollout, make_sample
 from tests.trainer.models import random_sample
 from tests.trainer.test_learner import learner
 from trainer.batcher import Batcher
-from trainer.saving.sample_file import read_samples, write_samples
-from trainer.saving.state import TrainerState, read_state, write_state
+from trainer.saving.sample_file import (
+    SCORED_FILE,
+    read_samples,
+    read_scored,
+    write_samples,
+    write_scored,
+)
 from trainer.stage import TrainerStage
 
 KEYS = (3, 4, 5)
@@ -113,7 +118,7 @@ async def test_a_sample_with_tokens_of_later_weights_is_left_out(tmp_path: Path)
     await queue.put(SCORED, Batch.pack([make_sample("a/0", version=1), make_sample("b/0")]))
     await made.capture()
     await made.checkpoint(str(tmp_path), frozenset(["a/0", "b/0"]))
-    assert [s.rollout.uid for s in read_state(tmp_path).samples] == ["b/0"]
+    assert [s.rollout.uid for s in read_scored(tmp_path)] == ["b/0"]
 
 
 async def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
@@ -133,36 +138,26 @@ async def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path: P
         await made.checkpoint(str(tmp_path / "missing"), frozenset())
 
 
-def test_a_file_that_is_no_checkpoint_is_a_checkpoint_error(tmp_path: Path) -> None:
-    (tmp_path / "trainer.safetensors").write_bytes(b"\x80\x04nonsense")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_state(tmp_path)
-
-
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+def file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("checkpoint")
-    tensors = {"rng/cpu": torch.zeros(2, dtype=torch.uint8)}
-    samples = [Sample(make_rollout("p/1", version=3), kind) for kind in scores()]
-    write_state(folder, TrainerState(1, 2, tensors, ()), samples)
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    write_scored(folder, [Sample(make_rollout("p/1", version=3), kind) for kind in scores()])
+    return (folder / SCORED_FILE).read_bytes()
 
 
 @given(data=st.data())
-def test_whatever_is_in_the_files_it_is_read_or_a_checkpoint_error(
-    files: dict[str, bytes], data: st.DataObject
+def test_whatever_is_in_the_file_it_is_read_or_a_checkpoint_error(
+    file: bytes, data: st.DataObject
 ) -> None:
-    name = data.draw(st.sampled_from(sorted(files)))
-    content = bytearray(files[name])
+    content = bytearray(file)
     for at in data.draw(st.lists(st.integers(0, len(content) - 1), max_size=3)):
         content[at] = data.draw(st.integers(0, 255))
     for old, new in data.draw(st.lists(st.sampled_from(LIES), max_size=2)):
         content = content.replace(old, new)  # of the same length: the header stays one
     with tempfile.TemporaryDirectory() as folder:
-        for other, original in files.items():
-            (Path(folder) / other).write_bytes(bytes(content) if other == name else original)
+        (Path(folder) / SCORED_FILE).write_bytes(bytes(content))
         with suppress(CheckpointError):
-            read_state(Path(folder))
+            read_scored(Path(folder))
 
 
 LIES = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -47,10 +47,19 @@ class Batcher:
 
     def hold(self, samples: Any) -> None: ...
 
+    async def queued(self, uids: Any) -> AsyncIterator[Any]:
+        return
+        yield
+
 
 async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
     """The threads of a stage's learner, and those of its publisher, after a call of everything."""
-    learner: Any = Threads(train_batch=SimpleNamespace(metrics={}, skipped="", notes=()), state={})
+    learner: Any = Threads(
+        train_batch=SimpleNamespace(metrics={}, skipped="", notes=()),
+        capture=0,
+        write={},
+        restore=SimpleNamespace(step=1, version=1),
+    )
     publisher: Any = Threads()
     batcher: Any = Batcher()
     stage = TrainerStage(learner, publisher, batcher, max_version_lag=None, model_dir="")
@@ -59,15 +68,15 @@ async def used(tmp_path: Path) -> tuple[dict[str, int], dict[str, int]]:
         await asyncio.gather(stage.connect(0), stage.step(), stage.snapshot(step), stage.sleep())
         await asyncio.gather(stage.send(0), stage.capture(), stage.save(str(tmp_path)))
         await stage.wake()
-    state = SimpleNamespace(step=1, version=1, tensors={}, samples=[])
-    with patch("trainer.saving.state.read_state", lambda _: state):
-        await stage.restore(str(tmp_path))
+    await stage.checkpoint(str(tmp_path), frozenset())
+    await stage.restore(str(tmp_path))
     return learner.seen, publisher.seen
 
 
 async def test_all_training_runs_on_one_thread_and_all_sending_on_another(tmp_path: Path) -> None:
     trains, sends = await used(tmp_path)
-    assert {"train_batch", "state", "save", "restore", "free_cache"} == trains.keys()
+    assert trains.pop("write") not in trains.values()  # beside training
+    assert {"train_batch", "capture", "save", "restore", "free_cache"} == trains.keys()
     threads = {*trains.values(), sends.pop("snapshot")}
     assert len(threads) == 1
     assert sends.keys() == {"open", "connect", "send"}

@@ -15,13 +15,20 @@ from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from async_opd.core.errors import CheckpointError
 from async_opd.core.samples import Prompt, Rollout, Sample, Scores, VersionSpan
 from async_opd.core.sequence import Span
+from async_opd.core.stages import TRAINER
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import written_file
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+SCORED_FILE = "scored.safetensors"
+FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
+"""Errors of reading a safetensors file that ``write_samples`` did not write."""
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
 NOT_STORED = ("prompt", "row", "spans", "version_spans")
 """Fields stored on their own, and ``row``, which only graders read: a scored sample is graded."""
@@ -40,6 +47,24 @@ def read_samples(path: Path) -> list[Sample]:
         entries = json.loads(file.metadata()["samples"])
         arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return [_decode(entry, f"{index}/", arrays) for index, entry in enumerate(entries)]
+
+
+def write_scored(folder: Path, samples: Sequence[Sample]) -> WrittenFile:
+    """Writes a checkpoint's samples to the disk. CheckpointError if they cannot be written."""
+    try:
+        write_samples(folder / SCORED_FILE, samples)
+        return written_file(folder / SCORED_FILE)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(TRAINER, f"{folder} cannot be written: {error}") from error
+
+
+def read_scored(folder: Path) -> tuple[Sample, ...]:
+    """A checkpoint's samples. CheckpointError if ``write_scored`` did not write them."""
+    try:
+        return tuple(read_samples(folder / SCORED_FILE))
+    except (OSError, SafetensorError, *FORMAT_ERRORS) as error:
+        cause = f"{folder / SCORED_FILE} cannot be read: {type(error).__name__}: {error}"
+        raise CheckpointError(TRAINER, cause) from error
 
 
 def _encode(sample: Sample, prefix: str, arrays: Arrays) -> dict[str, Any]:

@@ -1,126 +1,67 @@
-"""The trainer's part of a checkpoint: two safetensors files; reading them unpickles nothing.
+"""A rank's part of the trainer's state: copied out between two steps, written and read by shards.
 
-    trainer.safetensors   model/<parameter> · optimizer/<parameter>/<moment> · rng/<device>
-                          and in its metadata the optimizer step and the weight version
-    scored.safetensors    samples that are scored and not trained, with their teachers' scores
+    model/<parameter> · optimizer/<parameter>/<moment> · rng/<rank>/<device>
 
-Learning rates are a function of the step (``trainer.schedule``): there is no schedule to store.
+Every rank copies and reads its own parts only (``trainer.saving.shards`` says in which files they
+are), and nothing here communicates. A parameter that is not trained is not stored: it is what
+``student.model`` holds. Learning rates are a function of the step (``trainer.schedule``): there is
+no schedule to store.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from async_opd.core.errors import CheckpointError
-from async_opd.core.samples import Sample
-from trainer.saving.sample_file import read_samples, write_samples
-from trainer.student.sharding import full_tensor, shard_like
+from async_opd.core.stages import TRAINER
+from trainer.saving.shards import Part, Parts, Shards
+from trainer.student.slices import own_part, own_slices
 
 Tensors = dict[str, torch.Tensor]
-FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
-"""Errors of reading a safetensors file that ``write_state`` did not write."""
-STATE_FILE, SCORED_FILE = "trainer.safetensors", "scored.safetensors"
 
 
-@dataclass(frozen=True)
-class TrainerState:
-    """A copy of the trainer's state in host memory; later steps do not change it."""
+def copy_parts(model: Any, optimizer: torch.optim.Optimizer, rank: int = 0) -> Parts:
+    """Copies in host memory of this rank's parts of parameters, buffers and moments.
 
-    step: int
-    version: int
-    tensors: Tensors
-    samples: tuple[Sample, ...]
-
-
-def copy_state(model: Any, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Parameters, persistent buffers, optimizer moments and random states, copied to the host.
-
-    All are full tensors, so that any number of ranks can load them. If the model is sharded, every
-    other rank gathers its ``training_state`` meanwhile.
+    A part that several ranks have is in the copy of one of them. Every rank adds its random states.
     """
-    tensors = {
-        name: full_tensor(tensor.detach()).to("cpu", copy=True).contiguous()
-        for name, tensor in training_state(model, optimizer)
-    }
-    tensors["rng/cpu"] = torch.get_rng_state()
-    if next(model.parameters()).is_cuda:
-        tensors["rng/cuda"] = torch.cuda.get_rng_state()
-    return tensors
+    parts = {}
+    for name, tensor in training_state(model, optimizer):
+        own = own_part(tensor.detach())
+        if _writes(tensor, rank) and (own.numel() or own.shape == tensor.shape):
+            copy = own.to("cpu", copy=True).contiguous()
+            parts[name] = Part(copy, own_slices(tensor), tuple(tensor.shape))
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states["cuda"] = torch.cuda.get_rng_state()
+    for device, state in states.items():
+        parts[f"rng/{rank}/{device}"] = Part(state, own_slices(state), tuple(state.shape))
+    return parts
 
 
-def load_state(model: Any, optimizer: torch.optim.Optimizer, tensors: Tensors) -> None:
-    """Writes the tensors of ``copy_state`` into model, optimizer and random generators, in place.
+def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, rank: int = 0) -> None:
+    """Reads this rank's parts into model, optimizer and random generators, in place.
 
-    Of a sharded model every other rank calls it meanwhile, with the ``state_shapes`` of rank 0's
-    tensors. CheckpointError, with up to five names, for tensors of another model.
+    A rank that the checkpoint has no random state of keeps the one it has. CheckpointError, with up
+    to five names, for tensors of another model.
     """
     own = dict(stored_state(model))
-    stored = {name.removeprefix("model/") for name in tensors if name.startswith("model/")}
-    wrong = sorted(stored ^ set(own)) or [
-        name for name, tensor in own.items() if tensor.shape != tensors[f"model/{name}"].shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            "trainer",
-            f"the checkpoint is of another model: {wrong[:5]} are missing, unknown or of another "
-            "shape",
-            "resume with the student.model and train.lora that the checkpoint was written with",
-        )
+    _refuse_other_model(own, shards)
     with torch.no_grad():
         for name, tensor in own.items():
-            tensor.copy_(shard_like(tensors[f"model/{name}"], tensor))
+            own_part(tensor).copy_(shards.read(f"model/{name}", own_slices(tensor)))
+    optimizer.state.clear()
     for name, parameter in model.named_parameters():
         prefix = f"optimizer/{name}/"
-        moments = {key.removeprefix(prefix): key for key in tensors if key.startswith(prefix)}
+        moments = sorted(key for key in shards.names if key.startswith(prefix))
         if moments:
             optimizer.state[parameter] = {
-                moment: shard_like(tensors[key], parameter)
-                if tensors[key].ndim
-                else tensors[key].to(parameter.device, copy=True)
-                for moment, key in sorted(moments.items())
+                key.removeprefix(prefix): _moment(shards, key, parameter) for key in moments
             }
-    torch.set_rng_state(tensors["rng/cpu"])
-    if "rng/cuda" in tensors and next(model.parameters()).is_cuda:
-        torch.cuda.set_rng_state(tensors["rng/cuda"])
-
-
-def state_shapes(model: Any, tensors: Tensors) -> Tensors:
-    """What ranks 1 … N-1 give to ``load_state``: sharded tensors on ``meta``, the others whole."""
-    parts = {f"model/{name}" for name, _ in model.named_parameters()}
-    return {
-        name: t.to("meta") if t.ndim and (name in parts or name.startswith("optimizer/")) else t
-        for name, t in tensors.items()
-    }
-
-
-def write_state(folder: Path, state: TrainerState, samples: Sequence[Sample]) -> None:
-    """Writes both files. CheckpointError if they cannot be written."""
-    numbers = {"step": str(state.step), "version": str(state.version)}
-    try:
-        save_file(state.tensors, folder / STATE_FILE, metadata=numbers)
-        write_samples(folder / SCORED_FILE, samples)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError("trainer", f"{folder} cannot be written: {error}") from error
-
-
-def read_state(folder: Path) -> TrainerState:
-    """Reads both files. CheckpointError if ``write_state`` did not write them."""
-    try:
-        with safe_open(folder / STATE_FILE, "pt") as file:
-            numbers = file.metadata()
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        samples = tuple(read_samples(folder / SCORED_FILE))
-        return TrainerState(int(numbers["step"]), int(numbers["version"]), tensors, samples)
-    except (OSError, SafetensorError, *FORMAT_ERRORS) as error:
-        kind = type(error).__name__
-        raise CheckpointError("trainer", f"{folder} cannot be read: {kind}: {error}") from error
+    _load_random_states(shards, rank)
 
 
 def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -147,3 +88,51 @@ def model_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     yield from model.named_parameters()
     persistent = model.state_dict(keep_vars=True)
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in persistent)
+
+
+def _writes(tensor: Any, rank: int) -> bool:
+    """Whether this rank is the one that writes its part: of copies in several ranks, the first."""
+    if not hasattr(tensor, "device_mesh"):
+        return rank == 0
+    places = zip(tensor.device_mesh.get_coordinate(), tensor.placements, strict=True)
+    return all(at == 0 for at, placement in places if placement.is_replicate())
+
+
+def _refuse_other_model(own: Tensors, shards: Shards) -> None:
+    stored = {name.removeprefix("model/") for name in shards.names if name.startswith("model/")}
+    wrong = sorted(stored ^ own.keys()) or [
+        name for name, tensor in own.items() if not shards.fits(f"model/{name}", tensor)
+    ]
+    if wrong:
+        raise CheckpointError(
+            TRAINER,
+            f"the checkpoint is of another model: {wrong[:5]} are missing, unknown or of another "
+            "shape or type",
+            "resume with the student.model and train.lora that the checkpoint was written with",
+        )
+
+
+def _moment(shards: Shards, key: str, parameter: Any) -> torch.Tensor:
+    """A moment of the parameter, sharded by rows as the parameter is; a number is whole."""
+    shape = shards.shape(key)
+    if not shape or own_part(parameter) is parameter:
+        return shards.read(key).to(parameter.device, copy=True)
+    part = shards.read(key, own_slices(parameter, shape)).to(parameter.device, copy=True)
+    from torch.distributed.tensor import DTensor
+
+    stride = torch.empty(shape, device="meta").stride()
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def _load_random_states(shards: Shards, rank: int) -> None:
+    """``rng/<device>`` is the state that all ranks had in checkpoints of earlier versions."""
+    setters = {"cpu": torch.set_rng_state}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        setters["cuda"] = torch.cuda.set_rng_state
+    for device, set_state in setters.items():
+        found = shards.names & {f"rng/{rank}/{device}", f"rng/{device}"}
+        for name in found:
+            set_state(shards.read(name))

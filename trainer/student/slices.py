@@ -14,18 +14,19 @@ import torch
 from trainer.student.sharding import is_sharded
 
 
-def own_slices(tensor: torch.Tensor) -> tuple[slice, ...]:
+def own_slices(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tuple[slice, ...]:
     """The part of the full tensor in this rank, one slice a dimension; empty ones hold nothing.
 
+    ``shape`` is that of another full tensor, which is sharded as this one; by default its own.
     Over a mesh with a dimension that replicates, several ranks have the same part.
     """
     if not is_sharded(tensor):
-        return tuple(slice(0, size) for size in tensor.shape)
+        return tuple(slice(0, size) for size in shape or tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     sharded: Any = tensor
     sizes, starts = compute_local_shape_and_global_offset(
-        tensor.shape, sharded.device_mesh, sharded.placements
+        shape or tensor.shape, sharded.device_mesh, sharded.placements
     )
     return tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))
 

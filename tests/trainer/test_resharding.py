@@ -1,0 +1,217 @@
+"""Checkpoints of two ranks, one and three: each writes its share, any number goes on from it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from async_opd.core.errors import CheckpointError
+from benchmarks.local_ranks import in_processes
+from tests.trainer.models import random_sample, tiny_model
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Follower, Rank
+from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard
+from trainer.saving.state import copy_parts, load_parts
+from trainer.student.sharding import join_mesh
+
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
+BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2])]
+
+
+def rank(spec: RankSpec | None, seed: int = 0) -> Rank:
+    mesh = None if spec is None else join_mesh(spec, CPU)
+    return Rank(tiny_model(seed), build_objective(ForwardKLConfig()), TRAIN, CPU, mesh=mesh)
+
+
+def written(learner: Learner, folder: Path) -> Path:
+    """A checkpoint of the learner; no rank may gather a tensor."""
+    folder.mkdir()
+    with patch("torch.distributed.tensor.DTensor.full_tensor", side_effect=AssertionError):
+        learner.capture(version=0)
+        learner.write(str(folder))
+    return folder
+
+
+def replicated_parts(spec: RankSpec, folder: Path) -> None:
+    """Notes which tensors of a module this rank writes, if its parts are copies of another's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    module = torch.nn.Linear(4, 6)
+    copies = init_device_mesh("cpu", (spec.ranks, 1), mesh_dim_names=("replicate", "shard"))
+    fully_shard(module, mesh=copies)
+    optimizer = torch.optim.AdamW(module.parameters())
+    parts = copy_parts(module, optimizer, spec.rank)
+    (folder / f"parts of {spec.rank}").write_text(" ".join(sorted(parts)))
+
+
+def trained_by_two(folder: Path) -> str:
+    """Two ranks make a step and write it; returns the fault of a write that rank 1 cannot do."""
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> str:
+        assert spec is not None
+        learner = Learner(rank(spec), rank_group=rank_group)
+        replicated_parts(spec, folder)
+        learner.train_batch(BATCH)
+        written(learner, folder / "two")
+        (folder / "full" / shard_name(1, 2)).mkdir(parents=True)
+        learner.capture(version=0)
+        with pytest.raises(CheckpointError) as error:
+            learner.write(str(folder / "full"))
+        learner.train_batch(BATCH)  # the ranks are in step
+        written(learner, folder / "two, a step later")
+        return error.value.cause
+
+    def follow(spec: RankSpec) -> Follower:
+        made = Follower(rank(spec))
+        replicated_parts(spec, folder)
+        return made
+
+    return in_processes(2, lead, follow, 120)  # type: ignore[no-any-return]
+
+
+def continued_by_three(folder: Path) -> None:
+    """Three ranks read what one wrote, write it, make a step and write that."""
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
+        learner = Learner(rank(spec, seed=3), rank_group=rank_group)
+        learner.restore(str(folder / "one"))
+        written(learner, folder / "three")
+        learner.train_batch(BATCH)
+        written(learner, folder / "three, a step later")
+
+    in_processes(3, lead, lambda spec: Follower(rank(spec, seed=3)), 120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of two ranks, of one that goes on from it, and of three that go on from that."""
+    folder = tmp_path_factory.mktemp("resharding")
+    (folder / "fault").write_text(trained_by_two(folder))
+    alone = Learner(rank(None, seed=5))
+    alone.restore(str(folder / "two"))
+    written(alone, folder / "one")
+    continued_by_three(folder)
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    shards = Shards(folder)
+    return {name: shards.read(name) for name in shards.names if not name.startswith("rng/")}
+
+
+@pytest.mark.parametrize("ranks", ["one", "three"])
+def test_weights_and_moments_are_bit_for_bit_those_of_two_ranks(folder: Path, ranks: str) -> None:
+    two, others = tensors(folder / "two"), tensors(folder / ranks)
+    assert others.keys() == two.keys()
+    assert [name for name, tensor in two.items() if not torch.equal(tensor, others[name])] == []
+    assert any(name.endswith("/exp_avg_sq") and tensor.any() for name, tensor in two.items())
+
+
+def test_three_ranks_make_the_step_that_two_would_have_made(folder: Path) -> None:
+    two, three = tensors(folder / "two, a step later"), tensors(folder / "three, a step later")
+    assert all(torch.allclose(two[name], tensor, atol=1e-5) for name, tensor in three.items())
+    assert Shards(folder / "three, a step later").stamp.step == 2
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3)])
+def test_each_rank_writes_its_share(folder: Path, name: str, ranks: int) -> None:
+    files = [(folder / name / shard_name(at, ranks)).stat().st_size for at in range(ranks)]
+    assert max(files) < 1.2 * (folder / "one" / shard_name(0, 1)).stat().st_size / ranks + 20_000
+
+
+def test_what_several_ranks_have_is_written_by_one_of_them(folder: Path) -> None:
+    first, second = ((folder / f"parts of {at}").read_text() for at in range(2))
+    assert first == "model/bias model/weight rng/0/cpu"
+    assert second == "rng/1/cpu"
+
+
+def test_a_rank_that_cannot_write_is_named_and_training_goes_on(folder: Path) -> None:
+    fault = (folder / "fault").read_text()
+    assert f"{folder}/full/{shard_name(1, 2)} cannot be written" in fault
+    assert (folder / "two, a step later").exists()
+
+
+def stored(folder: Path, model: Any, optimizer: Any, rank: int = 0) -> Shards:
+    write_shard(folder, rank, Stamp(1, 1, 1, ""), copy_parts(model, optimizer, rank))
+    return Shards(folder)
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([one for one in model.parameters() if one.requires_grad])
+
+
+def test_a_parameter_that_is_not_trained_is_not_stored(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 3)
+    model.weight.requires_grad_(False)
+    shards = stored(tmp_path, model, adamw(model))
+    assert shards.names == {"model/bias", "rng/0/cpu"}
+    other = torch.nn.Linear(2, 3)
+    other.weight.requires_grad_(False)
+    before = other.weight.clone()
+    load_parts(other, adamw(other), shards)
+    assert torch.equal(other.bias, model.bias)
+    assert torch.equal(other.weight, before)
+
+
+@pytest.mark.parametrize(("rank", "its"), [(0, True), (1, False)])
+def test_a_rank_goes_on_with_its_random_state_and_a_new_one_keeps_its_own(
+    rank: int, its: bool, tmp_path: Path
+) -> None:
+    model = torch.nn.Linear(2, 3)
+    torch.manual_seed(1)
+    shards = stored(tmp_path, model, adamw(model))
+    drawn = torch.rand(3)
+    torch.manual_seed(2)
+    own = torch.rand(3)
+    torch.manual_seed(2)
+    load_parts(model, adamw(model), shards, rank)
+    assert torch.equal(torch.rand(3), drawn if its else own)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: setattr(model, "bias", None),
+        lambda model: setattr(model, "bias", torch.nn.Parameter(torch.zeros(4))),
+        lambda model: setattr(model, "bias", torch.nn.Parameter(torch.zeros(3).bfloat16())),
+    ],
+    ids=["a parameter less", "another shape", "another type"],
+)
+def test_a_state_of_another_model_is_refused(change: Any, tmp_path: Path) -> None:
+    shards = stored(tmp_path, torch.nn.Linear(2, 3), adamw(torch.nn.Linear(2, 3)))
+    other = torch.nn.Linear(2, 3)
+    change(other)
+    with pytest.raises(CheckpointError, match=r"of another model: \['bias'\]"):
+        load_parts(other, adamw(other), shards)
+
+
+def test_the_single_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    optimizer = adamw(model)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    parts: dict[str, Part] = dict(copy_parts(model, optimizer))
+    names = {"rng/0/cpu": "rng/cpu"}
+    save_file(
+        {names.get(name, name): part.tensor for name, part in parts.items()},
+        tmp_path / "trainer.safetensors",
+        metadata={"step": "1", "version": "1"},
+    )
+    again = adamw(other)
+    load_parts(other, again, Shards(tmp_path), rank=1)
+    assert torch.equal(other.weight, model.weight)
+    for key, value in optimizer.state[model.weight].items():
+        assert torch.equal(again.state[other.weight][key], value)
