@@ -175,10 +175,12 @@ class Learner:
         """
         ranks = self._rank_group.ranks
         some = [i for i, s in enumerate(samples) if ranks == 1 or len(s.rollout.response_ids)]
-        lengths = [samples[i].rollout.tokens for i in some]
+        rollouts = [samples[i].rollout for i in some]
+        lengths = [rollout.tokens for rollout in rollouts]
+        costs = [self._rank.cost(r.tokens, len(r.response_ids)) for r in rollouts]
         return [
             [_micro_batch(samples, token_weights, [some[i] for i in group]) for group in groups]
-            for groups in assign_micro_batches(lengths, self._row_tokens, ranks)
+            for groups in assign_micro_batches(lengths, self._row_tokens, ranks, costs)
         ]
 
     def _skip(self, fault: str, samples: Sequence[Sample]) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
@@ -152,6 +152,15 @@ class Rank:
         reports = tuple(map(self._backward, given))
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(reports, float(full_tensor(norm)))
+
+    def cost(self, tokens: int, response: int) -> float:
+        """Model FLOPs of a sample: a part linear in its tokens, and attention's, quadratic in them.
+
+        Without the latter where attention computes whole packed rows, whatever is in them.
+        """
+        dense = self.model.config._attn_implementation in ("sdpa", "eager")
+        size = replace(self.size, windows=()) if dense else self.size
+        return size.training_flops([tokens], [response])
 
     def apply(self, rate: float | None) -> MemoryUse | None:
         """Makes one optimizer step at this learning rate, none for None; frees the gradients.
