@@ -16,34 +16,37 @@ from tests.rollouter.test_student_engine import perturb, world
 pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("engines_fork")]
 
 
-def mixture() -> Any:
-    """Four experts in its second layer, and a router that corrects its scores by a buffer."""
+SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "num_experts_per_tok": 2,
+    "initializer_range": 0.3,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "max_position_embeddings": 256,
+}
+
+
+def mixture(name: str) -> Any:
+    """Four experts in its second layer; Glm4Moe's router corrects its scores by a buffer."""
     import torch
-    from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+    import transformers
 
     torch.manual_seed(0)
     student = json.loads((QUICKSTART / "models" / "student" / "config.json").read_text())
-    config = Glm4MoeConfig(
-        vocab_size=student["vocab_size"],
-        hidden_size=64,
-        intermediate_size=96,
-        moe_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        initializer_range=0.3,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        max_position_embeddings=256,
+    own: dict[str, Any] = {"mlp_only_layers": [0], "num_experts": 4, "norm_topk_prob": True}
+    if name == "Glm4Moe":
+        own = {"first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1}
+    config = getattr(transformers, f"{name}Config")(
+        vocab_size=student["vocab_size"], **SIZES, **own
     )
-    return Glm4MoeForCausalLM(config)
+    return getattr(transformers, f"{name}ForCausalLM")(config)
 
 
 async def distances(path: Path) -> dict[str, float]:
@@ -59,6 +62,8 @@ async def distances(path: Path) -> dict[str, float]:
             perturb(parameter)
         await w.push()
         found["weights"] = await w.error()
+        if type(w.model).__name__ != "Glm4MoeForCausalLM":
+            return found
         gate = w.model.model.layers[1].mlp.gate
         gate.e_score_correction_bias.data += torch.tensor([3.0, -2.0, 1.0, 0.0])
         found["before the buffer"] = await w.error()
@@ -67,12 +72,21 @@ async def distances(path: Path) -> dict[str, float]:
     return found
 
 
-@pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    path = tmp_path_factory.mktemp("mixture")
-    mixture().save_pretrained(path)
+def measured(name: str, path: Path) -> dict[str, float]:
+    """The distances of a family."""
+    mixture(name).save_pretrained(path)
     shutil.copy(QUICKSTART / "models" / "student" / "tokenizer.json", path)
     return asyncio.run(distances(path))
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
+    return measured("Glm4Moe", tmp_path_factory.mktemp("mixture"))
+
+
+def test_a_qwen3_mixture_generates_with_the_experts_that_it_received(tmp_path: Path) -> None:
+    """One model.layers.<l>.mlp.experts.<e>.<kind>_proj each, as its checkpoint names them."""
+    assert measured("Qwen3Moe", tmp_path)["weights"] < 1e-4
 
 
 def test_a_mixture_generates_with_the_experts_that_it_received(seen: dict[str, float]) -> None:

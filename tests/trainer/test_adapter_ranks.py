@@ -27,6 +27,7 @@ RANKS, CPU = 2, torch.device("cpu")
 LORA_5 = LoraConfig(rank=5, alpha=10)
 """Two ranks divide five rows of A unequally."""
 SIZES = [5, 1, 9, 3, 0, 7, 2]
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def rank_of(spec: RankSpec | None, dtype: str) -> Rank:
@@ -106,3 +107,32 @@ def test_the_model_that_two_ranks_save_is_merged(both: Any) -> None:
     assert saved.keys() == two["again"].keys()
     assert all(torch.allclose(saved[n].float(), two["again"][n]) for n in saved)
     assert (folder / "model" / "adapter" / "adapter_model.safetensors").exists()
+
+
+def test_ranks_that_read_their_own_weights_have_the_same_adapters_and_the_base(
+    tmp_path: Path,
+) -> None:
+    """The student is made on meta and sharded there, its adapters are not."""
+    from safetensors.torch import load_file
+
+    from async_opd.config.load import load_config
+    from trainer.build import build_rank
+
+    config = load_config(EXAMPLES / "lora.yaml", [])
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
+        learner = Learner(build_rank(config, "cpu", spec), rank_group=rank_group)
+        found = {"weights": dict(learner.named_weights()), "state": learner.state()}
+        torch.save(found, tmp_path / "found.pt")
+
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(build_rank(config, "cpu", spec))
+
+    in_processes(RANKS, lead, follow, 120)
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    stored = load_file(EXAMPLES / "quickstart" / "models" / "student" / "model.safetensors")
+    assert found["weights"].keys() == stored.keys()
+    assert all(torch.equal(found["weights"][name], stored[name].float()) for name in stored)
+    alone = dict(build_rank(config, "cpu", None).model.named_parameters())
+    adapters = {n.removeprefix("model/"): t for n, t in found["state"].items() if LORA in n}
+    assert all(torch.equal(alone[name], adapter) for name, adapter in adapters.items())

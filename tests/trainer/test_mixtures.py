@@ -1,0 +1,96 @@
+"""Mixtures of experts in transformers' own form: one rank and two train them alike."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from benchmarks.local_ranks import in_processes
+from tests.trainer.families import made
+from tests.trainer.models import random_sample
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.rank import Follower, Rank
+from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.student.check import check_rank, check_student
+from trainer.student.sharding import join_mesh
+
+RANKS, CPU = 2, torch.device("cpu")
+BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 0, 7, 2])]
+
+
+def mixture(**settings: Any) -> Any:
+    """A Qwen3-MoE with a dense layer and one of three experts, which two ranks divide unequally."""
+    sizes = {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+    return made(
+        "Qwen3Moe", head_dim=16, mlp_only_layers=[0], norm_topk_prob=True, **sizes, **settings
+    )
+
+
+def rank_of(spec: RankSpec | None, tokens: int = 16, **settings: Any) -> Rank:
+    train = TrainConfig(lr=1e-2, warmup_steps=0, tokens_per_micro_batch=tokens, dtype="float32")
+    mesh = None if spec is None else join_mesh(spec, CPU)
+    model = mixture(**settings)
+    return Rank(model, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+
+
+def found_by(learner: Learner) -> dict[str, Any]:
+    """Metrics of two steps, and the weights that engines get after them."""
+    metrics = [learner.train_batch(BATCH).metrics for _ in range(2)]
+    return {"metrics": metrics, "weights": dict(learner.named_weights())}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    return found_by(Learner(rank_of(None), rank_group=SINGLE_RANK))
+
+
+@pytest.mark.slow
+def test_two_ranks_train_a_mixture_as_one_does(alone: dict[str, Any], tmp_path: Path) -> None:
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
+        rank = rank_of(spec)
+        check_rank(rank, check_student(mixture()))
+        torch.save(found_by(Learner(rank, rank_group=rank_group)), tmp_path / "found.pt")
+
+    def follow(spec: RankSpec) -> Follower:
+        rank = rank_of(spec)
+        check_rank(rank, check_student(mixture()))
+        return Follower(rank)
+
+    in_processes(RANKS, lead, follow, 120)
+    found = torch.load(tmp_path / "found.pt", weights_only=True)
+    for two, one in zip(found["metrics"], alone["metrics"], strict=True):
+        assert two["loss/total"] == pytest.approx(one["loss/total"], rel=1e-4)
+        assert two["train/grad_norm"] == pytest.approx(one["train/grad_norm"], rel=1e-4)
+    assert list(found["weights"]) == list(alone["weights"])
+    for name, weight in alone["weights"].items():
+        assert torch.allclose(found["weights"][name], weight, atol=1e-5), name
+
+
+def test_a_step_changes_experts_and_routers(alone: dict[str, Any]) -> None:
+    before = dict(Learner(rank_of(None)).named_weights())
+    part = "model.layers.1.mlp"
+    names = [f"{part}.experts.{i}.{m}_proj" for i in range(3) for m in ("gate", "up", "down")]
+    for name in [f"{part}.gate", *names]:
+        assert not torch.equal(alone["weights"][f"{name}.weight"], before[f"{name}.weight"]), name
+
+
+def test_a_step_does_not_depend_on_the_split_into_micro_batches(alone: dict[str, Any]) -> None:
+    whole = found_by(Learner(rank_of(None, tokens=10**6)))
+    for name, weight in alone["weights"].items():
+        assert torch.allclose(whole["weights"][name], weight, atol=1e-5), name
+
+
+def test_the_routers_balance_is_no_part_of_the_loss(alone: dict[str, Any]) -> None:
+    """Even of a model whose config asks for it: the objective is distillation, and no other."""
+    asking = {"output_router_logits": True, "router_aux_loss_coef": 10.0}
+    found = found_by(Learner(rank_of(None, **asking)))
+    assert found["metrics"][0]["loss/total"] == alone["metrics"][0]["loss/total"]
+    for name, weight in alone["weights"].items():
+        assert torch.equal(found["weights"][name], weight), name
