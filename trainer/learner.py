@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
@@ -38,7 +39,7 @@ from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, MicroBatch, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.saving.captured import all_written
-from trainer.saving.export import save_model
+from trainer.saving.export import export_dtype, save_model
 from trainer.saving.shards import Stamp
 from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
@@ -268,10 +269,21 @@ class Learner:
         return stamp
 
     def save(self, source: str, directory: str) -> None:
-        """Writes the student in Hugging Face format; see ``trainer.saving.export``."""
-        with self._dispatched("join_gather", "full_state"):
-            full_state = self._rank.full_state()
-        save_model(self.model, source, directory, full_state)
+        """Writes the student in Hugging Face format; see ``trainer.saving.export``.
+
+        OSError or SafetensorError if a file cannot be written: the ranks stay in step.
+        """
+        dtype, fault = export_dtype(self._train.export_dtype, source), None
+        with self._dispatched("join_gather", "exported", dtype):
+            weights = self._rank.exported(dtype)
+            try:
+                save_model(self.model, source, directory, weights, dtype)
+            except (OSError, SafetensorError) as error:
+                fault = error
+                for _ in weights:  # the other ranks join every gather
+                    pass
+        if fault is not None:
+            raise fault
 
     # ── dispatch to the other ranks ────────────────────────────────────────────────────────────
 

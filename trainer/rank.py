@@ -31,12 +31,11 @@ from trainer.offload import move
 from trainer.optimizer import adamw
 from trainer.saving.captured import CapturedParts, RankFile
 from trainer.saving.shards import Shards, Stamp
-from trainer.saving.state import Tensors, load_parts
+from trainer.saving.state import load_parts
 from trainer.student.adapters import (
+    adapter_parameters,
     adapter_state,
-    export_state,
     halve_frozen,
-    has_adapters,
     plain_state,
 )
 from trainer.student.loading import in_bfloat16
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Gathered = Literal["weights", "full_state"]
+Gathered = Literal["weights", "exported"]
 """A method of ``Rank`` that returns full tensors, for which every rank sends its shards."""
 
 
@@ -182,8 +181,8 @@ class Rank:
     def offload(self) -> None:
         """Moves weights and optimizer to host memory, between two steps; frees the GPU's.
 
-        ``capture`` works there too, and ``full_state`` of a single rank. Teachers' heads stay on
-        the GPU.
+        ``capture`` works there too, and ``exported`` of a single rank. Teachers' heads stay on the
+        GPU.
         """
         move(self._student_loss, self.optimizer, torch.device("cpu"))
         self.free_cache()
@@ -222,26 +221,26 @@ class Rank:
         source = adapter_weights if self._sends_adapters else named_weights
         return source(self.model, self._wire_dtype)
 
-    def full_state(self) -> Tensors | None:
-        """The full student in host memory by parameter name, and its adapters (``export_state``).
+    def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+        """Copies of the full weights in ``dtype``, adapters merged; then the adapters as they are.
 
-        None if it is neither sharded nor has adapters.
+        Adapters come under the names of their parameters.
         """
-        if self.ranks == 1 and not has_adapters(self.model):
-            return None
-        return {name: full_tensor(t.detach()).cpu() for name, t in export_state(self.model)}
+        yield from named_weights(self.model, dtype)
+        for name, tensor in adapter_parameters(self.model):
+            yield name, full_tensor(tensor.detach())
 
-    def join_gather(self, what: Gathered) -> None:
-        """Sends this rank's shards while rank 0 runs its method ``what``, in the same order."""
-        dtype: torch.dtype | None = None
-        named = plain_state(self.model)
-        if what == "weights":
-            named = adapter_state(self.model) if self._sends_adapters else named
-            dtype = self._wire_dtype
-        elif what == "full_state":
-            named = export_state(self.model)
-        for _, tensor in named:
-            full_tensor(tensor.detach().to(dtype or tensor.dtype))
+    def join_gather(self, what: Gathered, dtype: torch.dtype | None = None) -> None:
+        """Sends this rank's shards while rank 0 runs its method ``what``, in the same order.
+
+        Parameters are sent in ``dtype``, by default the engines'.
+        """
+        alone = what == "weights" and self._sends_adapters
+        for _, tensor in adapter_state(self.model) if alone else plain_state(self.model):
+            full_tensor(tensor.detach().to(dtype or self._wire_dtype))
+        if what == "exported":
+            for _, tensor in adapter_parameters(self.model):
+                full_tensor(tensor.detach())
 
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns the values of its response tokens."""

@@ -32,7 +32,7 @@ MAY_CHANGE = (
     *("teachers.*.placement", "teachers.*.with"),
     *("teachers.*.health.*", "teachers.*.max_dead_letter_share", "supervision.*"),
     *("train.ranks", "train.threads", "train.tokens_per_micro_batch"),
-    *("train.gradient_checkpointing", "train.attention", "train.peak_tflops"),
+    *("train.export_dtype", "train.gradient_checkpointing", "train.attention", "train.peak_tflops"),
     "train.reduce_gradients",
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )

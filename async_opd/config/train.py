@@ -91,6 +91,9 @@ class LoraConfig(Section):
         return sum(self.rank * (rows + columns) for rows, columns in shapes)
 
 
+ExportDtype = Literal["auto", "float32", "bfloat16"]
+
+
 class TrainConfig(Section):
     """The optimizer, and the distribution of batches over the hardware."""
 
@@ -126,6 +129,10 @@ class TrainConfig(Section):
     padding."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
+    export_dtype: ExportDtype = "auto"
+    """Precision of the model that the run writes (``model/``, ``best/``, copies for a teacher that
+    is the student itself). ``auto``: ``bfloat16`` if the student's own config.json names a 16-bit
+    type, else ``float32``. Checkpoints always have the float32 masters."""
     attention: Literal["auto", "varlen", "flash", "flex", "sdpa"] = "auto"
     """What computes attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic

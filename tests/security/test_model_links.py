@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 
 from async_opd.models.own_files import foreign
 from tests.fuzz.command import STUDENT, Said, command, good, written
@@ -36,7 +37,7 @@ def checked(folder: Path, model: Path) -> Said:
 
 def exported(model: Path, folder: Path) -> dict[str, str]:
     """Files of a trained model's directory, and what is in them."""
-    save_model(tiny_model(0), str(model), str(folder / "model"))
+    save_model(tiny_model(0), str(model), str(folder / "model"), [("w", torch.zeros(1))])
     files = (file for file in (folder / "model").rglob("*") if file.is_file())
     return {
         str(file.relative_to(folder / "model")): file.read_text(errors="replace") for file in files

@@ -194,19 +194,17 @@ def test_a_link_is_no_checkpoint(run_dir: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_written_to_where_a_link_leads(run_dir: Path, tmp_path: Path) -> None:
-    from trainer.saving.export import save_model
+    import torch
 
-    class Model:
-        def save_pretrained(self, folder: Path, state_dict: object) -> None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "model.safetensors").write_bytes(b"weights")
+    from tests.trainer.models import tiny_model
+    from trainer.saving.export import save_model
 
     source, elsewhere = tmp_path / "source", tmp_path / "elsewhere"
     source.mkdir()
     elsewhere.mkdir()
     for name in ("model", "model.part", "model.old"):
         (run_dir / name).symlink_to(elsewhere)
-    save_model(Model(), str(source), str(run_dir / "model"))
+    save_model(tiny_model(0), str(source), str(run_dir / "model"), [("w", torch.zeros(1))])
     assert list(elsewhere.iterdir()) == []
     assert (run_dir / "model" / "model.safetensors").is_file()
 

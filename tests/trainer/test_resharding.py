@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
@@ -55,6 +57,12 @@ def replicated_parts(spec: RankSpec, folder: Path) -> None:
     (folder / f"parts of {spec.rank}").write_text(" ".join(sorted(parts)))
 
 
+def source(folder: Path) -> str:
+    """A model whose config.json names bfloat16."""
+    tiny_model(0).bfloat16().save_pretrained(folder / "source")
+    return str(folder / "source")
+
+
 def trained_by_two(folder: Path) -> str:
     """Two ranks make a step and write it; returns the fault of a write that rank 1 cannot do."""
 
@@ -68,7 +76,11 @@ def trained_by_two(folder: Path) -> str:
         learner.capture(version=0)
         with pytest.raises(CheckpointError) as error:
             learner.write(str(folder / "full"))
+        full = patch("trainer.saving.weight_files.save_file", side_effect=OSError(28, "full"))
+        with full, pytest.raises(OSError, match="full"):
+            learner.save(source(folder), str(folder / "model"))
         learner.train_batch(BATCH)  # the ranks are in step
+        learner.save(source(folder), str(folder / "model"))
         written(learner, folder / "two, a step later")
         return error.value.cause
 
@@ -142,6 +154,14 @@ def test_a_rank_that_cannot_write_is_named_and_training_goes_on(folder: Path) ->
     assert (folder / "two, a step later").exists()
 
 
+def test_two_ranks_save_the_model_in_the_precision_of_its_source(folder: Path) -> None:
+    saved = load_file(folder / "model" / "model.safetensors")
+    state = tensors(folder / "two, a step later")
+    assert json.loads((folder / "model" / "config.json").read_text())["dtype"] == "bfloat16"
+    assert saved.keys() == {n.removeprefix("model/") for n in state if n.startswith("model/")}
+    assert all(torch.equal(t, state[f"model/{n}"].bfloat16()) for n, t in saved.items())
+
+
 def stored(folder: Path, model: Any, optimizer: Any, rank: int = 0) -> Shards:
     write_shard(folder, rank, Stamp(1, 1, 1, ""), copy_parts(model, optimizer, rank))
     return Shards(folder)
@@ -197,8 +217,6 @@ def test_a_state_of_another_model_is_refused(change: Any, tmp_path: Path) -> Non
 
 
 def test_the_single_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     model, other = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
     optimizer = adamw(model)
     model(torch.ones(2)).sum().backward()

@@ -13,8 +13,10 @@ from safetensors.torch import load_file
 
 from async_opd.config.train import TrainConfig
 from tests.trainer.models import tiny_model
-from trainer.saving.export import save_model
+from trainer.saving.export import export_dtype, save_model
+from trainer.saving.weight_files import write_weights
 from trainer.schedule import learning_rate
+from trainer.student.named_weights import named_weights
 
 TRAIN = TrainConfig(lr=1.0, warmup_steps=4, steps=20, min_lr_ratio=0.1)
 
@@ -39,9 +41,15 @@ def test_a_run_of_one_step_has_a_rate() -> None:
     assert learning_rate(0, train) == 1.0
 
 
+def export(model: Any, source: str, folder: Path, **given: Any) -> None:
+    """Writes the model with its weights in the precision that is given."""
+    weights = named_weights(model, given.get("dtype", torch.float32))
+    save_model(model, source, str(folder), weights, **given)
+
+
 def saved(tmp_path: Path, quickstart: str, seed: int = 0) -> tuple[Any, Path]:
     model = tiny_model(seed)
-    save_model(model, f"{quickstart}/models/student", str(tmp_path / "model"))
+    export(model, f"{quickstart}/models/student", tmp_path / "model")
     return model, tmp_path / "model"
 
 
@@ -52,6 +60,78 @@ def test_a_saved_model_loads_with_equal_weights(tmp_path: Path, quickstart: str)
     loaded = AutoModelForCausalLM.from_pretrained(path)
     for name, parameter in model.state_dict().items():
         assert torch.equal(parameter, loaded.state_dict()[name])
+
+
+def test_a_model_of_several_files_loads_with_equal_weights(tmp_path: Path, quickstart: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, path = tiny_model(0), tmp_path / "model"
+    export(model, f"{quickstart}/models/student", path, file_bytes=20_000)
+    files = sorted(path.glob("*.safetensors"))
+    total = len(files)
+    assert total > 2
+    assert [f.name for f in files] == [
+        f"model-{i + 1:05}-of-{total:05}.safetensors" for i in range(total)
+    ]
+    index = json.loads((path / "model.safetensors.index.json").read_text())
+    stored = {name: load_file(path / file) for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(t[name].nbytes for name, t in stored.items())
+    assert not list(path.glob(".*"))
+    loaded = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in model.state_dict().items())
+
+
+def test_one_file_of_weights_is_in_memory_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, sizes = [0], []
+
+    def taken() -> Any:
+        for size in (40, 40, 40, 300, 40):
+            held[0] += size
+            yield f"w{held[0]}", torch.zeros(size, dtype=torch.uint8)
+            assert held[0] <= 300
+
+    def written(tensors: dict[str, torch.Tensor], *_: Any, **__: Any) -> None:
+        sizes.append(sum(tensor.nbytes for tensor in tensors.values()))
+        held[0] -= sizes[-1]
+
+    monkeypatch.setattr("trainer.saving.weight_files.save_file", written)
+    monkeypatch.setattr("trainer.saving.weight_files.flush", lambda path: path.touch())
+    write_weights(tmp_path, taken(), file_bytes=100)
+    assert sizes == [80, 40, 300, 40]
+
+
+def test_a_model_in_bfloat16_says_so_and_has_the_rounded_weights(
+    tmp_path: Path, quickstart: str
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model, path = tiny_model(0), tmp_path / "model"
+    export(model, f"{quickstart}/models/student", path, dtype=torch.bfloat16)
+    loaded = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.bfloat16(), dict(loaded.named_parameters())[name])
+
+
+@pytest.mark.parametrize(
+    ("wanted", "source", "dtype"),
+    [
+        ("auto", {"dtype": "bfloat16"}, torch.bfloat16),
+        ("auto", {"torch_dtype": "float16"}, torch.bfloat16),
+        ("auto", {"text_config": {"dtype": "bfloat16"}}, torch.bfloat16),
+        ("auto", {"dtype": "float32"}, torch.float32),
+        ("auto", {}, torch.float32),
+        ("float32", {"dtype": "bfloat16"}, torch.float32),
+        ("bfloat16", {"dtype": "float32"}, torch.bfloat16),
+    ],
+)
+def test_auto_is_the_precision_of_the_source(
+    wanted: Any, source: dict[str, Any], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(source))
+    assert export_dtype(wanted, str(tmp_path)) == dtype
 
 
 def test_a_saved_model_has_all_files_of_its_source_but_weights_and_config(
@@ -65,7 +145,7 @@ def test_a_saved_model_has_all_files_of_its_source_but_weights_and_config(
         (source / name).write_text(name)
     (source / "additional_chat_templates").mkdir()
     (source / "additional_chat_templates" / "rag.jinja").write_text("x")
-    save_model(tiny_model(0), str(source), str(tmp_path / "model"))
+    export(tiny_model(0), str(source), tmp_path / "model")
     files = {str(p.relative_to(tmp_path / "model")) for p in (tmp_path / "model").rglob("*.*")}
     usual = {"config.json", "generation_config.json", "model.safetensors"}
     usual |= {"tokenizer.json", "tokenizer_config.json"}
@@ -99,9 +179,9 @@ def test_a_save_that_fails_leaves_the_old_model(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr(model, "save_pretrained", fail)
+    monkeypatch.setattr("trainer.saving.weight_files.save_file", fail)
     with pytest.raises(OSError, match="disk full"):
-        save_model(model, f"{quickstart}/models/student", str(path))
+        export(model, f"{quickstart}/models/student", path)
     assert (path / "model.safetensors").is_file()
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
@@ -143,7 +223,7 @@ def test_a_rename_that_fails_leaves_the_old_model(
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="no such device"):
-        save_model(tiny_model(1), f"{quickstart}/models/student", str(path))
+        export(tiny_model(1), f"{quickstart}/models/student", path)
     kept = load_file(path / "model.safetensors")
     assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
@@ -153,15 +233,12 @@ def test_a_save_that_stops_half_way_leaves_the_old_weights(
     tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     old, path = saved(tmp_path, quickstart)
-    new = tiny_model(1)
-    write = new.save_pretrained
 
-    def interrupted(part: Path, **named: Any) -> None:
-        write(part, **named)
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(new, "save_pretrained", interrupted)
+    monkeypatch.setattr("trainer.saving.export._copy_rest", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save_model(new, f"{quickstart}/models/student", str(path))
+        export(tiny_model(1), f"{quickstart}/models/student", path)
     kept = load_file(path / "model.safetensors")
     assert all(torch.equal(kept[name], old.state_dict()[name]) for name in kept)

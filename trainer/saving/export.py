@@ -2,43 +2,65 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from async_opd.files.safe_open import regular_file, remove_tree
+import torch
+
+from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
-from trainer.student.adapters import split_export, write_adapter
+from async_opd.models.tokenizer import read_json, text_settings
+from trainer.saving.weight_files import FILE_BYTES, write_weights
+from trainer.student.adapters import LORA, write_adapter
 
 if TYPE_CHECKING:
-    import torch
+    from async_opd.config.train import ExportDtype
 
 ADAPTER_FOLDER = "adapter"
 NOT_COPIED = ("config.json", "*.index.json")
-"""Files that ``save_pretrained`` writes itself. All other files but weights are copied: tokenizer,
-generation config, model code."""
+"""Files that are written here. All other files but weights are copied: tokenizer, generation
+config, model code."""
+
+
+def export_dtype(wanted: ExportDtype, source: str) -> torch.dtype:
+    """The precision of ``train.export_dtype``; ``auto`` is that of the source's config.json."""
+    if wanted == "auto":
+        settings = text_settings(read_json(Path(source) / "config.json"))
+        of_source = str(settings.get("dtype") or settings.get("torch_dtype"))
+        wanted = "bfloat16" if of_source in ("bfloat16", "float16") else "float32"
+    return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
 def save_model(
-    model: Any, source: str, directory: str, weights: dict[str, torch.Tensor] | None = None
+    model: Any,
+    source: str,
+    directory: str,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype = torch.float32,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Writes weights and config, and copies the source's other files; complete or not at all.
 
         write <name>.part ──► rename <name> to <name>.old ──► rename ──► remove <name>.old
 
     An existing directory is replaced, and a complete model is on the disk at every moment; after an
-    error it is the one before. Weights have the model's precision (float32 masters); ``weights``
-    are the full ones of a sharded model or one with adapters (``adapters.export_state``). Adapters
-    are merged, and beside that in a PEFT directory of their own in ``ADAPTER_FOLDER``.
+    error it is the one before. ``weights`` are in ``dtype``, under the names of a checkpoint, and
+    are written as they come: one file of them is in memory. Adapters among them come under the
+    names of their parameters, and are written to a PEFT directory in ``ADAPTER_FOLDER``.
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
     old = target.with_name(target.name + ".old")
     remove_tree(part)
     try:
-        plain, adapters = (weights, {}) if weights is None else split_export(weights)
-        model.save_pretrained(part, state_dict=plain)
+        part.mkdir(mode=FOLDER_MODE, parents=True)
+        adapters: dict[str, torch.Tensor] = {}
+        write_weights(part, _without_adapters(model, weights, adapters), file_bytes)
+        _write_config(model, part, dtype)
         if adapters:
             write_adapter(model, source, adapters, part / ADAPTER_FOLDER)
         _copy_rest(Path(source), part)
@@ -54,6 +76,35 @@ def save_model(
     finally:
         remove_tree(part)
     remove_tree(old)
+
+
+def _without_adapters(
+    model: Any,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    adapters: dict[str, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The weights that are written to the model's files; adapters are put aside."""
+    ignored = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    for name, tensor in weights:
+        if LORA in name:
+            adapters[name] = tensor.cpu()
+        elif name not in ignored:
+            yield name, tensor
+
+
+def _write_config(model: Any, folder: Path, dtype: torch.dtype) -> None:
+    """Writes what ``save_pretrained`` writes beside weights, with the dtype of the files."""
+    config = copy.deepcopy(model.config)
+    for settings in (config, config.get_text_config()):
+        settings.dtype = str(dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    if model.is_remote_code():
+        from transformers.dynamic_module_utils import custom_object_save
+
+        custom_object_save(model, folder, config=config)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def _copy_rest(source: Path, part: Path) -> None:

@@ -77,11 +77,6 @@ def _adapted_layers(model: Any, lora: LoraConfig) -> list[str]:
     return names
 
 
-def has_adapters(model: Any) -> bool:
-    """Whether the student has adapters."""
-    return any(LORA in name for name, _ in model.named_parameters())
-
-
 def plain_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """``model_state`` of the student without adapters, with W + s · B A in place of W.
 
@@ -120,16 +115,9 @@ def _merged(layer: Any) -> torch.Tensor:
     )
 
 
-def export_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """``plain_state``, then the adapters by parameter name (``split_export``)."""
-    yield from plain_state(model)
+def adapter_parameters(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapters by parameter name; nothing if there are none."""
     yield from ((name, p) for name, p in model.named_parameters() if LORA in name)
-
-
-def split_export(tensors: Tensors) -> tuple[Tensors, Tensors]:
-    """The plain weights, and the adapters, of ``export_state``."""
-    adapters = {name: tensor for name, tensor in tensors.items() if LORA in name}
-    return {name: t for name, t in tensors.items() if name not in adapters}, adapters
 
 
 def adapter_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
