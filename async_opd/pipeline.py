@@ -22,9 +22,7 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Awaitable, Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 
 from async_opd.accounting.journal import Journal
@@ -32,31 +30,24 @@ from async_opd.accounting.replacements import ReplayablePrompts
 from async_opd.accounting.run_state import RunState
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoint
+from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import AsyncOPDError, StageError, first_cause
+from async_opd.core.errors import StageError, first_cause
 from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import (
     DEAD,
     PROMPTS,
     STALE,
     Log,
-    Queue,
-    Rollouter,
     Stages,
     StepReport,
-    TeacherScorer,
 )
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, teachers_s
-
-LAST_EVENTS_S = 5.0
-"""Seconds that a failing run waits for the last events of a stage that may have died."""
-
-
-Teller = Queue | Rollouter | TeacherScorer
 
 
 @dataclass
@@ -76,6 +67,7 @@ class Pipeline:
     """The run has begun before on the same engines, which may have weights of any version."""
     evaluated: int = -1
     """The last step whose evaluation is logged."""
+    cold_start: ColdStart | None = None
     lr_factor: float = 1.0
     """Factor of all learning rates, below 1 after the guardrail's rollbacks."""
 
@@ -86,7 +78,7 @@ class Pipeline:
         self.evaluations = Evaluations(self.config, self.log, self.evaluated)
         self.metering = Metering()
         self._step = self.run_state.step
-        self._seen_events: Counter[int] = Counter()  # by id() of the stage that logged them
+        self._events = EventForwarder(self.log)
         self._issued = self.start is None
         self._pushing: asyncio.Task[None] | None = None
         self._coroutines = asyncio.TaskGroup()
@@ -102,9 +94,9 @@ class Pipeline:
                     coroutines.create_task(_endless("supervision", supervising)),
                     coroutines.create_task(_endless("rollouter", self.stages.rollouter.run())),
                     coroutines.create_task(_endless("scorer", self.stages.scorer.run())),
-                    coroutines.create_task(self._forward_events(self.stages.rollouter)),
-                    coroutines.create_task(self._forward_events(self.stages.scorer)),
-                    coroutines.create_task(self._forward_events(self.stages.queue)),
+                    coroutines.create_task(self._events.forward(self.stages.rollouter)),
+                    coroutines.create_task(self._events.forward(self.stages.scorer)),
+                    coroutines.create_task(self._events.forward(self.stages.queue)),
                 ]
                 if self.lr_factor != 1:
                     await self.stages.trainer.scale_learning_rate(self.lr_factor)
@@ -112,6 +104,10 @@ class Pipeline:
                     await self._first_weights()
                     await self._evaluate("eval_initial", 0)
                     await self._evaluate_teachers()
+                    if self.cold_start is not None and self.checkpointer is not None:
+                        await self._bounded(
+                            "a checkpoint", self.checkpointer.take(self.run_state.cut)
+                        )
                 else:
                     await self._resume(self.start)
                 endless.append(coroutines.create_task(self._admit()))
@@ -125,7 +121,9 @@ class Pipeline:
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as errors:
-            await self._forward_last_events()
+            await self._events.forward_last(
+                self.stages.rollouter, self.stages.scorer, self.stages.queue
+            )
             raise first_cause(errors) from errors
 
     @property
@@ -160,8 +158,14 @@ class Pipeline:
             self._pushing = self._coroutines.create_task(self._evaluate("eval", start.cut.step))
 
     async def _first_weights(self) -> None:
-        """Trainer ──► replicas, only if the run has begun before: new replicas have version 0."""
-        if self.again:
+        """Trainer ──► replicas, if these may have other weights: new ones have the student's own.
+
+        The trainer has others after a cold start, replicas where the run has begun before.
+        """
+        if self.cold_start is not None:
+            stages = self.stages.trainer, self.stages.scorer
+            await self.cold_start.run(*stages, self._bounded)
+        if self.again or self.cold_start is not None:
             await self.stages.sync.snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())
 
@@ -291,27 +295,6 @@ class Pipeline:
     def _publish(self, measured: EvaluationResult, step: int) -> None:
         self.run_state.supply.ungraded(measured.dead_letters)
         self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
-
-    async def _forward_events(self, who: Teller) -> None:
-        """Writes a stage's events to the log as they come, also while no step ends."""
-        while True:
-            await self._forward_once(who)
-
-    async def _forward_once(self, who: Teller, wait: bool = True) -> bool:
-        """Forwards the next events; whether there were any."""
-        events = await who.events(self._seen_events[id(who)], wait)
-        self._seen_events[id(who)] = events.seen
-        for line in events.lines:
-            self.log.message(line)
-        return bool(events.lines)
-
-    async def _forward_last_events(self) -> None:
-        """Forwards the events before the error that ends the run, which may explain it."""
-        for who in (self.stages.rollouter, self.stages.scorer, self.stages.queue):
-            with suppress(AsyncOPDError, TimeoutError):
-                async with asyncio.timeout(LAST_EVENTS_S):
-                    while await self._forward_once(who, wait=False):
-                        pass
 
     async def _meter(self, report: StepReport) -> None:
         async with asyncio.TaskGroup() as asked:

@@ -17,10 +17,12 @@ from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
 from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages
+from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
-from async_opd.core.samples import Rollout
+from async_opd.core.samples import NO_TEACHER, Rollout
 from async_opd.core.stages import TRAINER, SamplingSpec
+from async_opd.data.answers import GivenAnswers
 from async_opd.data.prompts import PromptStream, to_prompt
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.grader_pool import Graders, GraderSpec
@@ -96,6 +98,7 @@ class Training:
             job.start,
             again,
             last_evaluation(job.run_dir) if job.start else -1,
+            cold_start_of(job, self.text),
             job.config.guardrail.roll_back_lr ** len(read_roll_backs(job.run_dir)),
         )
         prompts.read_ahead()
@@ -143,6 +146,34 @@ def _prompts(job: Job, text: Text) -> PromptStream:
         graded=config.reward is not None,
         limit=job.inputs.max_prompt_tokens,
         templates=config.prompt_templates,
+    )
+
+
+def cold_start_of(job: Job, text: Text) -> ColdStart | None:
+    """The cold start of a run that begins at its start; None if it has none."""
+    config, settings = job.config, job.config.cold_start
+    if settings is None or job.start is not None:
+        return None
+    own = bool(settings.data)
+    sources = settings.data if own else config.data.train
+    prompts = PromptStream(
+        job.inputs.cold_start if own else job.inputs.train,
+        [source.weight for source in sources],
+        text.encode,
+        config.teacher_of if settings.answers == "teacher" else lambda _: NO_TEACHER,
+        seed=config.seed,
+        shuffle=config.data.shuffle,
+        graded=True,
+        limit=job.inputs.max_prompt_tokens,
+    )
+    turn, ends = text.turn_end(), text.response_ends()
+    return ColdStart(
+        settings,
+        config.train.batch_size,
+        settings.lr or config.train.lr,
+        prompts,
+        GivenAnswers(text.plain, ends[0] if turn is None else turn, config.rollout.max_tokens),
+        job.log,
     )
 
 

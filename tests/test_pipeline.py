@@ -449,7 +449,7 @@ async def test_the_last_news_of_a_teacher_is_told_before_its_error_ends_the_run(
 async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
     hangs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("async_opd.pipeline.LAST_EVENTS_S", 0.01)
+    monkeypatch.setattr("async_opd.observability.event_forwarder.LAST_EVENTS_S", 0.01)
     run = world()
     run.teachers["a"].fail = True
     events = run.scorer.events
@@ -474,7 +474,7 @@ async def test_a_rollouter_that_is_gone_hides_no_last_events_of_the_scorer(
 async def test_a_scorer_that_does_not_answer_holds_up_no_failing_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("async_opd.pipeline.LAST_EVENTS_S", 0.01)
+    monkeypatch.setattr("async_opd.observability.event_forwarder.LAST_EVENTS_S", 0.01)
     run = world(replicas=1)
     run.students[0].fail_at = 3
 
@@ -886,11 +886,11 @@ async def test_a_copy_that_comes_after_its_dead_letter_is_not_trained() -> None:
     run = world()
     put = run.scorer._put
 
-    async def lost_before(scored: Any) -> None:
+    async def lost_before(teacher: str, scored: Any) -> None:
         uids = [header.uid for batch in scored.samples for header in batch.headers]
         await run.queue.put(DEAD, Batch.pack(lost(uid) for uid in uids if uid in ("p0/0", "p3/1")))
         await turns(200)
-        await put(scored)
+        await put(teacher, scored)
 
     run.scorer._put = lost_before  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)

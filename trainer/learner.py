@@ -21,7 +21,6 @@ from itertools import chain, zip_longest
 from secrets import token_hex
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -30,9 +29,9 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Int32, Sample
 from async_opd.core.written_file import WrittenFile
 from async_opd.weight_sync.layout import Reference
+from trainer.batches.batch_metrics import batch_metrics
 from trainer.batches.micro_batches import assign_micro_batches
 from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
-from trainer.batches.repetition import repetition
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.losses.report import Metrics, concat_metrics, step_metrics
 from trainer.notes import drain_notes
@@ -138,7 +137,36 @@ class Learner:
             "train/compute_s": seconds,
             **self._utilization(micro_batches, seconds),
         }
-        return LearnerReport(metrics | self._batch_metrics(samples), fault, drain_notes())
+        return LearnerReport(
+            metrics | batch_metrics(samples, self._train.tokens_per_micro_batch),
+            fault,
+            drain_notes(),
+        )
+
+    def supervise(self, samples: Sequence[Sample], rate: float) -> dict[str, float]:
+        """One step on the cross entropy of the samples' response tokens, a mean over the batch.
+
+        It counts as no step. StageError, without a change of weights, for a loss or gradient norm
+        that is not finite.
+        """
+        refuse_foreign_tokens(samples, self._rank.vocabularies)
+        started = time.perf_counter()
+        token_weights, _ = TokenWeighting()(samples)
+        micro_batches = self._micro_batches(samples, token_weights)
+        supervised = [[replace(one, supervised=True) for one in own] for own in micro_batches]
+        means, norm, fault = self._compute(supervised, {}, rate)
+        if fault:
+            raise StageError("trainer", f"a cold start's step: {fault}", "lower cold_start.lr")
+        return {
+            "loss": means["loss/total"],
+            "grad_norm": norm,
+            "response_tokens": float(sum(len(one.rollout.response_ids) for one in samples)),
+            "compute_s": time.perf_counter() - started,
+        }
+
+    def forget_moments(self) -> None:
+        """Resets every rank's optimizer; see Rank.forget_moments."""
+        self._on_all_ranks("forget_moments")
 
     def _compute(
         self,
@@ -213,23 +241,6 @@ class Learner:
         lengths = [rollout.tokens for rollout in rollouts]
         flops = self._rank.size.training_flops(lengths, [len(r.response_ids) for r in rollouts])
         return utilization(flops, seconds, self._rank_group.ranks, self._rank.peak_tflops)
-
-    def _batch_metrics(self, samples: Sequence[Sample]) -> dict[str, float]:
-        """Tokens of the batch; shares of truncated, empty and too long samples; repetition."""
-        rollouts = [sample.rollout for sample in samples]
-        count = max(len(rollouts), 1)
-        lengths = [len(rollout.response_ids) for rollout in rollouts]
-        over = sum(r.tokens > self._train.tokens_per_micro_batch for r in rollouts)
-        return {
-            "train/tokens": float(sum(rollout.tokens for rollout in rollouts)),
-            "train/response_tokens": float(sum(lengths)),
-            "train/mean_response_tokens": sum(lengths) / count,
-            "train/std_response_tokens": float(np.std(lengths)) if lengths else 0.0,
-            "train/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
-            "train/empty_responses": float(lengths.count(0)),
-            "train/over_budget": float(over),
-            "train/repetition": sum(map(repetition, rollouts)) / count,
-        }
 
     # ── weights, which rank 0 gathers while the others join; state, of which each has a part ────
 

@@ -63,12 +63,14 @@ class MicroBatch:
     """Samples that one rank computes together, and the weights of their tokens.
 
     With ``counts`` false it only keeps its rank in step with the others: its tokens weigh 0, and no
-    metric contains them.
+    metric contains them. With ``supervised`` true the loss is the responses' cross entropy, not the
+    run's objective.
     """
 
     samples: tuple[Sample, ...]
     token_weights: tuple[TokenWeight, ...]
     counts: bool = True
+    supervised: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -173,6 +175,10 @@ class Rank:
         self.optimizer.zero_grad(set_to_none=True)
         return memory_use(self.device)
 
+    def forget_moments(self) -> None:
+        """Resets the optimizer: the next step is as its first one."""
+        self.optimizer.state.clear()
+
     def free_cache(self) -> None:
         """Returns the GPU memory that torch caches, for other processes on the same GPU."""
         if self.device.type == "cuda":
@@ -249,7 +255,7 @@ class Rank:
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
         if self.ranks > 1 or len(packed.rows):
             with self.precision():
-                loss, metrics = self._student_loss(packed.to(self.device))
+                loss, metrics = self._student_loss(packed.to(self.device), micro_batch.supervised)
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self.ranks)
         self.tokens += sum(sample.rollout.tokens for sample in micro_batch.samples)
@@ -309,5 +315,6 @@ class Follower:
     capture = _in_thread(Rank.capture)
     load = _in_thread(Rank.load)
     free_cache = _in_thread(Rank.free_cache)
+    forget_moments = _in_thread(Rank.forget_moments)
     offload = _in_thread(Rank.offload)
     onload = _in_thread(Rank.onload)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Header, Int32, Sample
 from async_opd.core.stages import Captured, Progress, StageReport, StepReport
@@ -186,6 +187,21 @@ class TrainerStage:
             self._step, self._version = stamp.step, stamp.version
         self._batcher.hold(samples)
         return frozenset(sample.rollout.uid for sample in samples)
+
+    async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        """See Trainer.supervise."""
+        samples = await asyncio.to_thread(unpack, Sample, batches)
+        async with self._gate, self._weights:
+            self._pending_tokens = sum(sample.rollout.tokens for sample in samples)
+            with self._activity.busy():
+                found = await self._compute(self._learner.supervise, samples, rate)
+        self._tokens += self._pending_tokens
+        return found
+
+    async def forget_moments(self) -> None:
+        """See Trainer.forget_moments."""
+        async with self._weights:
+            await self._compute(self._learner.forget_moments)
 
     async def scale_learning_rate(self, factor: float) -> None:
         """See Trainer.scale_learning_rate."""

@@ -112,7 +112,9 @@ class DataChecks:
     config: RunConfig
     found: Findings
     unreadable: bool = False
-    parts: dict[str, _Part] = field(default_factory=lambda: {"train": _Part(), "eval": _Part()})
+    parts: dict[str, _Part] = field(
+        default_factory=lambda: {part: _Part() for part in ("train", "eval", "cold_start")}
+    )
 
     def grader(self, key: str, name: str) -> None:
         """Checks that a grader can be imported."""
@@ -140,23 +142,50 @@ class DataChecks:
         entries: list[PromptSource] = getattr(self.config.data, part)
         if part == "train" and not entries:
             self.found.add("data.train", "no source of prompts", "name a file")
+        return self._sources(part, f"data.{part}", entries)
+
+    def cold_start(self) -> list[Rows]:
+        """Reads ``cold_start.data``, and checks that there is an answer to each row."""
+        settings = self.config.cold_start
+        if settings is None:
+            return []
+        read = self._sources("cold_start", "cold_start.data", settings.data)
+        part = "cold_start" if settings.data else "train"
+        without = self.parts[part].unanswered
+        if settings.answers == "given" and without.count:
+            self.found.add(
+                "cold_start.data",
+                f"{without.count} rows have no {self.config.data.answer!r}, the first is "
+                f"{without.first}: there is nothing to train on",
+                "add the answers, name their field in data.answer, or set cold_start.answers to "
+                "teacher",
+            )
+        if settings.answers == "teacher":
+            for source in sorted(self.parts["cold_start"].routes):
+                if self.config.teacher_of(source) is None:
+                    remedy = "add it to the sources of a teacher"
+                    message = f"no teacher answers data source {source!r}"
+                    self.found.add("cold_start.data", message, remedy)
+        return read
+
+    def _sources(self, part: str, key: str, entries: Sequence[PromptSource]) -> list[Rows]:
         read: list[Rows] = []
         for index, source in enumerate(entries):
             rows: Rows = []
             try:
-                rows = self._read(part, source, index)
+                rows = self._read(part, key, source, index)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
                 remedy = "check the path" if "exist" in error.message else "correct the data"
-                self.found.add(f"data.{part}", error.message, remedy, place)
+                self.found.add(key, error.message, remedy, place)
             except ImportError as error:
                 remedy = "pip install async-opd[data]"
-                self.found.add(f"data.{part}", f"{source.label} needs {error.name}", remedy)
+                self.found.add(key, f"{source.label} needs {error.name}", remedy)
             self.unreadable |= not checked(rows)
             read.append(rows)
         return read
 
-    def _read(self, part: str, source: PromptSource, index: int) -> Rows:
+    def _read(self, part: str, key: str, source: PromptSource, index: int) -> Rows:
         facts = self.parts[part]
         if not source.stream:
             return read_source(source, index, self.config.data, facts.inspect)
@@ -169,7 +198,7 @@ class DataChecks:
             raise SourceError(source.label, "has no rows")
         facts.streamed = True
         self.found.notes.append(
-            f"data.{part}: {source.label} is streamed: its first {len(rows.head)} rows are checked"
+            f"{key}: {source.label} is streamed: its first {len(rows.head)} rows are checked"
         )
         return rows
 

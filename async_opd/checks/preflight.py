@@ -29,6 +29,8 @@ class Inputs:
     train: list[Rows] = field(default_factory=list)
     """The rows of each source: on disk, or streamed."""
     eval: list[Sequence[Row]] = field(default_factory=list)
+    cold_start: list[Rows] = field(default_factory=list)
+    """The rows of each source of ``cold_start.data``; none where it takes ``data.train``."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Settings and data that are valid, but may be unintended."""
@@ -74,7 +76,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)
-    return Inputs(train, [checked(rows) for rows in evaluation], found.problems, found.notes, limit)
+    cold_start = data.cold_start()
+    evaluated = [checked(rows) for rows in evaluation]
+    return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit)
 
 
 def _prompts(

@@ -164,6 +164,8 @@ class TrainerProxy(Proxy):
     capture = remote(TrainerStage.capture, NO_TIMEOUT)
     checkpoint = remote(TrainerStage.checkpoint, NO_TIMEOUT)
     restore = remote(TrainerStage.restore)
+    supervise = remote(TrainerStage.supervise, NO_TIMEOUT)
+    forget_moments = remote(TrainerStage.forget_moments)
     scale_learning_rate = remote(TrainerStage.scale_learning_rate)
     progress = remote(TrainerStage.progress, NO_TIMEOUT)
     report = remote(TrainerStage.report)

@@ -1,4 +1,4 @@
-"""The ``data`` section: sources of prompts, and the fields of their rows."""
+"""The sections ``data``, sources of prompts and fields of their rows, and ``cold_start``."""
 
 from __future__ import annotations
 
@@ -47,14 +47,46 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _strings_are_files(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = dict(values)
-            for key in ("train", "eval"):
-                if isinstance(values.get(key), str):
-                    values[key] = [values[key]]
-                if isinstance(values.get(key), list):
-                    values[key] = [_as_source(entry) for entry in values[key]]
-        return values
+        return as_sources(values, "train", "eval") if isinstance(values, dict) else values
+
+
+class ColdStartConfig(Section):
+    """Supervised steps on whole answers, after which distillation begins with a new optimizer.
+
+    For a student that does not answer in the teachers' form yet: on-policy distillation improves
+    what it samples, and cannot teach what it never samples. See docs/objectives.md.
+    """
+
+    steps: PositiveInt
+    """Optimizer steps, each on ``train.batch_size`` answers, with the cross entropy of their
+    tokens: a mean over the tokens of the batch."""
+    answers: Literal["given", "teacher"] = "given"
+    """The rows' own answers (``data.answer``), or what each row's teacher answers to its prompt.
+    Answers beyond ``rollout.max_tokens`` are cut off."""
+    data: list[Source] = Field(default=[])
+    """Sources of the rows, as in ``data.train``; by default those of ``data.train``."""
+    lr: float | None = Field(default=None, gt=0)
+    """Learning rate; by default ``train.lr``."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which the learning rate rises linearly from 0; then it is constant."""
+    temperature: float = Field(default=1.0, ge=0, le=2)
+    """Sampling temperature of the teachers' answers; 0 is greedy."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _strings_are_files(cls, values: object) -> object:
+        return as_sources(values, "data") if isinstance(values, dict) else values
+
+
+def as_sources(values: dict[Any, Any], *keys: str) -> dict[Any, Any]:
+    """The values with a list of sources at each of these keys, where a bare string is a file."""
+    values = dict(values)
+    for key in keys:
+        if isinstance(values.get(key), str):
+            values[key] = [values[key]]
+        if isinstance(values.get(key), list):
+            values[key] = [_as_source(entry) for entry in values[key]]
+    return values
 
 
 def _as_source(entry: Any) -> Any:

@@ -210,6 +210,9 @@ def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
     if isinstance(data, dict):
         for key in data.keys() & {"train", "eval"}:
             data[key] = _resolved(data[key], folder)
+    cold_start = tree.get("cold_start")
+    if isinstance(cold_start, dict) and "data" in cold_start:
+        cold_start["data"] = _resolved(cold_start["data"], folder)
 
 
 def _resolved(entry: Any, folder: Path) -> Any:

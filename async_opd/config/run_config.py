@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from async_opd.config.data import DataConfig
+from async_opd.config.data import ColdStartConfig, DataConfig
 from async_opd.config.engine import EngineConfig
 from async_opd.config.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults
 from async_opd.config.plan import PlanConfig
@@ -197,6 +197,8 @@ class RunConfig(Section):
     reward: RewardConfig | None = None
     """Task reward beside the distillation loss, or instead of it with ``loss.weight`` 0."""
     train: TrainConfig = TrainConfig()
+    cold_start: ColdStartConfig | None = None
+    """Supervised steps before distillation begins."""
     async_: AsyncConfig = Field(default=AsyncConfig(), alias="async")
     sync: SyncConfig = SyncConfig()
     queue: QueueConfig = QueueConfig()

@@ -279,6 +279,17 @@ class Trainer(Protocol):
         """
         ...
 
+    async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        """One step on the cross entropy of samples' responses, at this learning rate.
+
+        It is none of the run's steps. ``loss`` is the mean over response tokens, in nats. Raises
+        StageError.
+        """
+        ...
+
+    async def forget_moments(self) -> None:
+        """Resets the optimizer, so that the first step is as that of a new one."""
+
     async def scale_learning_rate(self, factor: float) -> None:
         """Multiplies the learning rates of all later steps, those of a restored trainer too."""
 

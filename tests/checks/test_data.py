@@ -129,6 +129,26 @@ def test_a_best_checkpoint_by_the_mean_over_data_sources_is_taken() -> None:
     assert found("checkpoint.keep_best=eval/*/accuracy") == []
 
 
+def test_a_cold_start_on_given_answers_needs_an_answer_in_each_row(tmp_path: Path) -> None:
+    problem = one("cold_start={steps: 1}", rows(tmp_path, *GOOD))
+    assert (problem.key, "2 rows have no 'answer'" in problem.message) == ("cold_start.data", True)
+
+
+def test_a_cold_start_on_the_teachers_answers_needs_none(tmp_path: Path) -> None:
+    assert found("cold_start={steps: 1, answers: teacher}", rows(tmp_path, *GOOD)) == []
+
+
+def test_the_rows_of_a_cold_start_are_read_before_the_run(tmp_path: Path) -> None:
+    problem = one("cold_start={steps: 1, data: /no/such.jsonl}")
+    assert problem.key == "cold_start.data"
+
+
+def test_a_cold_start_without_a_teacher_for_its_rows_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"prompt": "x", "data_source": "other"}')
+    settings = f"cold_start={{steps: 1, answers: teacher, data: {tmp_path}/a.jsonl}}"
+    assert "no teacher answers data source 'other'" in one(settings).message
+
+
 def test_a_grader_that_cannot_be_imported_is_refused() -> None:
     assert one("eval.grader=no_such_module:grade").key == "eval.grader"
 

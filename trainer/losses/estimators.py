@@ -67,3 +67,14 @@ def policy_gradient(
         return SampledSlopes(-advantage * log_q, -advantage)
     bounded = advantage.clamp(-clamp, clamp)
     return SampledSlopes(-bounded * log_q, -bounded, advantage.abs() > clamp)
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """-log q(y_t) of given tokens, which the student did not sample; slope -1 by log q(y_t).
+
+    For the supervised steps of a cold start: forward KL(p ‖ q) of a p with all its mass on y_t.
+    """
+
+    def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> SampledSlopes:
+        return SampledSlopes(-log_q, torch.full_like(log_q, -1.0))

@@ -22,10 +22,13 @@ from async_opd.models.model_files import ModelError
 from trainer.batches.packing import Packed, Row
 from trainer.losses.base import Tokens
 from trainer.losses.chunked import Head, chunked_loss, head_logits
+from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
-from trainer.losses.terms import Metrics
+from trainer.losses.terms import Metrics, Sampled
 from trainer.student.attention import row_lengths
 
+SUPERVISED = Objective(Sampled(CrossEntropy()))
+"""The objective of a cold start's steps."""
 UNSUPPORTED = "this architecture is not supported: choose another student.model"
 
 
@@ -66,21 +69,28 @@ class LossHead(torch.nn.Module):
         linear: torch.nn.Linear,
         loss: Callable[..., tuple[torch.Tensor, Metrics]],
         logits: Callable[..., torch.Tensor],
+        objective: Objective,
     ) -> None:
         """Both take hidden rows, the head's weight and bias; ``loss`` takes ``tokens`` too."""
         super().__init__()
         self.linear = linear
         self._loss = loss
         self._logits = logits
+        self._objective = objective
 
-    def forward(self, hidden: torch.Tensor, tokens: Tokens | None) -> tuple[torch.Tensor, Metrics]:
+    def forward(
+        self, hidden: torch.Tensor, tokens: Tokens | None, supervised: bool = False
+    ) -> tuple[torch.Tensor, Metrics]:
         """The loss of hidden rows [N, H] (a scalar with gradient), and metrics [N].
 
-        Without tokens the logits [N, V] of the rows, float32 without gradient, and no metrics.
+        It is the run's objective, or the tokens' cross entropy (``supervised``). Without tokens
+        the logits [N, V] of the rows, float32 without gradient, and no metrics.
         """
         if tokens is None:
             return self._logits(hidden, self.linear.weight, self.linear.bias), {}
-        return self._loss(hidden, self.linear.weight, self.linear.bias, tokens=tokens)
+        objective = SUPERVISED if supervised else self._objective
+        weight, bias = self.linear.weight, self.linear.bias
+        return self._loss(hidden, weight, bias, tokens=tokens, objective=objective)
 
 
 class StudentLoss(torch.nn.Module):
@@ -98,12 +108,12 @@ class StudentLoss(torch.nn.Module):
         modules = DecoderAndHead.of(model)
         self.decoder = modules.decoder
         shared: dict[str, Any] = {"compute": compute, "shape": modules.shape}
-        loss = partial(chunked_loss, objective=objective, heads=heads, **shared)
-        self.head = LossHead(modules.linear, loss, partial(head_logits, **shared))
+        loss = partial(chunked_loss, heads=heads, **shared)
+        self.head = LossHead(modules.linear, loss, partial(head_logits, **shared), objective)
         self.vocabulary = int(modules.linear.weight.shape[0])
 
-    def forward(self, row: Row) -> tuple[torch.Tensor, Metrics]:
-        """The loss of a micro-batch, which has at least one response token.
+    def forward(self, row: Row, supervised: bool = False) -> tuple[torch.Tensor, Metrics]:
+        """The loss of a micro-batch, which has at least one response token (see LossHead).
 
         Of a row without tokens to learn from, the logits of all its tokens (see LossHead).
         """
@@ -115,4 +125,4 @@ class StudentLoss(torch.nn.Module):
         ).last_hidden_state[0]
         if not isinstance(row, Packed):
             return self.head(states, None)  # type: ignore[no-any-return]
-        return self.head(states[row.rows], row.tokens)  # type: ignore[no-any-return]
+        return self.head(states[row.rows], row.tokens, supervised)  # type: ignore[no-any-return]

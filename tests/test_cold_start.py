@@ -1,0 +1,211 @@
+"""The cold start on fakes: which answers are trained, what is left out, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.cold_start import ColdStart
+from async_opd.config.data import ColdStartConfig
+from async_opd.config.load import load_config
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.errors import StageError
+from async_opd.core.row import Row
+from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
+from async_opd.core.stages import SamplingSpec
+from async_opd.data.answers import GivenAnswers
+from async_opd.models.tokenizer import Text
+from async_opd.training import cold_start_of
+from tests.test_pipeline import world
+
+RATE = 0.5
+EXAMPLE = Path(__file__).parents[1] / "examples" / "quickstart.yaml"
+ROWS = [Row("0:0", "sort", "sort 123456=", "123456", {})]
+
+
+class Rows:
+    """Prompts 0, 1, 2 … for two teachers by turns; those in ``bad`` are dead letters."""
+
+    def __init__(self, bad: Sequence[int] = (), unanswered: Sequence[int] = ()) -> None:
+        self.bad, self.unanswered, self.taken = bad, unanswered, 0
+
+    def next(self, count: int) -> list[Prompt | DeadLetter]:
+        first, self.taken = self.taken, self.taken + count
+        return [self.one(number) for number in range(first, self.taken)]
+
+    def one(self, number: int) -> Prompt | DeadLetter:
+        answer = None if number in self.unanswered else str(number % 10)
+        row = Row(f"0:{number}", "s", "question", answer, {})
+        prompt = Prompt(f"{number}", "s", "ab"[number % 2], np.array([1], np.int32), row)
+        return DeadLetter.of_prompt(prompt, "x", "prompt", "bad") if number in self.bad else prompt
+
+
+class Trainer:
+    def __init__(self) -> None:
+        self.batches: list[list[Sample]] = []
+        self.rates: list[float] = []
+        self.forgotten = 0
+
+    async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        assert not self.forgotten
+        self.batches.append(unpack(Sample, batches))
+        self.rates.append(rate)
+        return {"loss": 1.0}
+
+    async def forget_moments(self) -> None:
+        self.forgotten += 1
+
+
+class Teachers:
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int, SamplingSpec]] = []
+
+    async def generate(
+        self, teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        self.asked.append((teacher, len(prompts), sampling))
+        await asyncio.sleep(0)
+        return [Rollout.answer(f"{p.uid}/0", p, [ord(teacher)], "stop") for p in prompts]
+
+
+class Logged:
+    def __init__(self) -> None:
+        self.lines: list[Mapping[str, float]] = []
+        self.messages: list[str] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.lines.append(metrics)
+
+    def message(self, text: str) -> None:
+        self.messages.append(text)
+
+
+async def within(what: str, work: Awaitable[dict[str, float]]) -> dict[str, float]:
+    return await work
+
+
+class World:
+    def __init__(self, rows: Any = None, batch: int = 4, **config: Any) -> None:
+        self.trainer, self.teachers, self.log = Trainer(), Teachers(), Logged()
+        given = GivenAnswers(lambda text: [int(text)], 99, limit=8)
+        settings = ColdStartConfig(**{"steps": 3} | config)
+        more: Any = (rows or Rows(), given, self.log)
+        self.cold = ColdStart(settings, batch, RATE, *more)
+
+    async def run(self) -> World:
+        await self.cold.run(self.trainer, self.teachers, within)  # type: ignore[arg-type]
+        return self
+
+    @property
+    def responses(self) -> list[list[list[int]]]:
+        batches = self.trainer.batches
+        return [[one.rollout.response_ids.tolist() for one in batch] for batch in batches]
+
+
+async def test_each_step_trains_a_batch_of_the_next_rows_answers() -> None:
+    world = await World(batch=2).run()
+    assert world.responses == [[[0, 99], [1, 99]], [[2, 99], [3, 99]], [[4, 99], [5, 99]]]
+
+
+async def test_the_trainer_has_a_new_optimizer_afterwards() -> None:
+    assert (await World().run()).trainer.forgotten == 1
+
+
+async def test_the_rate_rises_to_that_of_the_config() -> None:
+    world = await World(steps=4, warmup_steps=2).run()
+    assert world.trainer.rates == [RATE / 2, RATE, RATE, RATE]
+
+
+async def test_every_step_is_logged() -> None:
+    lines = (await World().run()).log.lines
+    assert [(one["cold_start/step"], one["cold_start/loss"]) for one in lines] == [
+        (1.0, 1.0),
+        (2.0, 1.0),
+        (3.0, 1.0),
+    ]
+
+
+async def test_teachers_answer_the_prompts_of_their_own_sources() -> None:
+    world = await World(answers="teacher", temperature=0.5).run()
+    assert world.responses[0] == [[ord("a")], [ord("a")], [ord("b")], [ord("b")]]
+
+
+async def test_teachers_answer_with_the_temperature_of_the_config() -> None:
+    world = await World(answers="teacher", temperature=0.5).run()
+    assert {sampling.temperature for _, _, sampling in world.teachers.asked} == {0.5}
+
+
+async def test_rows_that_cannot_be_used_are_replaced_by_the_next_ones_and_counted() -> None:
+    world = await World(Rows(bad=[1], unanswered=[2]), batch=3, steps=1).run()
+    assert world.responses == [[[0, 99], [3, 99], [4, 99]]]
+    assert world.log.lines[-1]["cold_start/unusable_rows"] == 2
+
+
+async def test_the_first_row_that_is_left_out_is_told_with_the_reason() -> None:
+    world = await World(Rows(bad=[1, 2]), batch=3, steps=1).run()
+    assert [line for line in world.log.messages if "left out" in line] == [
+        "cold start: a row is left out, others are counted: bad"
+    ]
+
+
+async def test_data_without_any_answer_end_the_run() -> None:
+    with pytest.raises(StageError, match="rows without a usable answer"):
+        await World(Rows(unanswered=range(1000))).run()
+
+
+async def test_an_error_of_the_trainer_ends_the_answers_under_way() -> None:
+    world = World(answers="teacher")
+
+    async def fails(*_: Any) -> dict[str, float]:
+        raise StageError("trainer", "it hangs")
+
+    world.trainer.supervise = fails  # type: ignore[method-assign]
+    with pytest.raises(StageError, match="it hangs"):
+        await world.run()
+    names = {task.get_name() for task in asyncio.all_tasks()}
+    assert "answers of the cold start" not in names
+
+
+# ── in a pipeline ──────────────────────────────────────────────────────────────────────────────
+
+
+class Cold:
+    """Notes what had happened before it ran."""
+
+    def __init__(self, run: Any) -> None:
+        self.run_of, self.before = run, (-1, -1)
+
+    async def run(self, *_: Any) -> None:
+        self.before = self.run_of.trainer.steps, len(self.run_of.log.steps)
+
+
+async def test_the_replicas_get_the_cold_starts_weights_before_anything_is_sampled() -> None:
+    run = world()
+    synced: list[tuple[int, bool]] = []
+    snapshot = run.sync.snapshot
+
+    async def noted(version: int, again: bool = False) -> None:
+        synced.append((version, again))
+        await snapshot(version, again)
+
+    run.sync.snapshot = noted  # type: ignore[method-assign]
+    run.pipeline.cold_start = cold = Cold(run)  # type: ignore[assignment]
+    await run.pipeline.run()
+    assert (cold.before, synced[:2]) == ((0, 0), [(0, True), (1, False)])
+
+
+async def test_a_resumed_run_has_no_cold_start(tmp_path: Path) -> None:
+    config = load_config(EXAMPLE, ["cold_start={steps: 1}"])
+    start: Any = SimpleNamespace(cut=SimpleNamespace(cursor=0))
+    inputs: Any = SimpleNamespace(train=[ROWS], checked=[ROWS], eval=[], max_prompt_tokens=20)
+    job: Any = SimpleNamespace(config=config, inputs=inputs, start=start, log=Logged())
+    text = Text.of(config)
+    assert cold_start_of(job, text) is None
+    job.start = None
+    assert cold_start_of(job, text) is not None

@@ -1,0 +1,116 @@
+"""Supervised steps: the cross entropy of given tokens, beside the run's own objective."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from async_opd.config.loss import Loss
+from async_opd.config.train import TrainConfig
+from async_opd.core.errors import StageError
+from async_opd.core.samples import Sample
+from async_opd.data.answers import supervised
+from tests.trainer.models import random_sample, tiny_model
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.losses.estimators import CrossEntropy
+from trainer.rank import Rank
+
+RATE = 1e-2
+
+
+def samples() -> list[Sample]:
+    return [supervised(random_sample(i, size).rollout) for i, size in enumerate([5, 1, 9])]
+
+
+def learner(kind: str = "forward_kl", **train: Any) -> Learner:
+    config = TrainConfig.model_validate({"lr": RATE, "warmup_steps": 0, "steps": 50, **train})
+    loss: Any = TypeAdapter(Loss).validate_python({"kind": kind})
+    return Learner(Rank(tiny_model(), build_objective(loss), config, torch.device("cpu")))
+
+
+def cross_entropy(model: Any, batch: list[Sample]) -> float:
+    """The mean of -log q over the batch's response tokens, in float64, one sample at a time."""
+    double = model.double()
+    losses = []
+    for sample in batch:
+        ids = torch.from_numpy(sample.rollout.token_ids.astype(np.int64))[None]
+        log_q = double(ids).logits[0].log_softmax(-1)
+        first = len(sample.rollout.prompt.token_ids)
+        answer = ids[0, first:]
+        losses.append(-log_q[first - 1 : -1].gather(-1, answer[:, None])[:, 0])
+    return float(torch.cat(losses).mean().detach())
+
+
+def test_the_value_is_minus_log_q_and_its_slope_minus_one() -> None:
+    log_q = torch.tensor([-0.5, -3.0])
+    slopes = CrossEntropy()(torch.zeros(2), log_q)
+    assert (slopes.value.tolist(), slopes.slope.tolist()) == ([0.5, 3.0], [-1.0, -1.0])
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "k1"])
+def test_the_loss_is_the_mean_cross_entropy_whatever_the_runs_objective(kind: str) -> None:
+    made = learner(kind)
+    wanted = cross_entropy(tiny_model(), samples())
+    assert made.supervise(samples(), RATE)["loss"] == pytest.approx(wanted, rel=1e-5)
+
+
+def test_the_gradient_is_that_of_the_mean_cross_entropy() -> None:
+    made = learner(max_grad_norm=1e6)
+    kept: dict[str, torch.Tensor] = {}
+
+    def keep() -> None:
+        kept.update({n: p.grad.clone() for n, p in made.model.named_parameters()})
+
+    made._rank.optimizer.step = keep  # type: ignore[method-assign]
+    made.supervise(samples(), RATE)
+    model = tiny_model().double()
+    total = 0.0
+    tokens = sum(len(sample.rollout.response_ids) for sample in samples())
+    for sample in samples():
+        ids = torch.from_numpy(sample.rollout.token_ids.astype(np.int64))[None]
+        first = len(sample.rollout.prompt.token_ids)
+        logits = model(ids).logits[0, first - 1 : -1]
+        total = total + torch.nn.functional.cross_entropy(logits, ids[0, first:], reduction="sum")
+    (total / tokens).backward()  # type: ignore[attr-defined]
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(kept[name].double(), parameter.grad, atol=1e-6), name
+
+
+def test_the_cross_entropy_falls() -> None:
+    made = learner()
+    losses = [made.supervise(samples(), RATE)["loss"] for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_supervised_steps_are_none_of_the_runs_steps() -> None:
+    made = learner(warmup_steps=10)
+    made.supervise(samples(), RATE)
+    report = made.train_batch([random_sample(0, 4, k=6)])
+    assert report.metrics["train/lr"] == pytest.approx(RATE / 10)
+
+
+def test_after_the_moments_are_forgotten_a_step_is_that_of_a_new_optimizer() -> None:
+    made, fresh = learner(), learner()
+    made.supervise(samples(), RATE)
+    made.forget_moments()
+    fresh.model.load_state_dict(made.model.state_dict())
+    batch = [random_sample(0, 4, k=6)]
+    made.train_batch(batch)
+    fresh.train_batch(batch)
+    for a, b in zip(made.model.parameters(), fresh.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_loss_that_is_not_finite_ends_the_cold_start_and_changes_no_weight() -> None:
+    made = learner()
+    weight = next(iter(made.model.parameters()))
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+    with pytest.raises(StageError, match=r"lower cold_start\.lr"):
+        made.supervise(samples(), RATE)
+    assert not made._rank.optimizer.state
