@@ -12,7 +12,6 @@ split. Logits exist for one chunk of response rows at a time (``losses/chunked.p
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from trainer.batches.batch_metrics import batch_metrics
 from trainer.batches.micro_batches import assign_micro_batches
 from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
-from trainer.losses.report import Metrics, concat_metrics, step_metrics
+from trainer.losses.report import Metrics, concat_metrics, not_finite, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, MicroBatch, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
@@ -187,7 +186,7 @@ class Learner:
         try:
             computed = self._backward(micro_batches)
             means = step_metrics(self._values(computed), runs) | rewards
-            fault = _not_finite(means, computed[0].norm)
+            fault = not_finite(means, computed[0].norm)
             means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
         except BaseException:
             self._rank_group.mark_broken()
@@ -360,13 +359,3 @@ def _micro_batch(
     index = min(some, key=lambda i: samples[i].rollout.tokens)
     token_weight = replace(token_weights[index], weight=0.0, reward_weight=0.0)
     return MicroBatch((samples[index],), (token_weight,), counts=False)
-
-
-def _not_finite(means: Mapping[str, float], norm: float) -> str:
-    """Which values of a step are not finite, with the values; empty if none is."""
-    loss = means["loss/total"]
-    broken = [key for key, value in means.items() if math.isnan(value)]
-    if math.isfinite(loss) and math.isfinite(norm) and not broken:
-        return ""
-    seen = f"loss {loss}, gradient norm {norm}"
-    return seen + (f", not a number: {', '.join(broken)}" if broken else "")

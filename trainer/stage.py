@@ -191,7 +191,7 @@ class TrainerStage:
     async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
         """See Trainer.supervise."""
         samples = await asyncio.to_thread(unpack, Sample, batches)
-        async with self._gate, self._weights:
+        async with self._gate, self._gpus, self._weights:
             self._pending_tokens = sum(sample.rollout.tokens for sample in samples)
             with self._activity.busy():
                 found = await self._compute(self._learner.supervise, samples, rate)
@@ -200,7 +200,7 @@ class TrainerStage:
 
     async def forget_moments(self) -> None:
         """See Trainer.forget_moments."""
-        async with self._weights:
+        async with self._gpus, self._weights:
             await self._compute(self._learner.forget_moments)
 
     async def scale_learning_rate(self, factor: float) -> None:

@@ -22,8 +22,9 @@ For all other scores the scoring stage computes the agreement (``teachers/meter.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -58,6 +59,16 @@ def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[
     if gap is not None:
         scalars |= _agreement(gap, runs)
     return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
+
+
+def not_finite(means: Mapping[str, float], norm: float) -> str:
+    """Which values of a step are not finite, with the values; empty if none is."""
+    loss = means["loss/total"]
+    broken = [key for key, value in means.items() if math.isnan(value)]
+    if math.isfinite(loss) and math.isfinite(norm) and not broken:
+        return ""
+    seen = f"loss {loss}, gradient norm {norm}"
+    return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
 def _agreement(gap: torch.Tensor, runs: Sequence[tuple[str, int]]) -> Metrics:
