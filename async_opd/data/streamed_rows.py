@@ -3,13 +3,15 @@
     source.rows(start) ──► window 0 │ window 1 │ … ──each shuffled by itself──► rows
 
 Which row is how many-th follows from the seed alone, so that a cursor is all that a resumed run
-needs.
+needs. From the middle of a window on, a thread reads the next one: the caller is an event loop.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from itertools import islice
 
 from async_opd.core.errors import SourceError
@@ -29,6 +31,7 @@ class StreamedRows:
         self._windows: dict[int, list[Entry]] = {}
         self._rest: Iterator[Entry] = iter(())
         self._at = -1  # the window that ``_rest`` begins with
+        self._ahead: tuple[int, Future[list[Entry]]] | None = None  # what a thread reads
         self._length: int | None = None
         self._order: tuple[str, list[int]] = ("", [])
 
@@ -46,6 +49,8 @@ class StreamedRows:
         number, offset = divmod(position, self._size)
         entries = self._window(number)
         if offset < len(entries):
+            if 2 * offset >= len(entries):
+                self._read_ahead(number + 1 if len(entries) == self._size else 0)
             if seed is not None:
                 offset = self._shuffled(entries, f"{seed}/{epoch}/{number}")[offset]
             return entries[offset], epoch
@@ -81,6 +86,7 @@ class StreamedRows:
         """
         if rows or len(self._windows.get(number - 1, ())) == self._size:
             return number * self._size + rows
+        self._take_ahead()
         return sum(1 for _ in self._read(0))
 
     def _shuffled(self, entries: list[Entry], seed: str) -> list[int]:
@@ -92,14 +98,48 @@ class StreamedRows:
 
     def _window(self, number: int) -> list[Entry]:
         if number not in self._windows:
-            if number != self._at:
-                self._rest = self._read(number * self._size)
-            self._at = -1  # an error leaves the rest inside of a window: it is read again then
-            self._windows[number] = list(islice(self._rest, self._size))
-            self._at = number + 1
-            while len(self._windows) > KEPT:
-                del self._windows[next(iter(self._windows))]
+            self._take_ahead()
+        if number not in self._windows:
+            self._keep(number, self._loaded(number))
         return self._windows[number]
+
+    def _loaded(self, number: int) -> list[Entry]:
+        if number != self._at:
+            self._rest = self._read(number * self._size)
+        self._at = -1  # an error leaves the rest inside of a window: it is read again then
+        entries = list(islice(self._rest, self._size))
+        self._at = number + 1
+        return entries
+
+    def _keep(self, number: int, entries: list[Entry]) -> None:
+        self._windows[number] = entries
+        while len(self._windows) > KEPT:
+            del self._windows[next(iter(self._windows))]
+
+    def _read_ahead(self, number: int) -> None:
+        """Begins to read a window on a thread, unless it is there or another one is being read."""
+        if number in self._windows or self._ahead is not None:
+            return
+        made: Future[list[Entry]] = Future()
+
+        def read() -> None:
+            try:
+                made.set_result(self._loaded(number))
+            except BaseException as error:
+                made.set_exception(error)
+
+        self._ahead = number, made
+        threading.Thread(target=read, name="read rows", daemon=True).start()
+
+    def _take_ahead(self) -> None:
+        """Waits for the window that a thread reads: nothing else reads meanwhile.
+
+        After an error it is read again when its turn comes, and the error is raised then.
+        """
+        if self._ahead is not None:
+            (number, made), self._ahead = self._ahead, None
+            if made.exception() is None:
+                self._keep(number, made.result())
 
 
 def _number(entry: Entry) -> int:

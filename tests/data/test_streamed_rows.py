@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -151,6 +152,20 @@ def test_what_was_read_ahead_is_not_read_again_by_the_next_prompt(cursor: int) -
     before = source.asked
     made.next(1)
     assert source.asked == before
+
+
+def test_a_thread_reads_every_window_but_the_first_also_that_of_the_next_epoch() -> None:
+    """The caller is an event loop."""
+    source, callers = Source(36), []
+
+    def read(start: int) -> Iterator[Row | SourceError]:
+        for row in source.read(start):
+            callers.append(threading.current_thread() is threading.main_thread())
+            yield row
+
+    stream(StreamedRows(read, 8)).next(60)
+    assert callers == [True] * 8 + [False] * (len(callers) - 8)
+    assert len(callers) > 36
 
 
 def test_a_row_that_cannot_be_read_ahead_is_an_error_when_its_turn_comes() -> None:
