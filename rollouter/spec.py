@@ -59,7 +59,8 @@ class StudentEngineSpec:
                 tensor_parallel=rollout.tensor_parallel,
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
-                sleeps=any(teacher.host == "rollout" for teacher in config.teachers.values()),
+                sleeps=rollout.host is not None
+                or any(teacher.host == "rollout" for teacher in config.teachers.values()),
             )
             | adapter_kwargs(config.train.lora),
             sampling=SamplingSpec(
@@ -71,7 +72,7 @@ class StudentEngineSpec:
                 rollout.min_p,
             ),
             eos_ids=eos_ids,
-            transfer_backend=chosen(config.sync.backend, device),
+            transfer_backend=chosen(config.sync.backend, device, rollout.host is not None),
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
             grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,

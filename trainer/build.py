@@ -79,4 +79,6 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
 
     rank = Rank(student.model, objective, config.train, device, heads, mesh, wire_dtype, fill)
     check_rank(rank, exact, longest)
+    if config.rollout.host is not None:
+        rank.offload()  # until its first turn
     return rank

@@ -49,14 +49,19 @@ class Publisher:
         source: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         transport: Callable[[], Transport],
         digests: bool = False,
+        in_host_memory: bool = False,
     ) -> None:
-        """With ``digests`` the metadata of a snapshot holds those of its tensors."""
+        """With ``digests`` the metadata of a snapshot holds those of its tensors.
+
+        ``in_host_memory``: a snapshot leaves the GPU, which others use while it is sent.
+        """
         self._source = source
         self._new_transport = transport
         self._transports: dict[int, Transport] = {}
         self._snapshot: list[tuple[str, torch.Tensor]] = []
         self._copied: torch.cuda.Event | None = None
         self._with_digests = digests
+        self._in_host_memory = in_host_memory
         self._digests: tuple[str, ...] = ()
 
     def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
@@ -75,7 +80,10 @@ class Publisher:
         self._snapshot, self._digests = [], ()
         digests = Digests(torch)
         source = self._source()
-        self._snapshot = list(digests.add_all(source) if self._with_digests else source)
+        source = digests.add_all(source) if self._with_digests else source
+        if self._in_host_memory:
+            source = ((name, tensor.cpu()) for name, tensor in source)
+        self._snapshot = list(source)
         self._digests = tuple(digests.values().values())
         self._copied = _event_behind_all_work()
         return self.meta

@@ -37,6 +37,8 @@ from trainer.work_thread import WorkThread
 if TYPE_CHECKING:
     from trainer.learner import Learner
 
+HOLD_S = 60.0
+"""Seconds for which a turn is held for a snapshot. The rollout stage calls it at once, or died."""
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -274,6 +276,11 @@ class TrainerStage:
         onload, offload = self._learner.onload, self._learner.offload
         await self._turns.take(lambda: self._compute(onload), lambda: self._compute(offload))
 
+    async def begin_turn(self, pool: str) -> None:
+        """Returns in a turn, which lasts until ``snapshot``, or for ``HOLD_S`` if none comes."""
+        assert self._turns is not None
+        await self._turns.hold(HOLD_S)
+
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
 
     async def open(self, group: int, world_size: int, connected: Collection[int]) -> Rendezvous:
@@ -295,6 +302,8 @@ class TrainerStage:
                 reference = await self._compute(self._learner.reference, self._held_rows)
                 meta = replace(meta, reference=reference)
             self._version = version
+        if self._turns is not None:
+            self._turns.release()
         return meta
 
     async def send(self, group: int) -> float:

@@ -6,9 +6,11 @@
     │ all others on this GPU, asleep│  engines: ASLEEP each; a trainer: weights and optimizer
     └───────────────────────────────┘
 
-One process of each works at a time (``teachers.time_sharing``). The bytes of contexts and sleeping
-engines are bounds, not measurements. vLLM compares an engine's share with the memory that is free
-when it starts (``vllm.v1.worker.utils.request_memory``), and fills it with KV cache.
+A trainer whose rollout engines are on its GPUs is offloaded while they work: it keeps its context,
+and the heads of teachers. One process of each works at a time (``teachers.time_sharing``). The
+bytes of contexts and sleeping engines are bounds, not measurements. vLLM compares an engine's share
+with the memory that is free when it starts (``vllm.v1.worker.utils.request_memory``), and fills it
+with KV cache.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from async_opd.checks.gpu_plan import table
-from async_opd.checks.resources import guests_of
+from async_opd.checks.resources import guests_of, pools
 from async_opd.config.device_defaults import recomputation
 from async_opd.config.loss import score_kind
 from async_opd.config.run_config import RolloutConfig, RunConfig
@@ -68,7 +70,7 @@ def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.read) -> int:
     They are its own context, and what all others keep there while it works.
     """
     host = _host(config, pool)
-    rests = (ASLEEP for name in _guests(config, host) if name != pool)
+    rests = (ASLEEP for name in guests_of(config, host) if name != pool)
     resting = 0 if host == pool else _rests(config, host, sizes)
     return CONTEXT + resting + sum(rests)
 
@@ -77,7 +79,7 @@ def faults(
     config: RunConfig, total: int, sizes: Sizes = ModelSize.read
 ) -> Iterator[tuple[str, str, str]]:
     """What cannot fit GPUs of ``total`` bytes that several pools share: (key, fault, remedy)."""
-    for host in sorted({name for t in config.teachers.values() if (name := t.host)}):
+    for host in sorted({pool.shares for pool in pools(config) if pool.shares}):
         tenants = _tenants(config, host, sizes)
         for tenant in tenants:
             rest = sum(other.rests for other in tenants if other is not tenant)
@@ -128,8 +130,8 @@ def _shown(tenants: Sequence[Tenant], total: int) -> str:
 
 
 def _tenants(config: RunConfig, host: str, sizes: Sizes) -> list[Tenant]:
-    """The host, and the teachers on its GPUs."""
-    engines = [*([host] if host == "rollout" else []), *_guests(config, host)]
+    """The host, and its guests."""
+    engines = [*([host] if host == "rollout" else []), *guests_of(config, host)]
     trainer = [Tenant("train", _works(config, sizes), _rests(config, "train", sizes))]
     return [*(trainer if host == "train" else []), *(_engine(config, n, sizes) for n in engines)]
 
@@ -152,11 +154,18 @@ def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
         return ASLEEP
     size = sizes(config.student.model)
     states = RESTING * size.floats // config.train.ranks + _copy(config, size)
+    if config.rollout.host == "train":
+        states = 0  # offloaded
     return CONTEXT + states + _heads(config, sizes)
 
 
 def _copy(config: RunConfig, size: ModelSize) -> int:
-    """Bytes of the weights that rank 0 sends, until the next ones."""
+    """Bytes of the weights that rank 0 sends, until the next ones.
+
+    For colocated engines they are in host memory.
+    """
+    if config.rollout.host == "train":
+        return 0
     return size.engine_bytes(engine_dtype(config.rollout.engine, "cuda"))
 
 
@@ -198,10 +207,4 @@ def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:
 
 def _host(config: RunConfig, pool: str) -> str:
     """The pool whose GPUs a pool has: its own, or its host's."""
-    teacher = config.teachers.get(pool.removeprefix("teachers."))
-    return (teacher.host if teacher is not None and pool.startswith("teachers.") else None) or pool
-
-
-def _guests(config: RunConfig, host: str) -> list[str]:
-    """Names of the pools of teachers on the GPUs of a host."""
-    return [f"teachers.{name}" for name in guests_of(config, host)]
+    return next((one.shares for one in pools(config) if one.name == pool), None) or pool

@@ -96,44 +96,49 @@ def pools(config: RunConfig) -> list[Pool]:
         return Pool(f"teachers.{name}", t.replicas, t.gpus, model, t.host)
 
     return [
-        Pool("rollout", rollout.replicas, rollout.tensor_parallel, student),
+        Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),
         *map(teacher_pool, config.teachers),
         Pool("train", config.train.ranks, 1, student),
     ]
 
 
 def guests_of(config: RunConfig, host: str) -> list[str]:
-    """Names of the teachers on the GPUs of a pool."""
-    return [name for name, teacher in config.teachers.items() if teacher.host == host]
+    """Names of the pools on the GPUs of a pool."""
+    return [pool.name for pool in pools(config) if pool.shares == host]
 
 
-def hosts_of(config: RunConfig, teacher: str) -> list[range]:
-    """For each replica of a colocated teacher, the processes of its host whose GPUs it shares.
+def hosts_of(config: RunConfig, guest: str) -> list[range]:
+    """For each replica of a colocated pool, the processes of its host whose GPUs it shares.
 
     They are as many as have the GPUs that it needs; several next to each other.
     """
-    guest = config.teachers[teacher]
-    each = config.rollout.tensor_parallel if guest.host == "rollout" else 1
-    span = -(-guest.gpus // each)
-    return [range(span * at, span * (at + 1)) for at in range(guest.replicas)]
+    named = {pool.name: pool for pool in pools(config)}
+    pool = named[guest]
+    assert pool.shares is not None
+    span = -(-pool.gpus_per_replica // named[pool.shares].gpus_per_replica)
+    return [range(span * at, span * (at + 1)) for at in range(pool.replicas)]
 
 
 def misplaced(config: RunConfig) -> Iterator[tuple[str, str, str]]:
-    """Colocated teachers that do not fit the pool whose GPUs they share: (key, fault, remedy)."""
-    hosts = {pool.name: pool for pool in pools(config) if pool.name in ("rollout", "train")}
-    for name, teacher in config.teachers.items():
-        if teacher.host is None:
+    """Colocated pools that do not fit the pool whose GPUs they share: (key, fault, remedy)."""
+    named = {pool.name: pool for pool in pools(config)}
+    for guest in named.values():
+        if guest.shares is None:
             continue
-        host, taken = hosts[teacher.host], hosts_of(config, name)
+        host, taken, gpus = (
+            named[guest.shares],
+            hosts_of(config, guest.name),
+            guest.gpus_per_replica,
+        )
         each, span = host.gpus_per_replica, len(taken[0])
-        if teacher.gpus > each and teacher.gpus % each:
-            fault = f"{teacher.gpus}, which is not the GPUs of several {each} of {host.name}"
-            yield f"teachers.{name}.tensor_parallel", fault, f"at most {each}, or a multiple of it"
+        if gpus > each and gpus % each:
+            fault = f"{gpus}, which is not the GPUs of several {each} of {host.name}"
+            yield f"{guest.name}.tensor_parallel", fault, f"at most {each}, or a multiple of it"
         elif span > host.replicas:
             total = host.replicas * each
-            fault = f"{teacher.gpus}, but {host.name} has {total} GPUs to share"
-            yield f"teachers.{name}.tensor_parallel", fault, f"at most {total}"
+            fault = f"{gpus}, but {host.name} has {total} GPUs to share"
+            yield f"{guest.name}.tensor_parallel", fault, f"at most {total}"
         elif taken[-1].stop > host.replicas:
-            fault = f"{teacher.replicas}, but {host.name} has {host.replicas} to share GPUs with"
+            fault = f"{guest.replicas}, but {host.name} has {host.replicas} to share GPUs with"
             fault += f", {span} for each replica" if span > 1 else ""
-            yield f"teachers.{name}.replicas", fault, f"at most {host.replicas // span}"
+            yield f"{guest.name}.replicas", fault, f"at most {host.replicas // span}"

@@ -1,6 +1,6 @@
 """Starts the Ray actors of a run, of each kind, and ends all of them.
 
-One actor is one process. A colocated teacher runs on the GPUs of another actor, its host.
+One actor is one process. A colocated engine runs on the GPUs of another actor, its host.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from async_opd.checks.gpu_memory import beside
-from async_opd.checks.resources import guests_of, hosts_of
+from async_opd.checks.resources import Pool, guests_of, hosts_of, pools
 from async_opd.cluster import actor_names
 from async_opd.cluster.actor_names import ActorName, run_name, when_free
 from async_opd.cluster.actor_shell import START_KEY, ActorPlacement, Remote
@@ -70,7 +70,7 @@ class ActorFactory:
     engines: list[Remote] = field(default_factory=list)
     stages: list[Remote] = field(default_factory=list)
     placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
-    colocated: dict[str, dict[int, TeacherProxy]] = field(default_factory=dict)
+    colocated: dict[str, dict[int, TeacherProxy | StudentProxy]] = field(default_factory=dict)
     barriers: Barriers = field(default_factory=Barriers)
 
     def __post_init__(self) -> None:
@@ -93,7 +93,8 @@ class ActorFactory:
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             gpus=self.config.rollout.tensor_parallel,
-            bundle=("rollout", index),
+            bundle=self._bundle("rollout", index),
+            guest="rollout" if self.config.rollout.host is not None else "",
         )
         return StudentProxy(remote, spec.consumer)
 
@@ -110,55 +111,61 @@ class ActorFactory:
             self.factories.teacher.path,
             (spec, *self.factories.teacher.extra),
             gpus=teacher.tensor_parallel,
-            bundle=self._bundle(teacher_name, index),
-            guest=teacher_name if teacher.host is not None else "",
+            bundle=self._bundle(f"teachers.{teacher_name}", index),
+            guest=f"teachers.{teacher_name}" if teacher.host is not None else "",
         )
         return TeacherProxy(remote)
 
     def _beside(self, pool: str) -> int | None:
         return beside(self.config, pool) if self.device == "cuda" else None
 
-    def _bundle(self, teacher: str, index: int) -> tuple[str, int]:
-        """The bundle in which a teacher's replica starts: of a guest that of its first host."""
-        host = self.config.teachers[teacher].host
-        return (
-            (f"teachers.{teacher}", index)
-            if host is None
-            else (host, hosts_of(self.config, teacher)[index][0])
-        )
+    def _bundle(self, pool: str, index: int) -> tuple[str, int]:
+        """The bundle in which an engine of a pool starts: of a guest that of its first host."""
+        host = self._pool(pool).shares
+        return (pool, index) if host is None else (host, hosts_of(self.config, pool)[index][0])
 
-    def _shared_place(self, teacher: str, first: int) -> ActorPlacement | None:
+    def _pool(self, name: str) -> Pool:
+        return next(pool for pool in pools(self.config) if pool.name == name)
+
+    def _shared_place(self, guest: str, first: int) -> ActorPlacement | None:
         """The GPUs of a guest: as many of its hosts' as it needs; None on a CPU.
 
         ``first`` is its first host. Its hosts are on one node (``checks.gpu_plan``).
         """
-        config = self.config.teachers[teacher]
-        (hosts,) = (hosts for hosts in hosts_of(self.config, teacher) if hosts[0] == first)
-        places = [p for i in hosts if (p := self.placements.get((str(config.host), i))) is not None]
+        pool = self._pool(guest)
+        (hosts,) = (hosts for hosts in hosts_of(self.config, guest) if hosts[0] == first)
+        places = [p for i in hosts if (p := self.placements.get((str(pool.shares), i))) is not None]
         if not places:
             return None
         gpus = [gpu for place in places for gpu in place.gpus]
-        return ActorPlacement(places[0].node, tuple(gpus[: config.gpus]))
+        return ActorPlacement(places[0].node, tuple(gpus[: pool.gpus_per_replica]))
 
-    async def _build_after_teachers(
-        self, host: str, remotes: Mapping[int, Remote], build: Build
+    async def _build_after_guests(
+        self,
+        host: str,
+        remotes: Mapping[int, Remote],
+        build: Build,
+        queue: QueueProxy | None = None,
     ) -> None:
-        """Builds a host of one or several processes after the teachers that share their GPUs.
+        """Builds a host of one or several processes after the engines that share their GPUs.
 
         ``remotes`` are its processes by their index in the pool. Each then finds the memory of its
-        GPUs free. On a CPU all are built at the same time.
+        GPUs free. On a CPU all are built at the same time. Guests that are replicas of the student
+        need the ``queue``.
         """
-        teachers = [self._start_all_asleep(host, i, remote) for i, remote in remotes.items()]
+        guests = [self._start_all_asleep(host, i, remote, queue) for i, remote in remotes.items()]
         if self.device == "cpu":
-            await gather_or_cancel(build(), *teachers)
+            await gather_or_cancel(build(), *guests)
         else:
-            await gather_or_cancel(*teachers)
+            await gather_or_cancel(*guests)
             await build()
 
-    async def _start_all_asleep(self, host: str, index: int, remote: Remote) -> None:
-        """Starts the teachers on the GPUs of one process; on GPUs each sleeps before the next.
+    async def _start_all_asleep(
+        self, host: str, index: int, remote: Remote, queue: QueueProxy | None
+    ) -> None:
+        """Starts the guests on the GPUs of one process; on GPUs each sleeps before the next.
 
-        A teacher on the GPUs of several processes starts when all of them have no other to start.
+        A guest on the GPUs of several processes starts when all of them have no other to start.
         """
         guests = {
             name: (at, hosts)
@@ -169,35 +176,40 @@ class ActorFactory:
         new = {n: found for n, found in guests.items() if found[0] not in self.colocated.get(n, {})}
         if self.device == "cpu":
             first = ((name, at) for name, (at, hosts) in new.items() if index == hosts[0])
-            await gather_or_cancel(*(self._start_asleep(*one) for one in first))
+            await gather_or_cancel(*(self._start_asleep(*one, queue) for one in first))
             return
-        if len(new) < len(guests):  # a teacher outlives its host
+        if len(new) < len(guests):  # a guest outlives its host
             remote.shared_place = self.placements[host, index]
         elif guests:
             place = await remote.place(self.config.timeouts.engine_start_s)
             remote.shared_place = self.placements[host, index] = place
         for name, (at, hosts) in new.items():
-            start = partial(self._start_asleep, name, at)
+            start = partial(self._start_asleep, name, at, queue)
             await self.barriers.arrive((name, at), index, hosts, start)
 
-    async def _start_asleep(self, name: str, index: int) -> None:
-        teacher = await self.teacher(name, index)
-        assert isinstance(teacher, TeacherProxy)
+    async def _start_asleep(self, pool: str, index: int, queue: QueueProxy | None = None) -> None:
+        guest: TeacherProxy | StudentProxy | EndpointReplica
+        if pool == "rollout":
+            assert queue is not None
+            guest = await self.student(index, queue)
+        else:
+            guest = await self.teacher(pool.removeprefix("teachers."), index)
+        assert not isinstance(guest, EndpointReplica)
         bound_s = self.config.timeouts.engine_start_s
         try:
             async with asyncio.timeout(bound_s):
-                await teacher.sleep()
+                await guest.sleep()
         except BaseException as error:
-            teacher.kill()  # no other part has a handle of it yet
+            guest.kill()  # no other part has a handle of it yet
             if not isinstance(error, TimeoutError):
                 raise
             cause = f"did not go to sleep within {bound_s:g} s, before its host is built"
             remedy = f"raise {START_KEY} if it is only slow; otherwise see its log"
-            raise EngineStartError(f"teacher {name}/{index}", cause, remedy) from error
-        self.colocated.setdefault(name, {})[index] = teacher
+            raise EngineStartError(guest.remote.name, cause, remedy) from error
+        self.colocated.setdefault(pool, {})[index] = guest
 
     async def trainer(self, queue: QueueProxy) -> TrainerActor:
-        """The trainer: all of its ranks, each after the teachers on its GPU."""
+        """The trainer: all of its ranks, each after the engines on its GPU."""
         first, *others = ranks = [
             await self.create(
                 actor_names.trainer(rank),
@@ -211,7 +223,7 @@ class ActorFactory:
         factory = self.factories.trainer
         args = (self.config, self.device, queue, *factory.extra)
         trainer = TrainerActor(first, self.config, self.device, factory.path, args, tuple(others))
-        await self._build_after_teachers("train", dict(enumerate(ranks)), trainer.build)
+        await self._build_after_guests("train", dict(enumerate(ranks)), trainer.build, queue)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:
@@ -261,7 +273,7 @@ class ActorFactory:
     ) -> Remote:
         """Starts and builds an engine in a bundle.
 
-        ``guest`` is the name of a teacher that uses the GPUs of the bundle's process, its host.
+        ``guest`` is the name of a pool that uses the GPUs of the bundle's process, its host.
         """
         reserved = gpus if self.device == "cuda" and not guest else 0
         place = self._shared_place(guest, bundle[1]) if guest else None
@@ -273,7 +285,7 @@ class ActorFactory:
             if guest:
                 await build()
             else:
-                await self._build_after_teachers(bundle[0], {bundle[1]: remote}, build)
+                await self._build_after_guests(bundle[0], {bundle[1]: remote}, build)
         except BaseException:
             remote.kill()
             raise

@@ -3,6 +3,8 @@
 queue ─┬─ student/0 … student/N-1     rollouter
        ├─ <teacher>/0 … per teacher   scorer
        └─ trainer, trainer/1 … its ranks (then: rendezvous of trainer and students)
+
+A process whose GPUs others share is built after these, which sleep then.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
@@ -22,6 +24,7 @@ from async_opd.cluster.proxies import (
     QueueProxy,
     RollouterProxy,
     ScorerProxy,
+    StudentProxy,
     TrainerProxy,
 )
 from async_opd.cluster.rollouter_replicas import RollouterActor
@@ -98,7 +101,7 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
         async with asyncio.TaskGroup() as group:
             student_tasks = [
                 group.create_task(actor_factory.student(index, queue))
-                for index in range(config.rollout.replicas)
+                for index in range(config.rollout.replicas if config.rollout.host is None else 0)
             ]
             teacher_tasks = {
                 name: [
@@ -112,10 +115,14 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
     except ExceptionGroup as errors:
         raise first_cause(errors) from errors
     students = [task.result() for task in student_tasks]
-    teachers = {name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()}
-    teachers |= {
-        name: list(colocated.values()) for name, colocated in actor_factory.colocated.items()
+    teachers: dict[str, list[Any]] = {
+        name: [task.result() for task in tasks] for name, tasks in teacher_tasks.items()
     }
+    for pool, guests in actor_factory.colocated.items():
+        if pool == "rollout":
+            students = [cast(StudentProxy, guest) for _, guest in sorted(guests.items())]
+        else:
+            teachers[pool.removeprefix("teachers.")] = list(guests.values())
     training = trainer_task.result()
     trainer = TrainerProxy(training.remote)
     scoring = await actor_factory.scorer(teachers, queue)

@@ -176,3 +176,8 @@ class TrainerProxy(Proxy):
     idle = remote(TrainerStage.idle, NO_TIMEOUT)
     sleep = remote(TrainerStage.sleep, NO_TIMEOUT)
     wake = remote(TrainerStage.wake, NO_TIMEOUT)
+    wait_asleep = remote(TrainerStage.wait_asleep, NO_TIMEOUT)
+    wait_for_work = remote(TrainerStage.wait_for_work, NO_TIMEOUT)
+    wait_for_backlog = remote(TrainerStage.wait_for_backlog, NO_TIMEOUT)
+    take_turn = remote(TrainerStage.take_turn, NO_TIMEOUT)
+    begin_turn = remote(TrainerStage.begin_turn, NO_TIMEOUT)

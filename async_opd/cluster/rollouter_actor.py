@@ -14,11 +14,12 @@ their processes and so owns them: they outlive this actor, and the next one cont
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
@@ -34,7 +35,7 @@ from async_opd.core.stages import (
     WeightSync,
 )
 from async_opd.processes.members import Member
-from async_opd.waiting.liveness import CombinedProgress, answer_s
+from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
@@ -53,6 +54,13 @@ from teachers.time_sharing import (
 
 if TYPE_CHECKING:
     from async_opd.cluster.proxies import StudentProxy
+
+
+class TurnTaker(Protocol):
+    """A trainer that takes turns on the GPUs of rollout engines."""
+
+    async def begin_turn(self, pool: str) -> None:
+        """Returns in a turn, which lasts until the snapshot that follows is taken."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +168,7 @@ class RollouterService:
         """``run`` expects the locks ``gpus`` to be held.
 
         They are those of the pools, ``rollout`` or ``train``, that share their GPUs with some of
-        the ``teachers``.
+        the ``teachers``, or of rollout engines with the trainer.
         """
         self.orders = Orders()
         self._current = asyncio.Event()
@@ -185,6 +193,9 @@ class RollouterService:
             newest=before.newest,
             freshness=_freshness(config),
         )
+        self._progress = self._progress_of(config, trainer, teachers)
+        self._timeouts = config.timeouts
+        self._turns = cast(TurnTaker, trainer) if config.rollout.host is not None else None
         self.gpus, self._sharing = self._shared(config, trainer, teachers)
         self._trainers, replicas_lock = self.gpus.get("train"), self.gpus.get("rollout")
         self._sync: WeightSync = LockedSync(
@@ -244,9 +255,21 @@ class RollouterService:
 
     async def snapshot(self, version: int, again: bool = False) -> WeightMeta:
         """See WeightSync.snapshot. Returns the metadata of its weights."""
-        await self._calls.run(self._sync.snapshot(version, again))
+        await self._calls.run(self._snapshot(version, again))
         assert self._broadcast.newest is not None
         return self._broadcast.newest[1]
+
+    async def _snapshot(self, version: int, again: bool) -> None:
+        """A snapshot; a trainer that shares the replicas' GPUs takes it in a turn.
+
+        The turn is waited for without a lock: a replica that is rebuilt has the GPUs until it has
+        the newest weights, and no weights are sent while a snapshot is taken.
+        """
+        if self._turns is not None:
+            watchdog = ProgressWatchdog(TRAINER, self._timeouts.stall_s, "timeouts.stall_s")
+            turn = self._turns.begin_turn("rollout")
+            await watchdog.within("waiting for its GPUs", turn, self._progress, sys.maxsize)
+        await self._sync.snapshot(version, again)
 
     async def push(self) -> SyncReport:
         """See WeightSync.push."""
@@ -280,29 +303,41 @@ class RollouterService:
                 raise
         return replica.student
 
-    # ── GPUs that teachers share ───────────────────────────────────────────────────────────────
+    # ── GPUs that several pools share ──────────────────────────────────────────────────────────
+
+    def _progress_of(
+        self, config: RunConfig, trainer: WeightSender, teachers: GpuGuests
+    ) -> CombinedProgress:
+        """The tokens that any pool has computed."""
+        computes = {
+            "rollouter": self.stage.progress,
+            "scorer": teachers.progress,
+            TRAINER: cast(GpuHost, trainer).progress,
+        }
+        return CombinedProgress(computes, answer_s(config.timeouts.stall_s, depth=2))
 
     def _shared(
         self, config: RunConfig, trainer: WeightSender, teachers: GpuGuests
     ) -> tuple[dict[str, GpuLock], list[GpuTimeSharing]]:
-        """The lock of each pool with colocated teachers, and what alternates it with them."""
-        pools = {teacher.host for teacher in config.teachers.values()} - {None}
-        if not pools:
-            return {}, []
-        quiet_s = config.timeouts.stall_s
-        computes = {"rollouter": self.stage.progress, "scorer": teachers.progress}
-        hosts = {TRAINER: cast(GpuHost, trainer)}
-        computes |= {name: host.progress for name, host in hosts.items()}
-        asked = CombinedProgress(computes, answer_s(quiet_s, depth=2))
-        gpus = {pool: GpuLock(pool, asked, quiet_s) for pool in sorted(map(str, pools))}
+        """The lock of each pool that alternates with guests, and what alternates them.
+
+        Of rollout engines on the trainer's GPUs the trainer is the guest: the engines finish what
+        they have begun whenever it wants the GPUs, and it gives them back when it waits.
+        """
+        guests = {str(t.host): teachers for t in config.teachers.values() if t.host is not None}
+        if config.rollout.host is not None:
+            guests = {"rollout": cast(GpuGuests, trainer)}
+        hosts, quiet_s = {TRAINER: cast(GpuHost, trainer)}, config.timeouts.stall_s
+        gpus = {pool: GpuLock(pool, self._progress, quiet_s) for pool in sorted(guests)}
         sharing = [
             GpuTimeSharing(
                 pool,
                 self._hosts if pool == "rollout" else lambda: hosts,
-                teachers,
+                guests[pool],
                 lock,
                 sleep_timeout_s=config.timeouts.request_s,
                 held=True,
+                turn="a scoring phase" if guests[pool] is teachers else "the trainer's turn",
             )
             for pool, lock in gpus.items()
         ]

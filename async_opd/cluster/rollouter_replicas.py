@@ -131,7 +131,8 @@ class RollouterActor(SingletonActor):
     async def halt_replicas(self, timeout_s: float) -> None:
         """Stops every replica, and forgets the newest weights, before a new trainer begins.
 
-        A replica that does not stop in time is killed; the next actor orders another one.
+        Those on the trainer's GPUs sleep then, so that the next trainer finds room there. A replica
+        that does not stop or sleep in time is killed; the next actor orders another one.
         """
         await self._cancel_starts()
         self.newest = None
@@ -141,6 +142,8 @@ class RollouterActor(SingletonActor):
         try:
             async with asyncio.timeout(timeout_s):
                 await replica.student.stop()
+                if self.actor_factory.config.rollout.host is not None:
+                    await replica.student.sleep()
         except (StageError, TimeoutError):
             replica.student.kill()
 

@@ -10,6 +10,7 @@ from async_opd.cluster.remote_ranks import RemoteRankGroup
 from async_opd.config.run_config import RunConfig
 from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device
+from async_opd.waiting.gpu_turns import GpuTurns
 from rollouter.transports import chosen, transport
 from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Publisher, Transport
@@ -36,12 +37,14 @@ def build_trainer(
             learner.named_weights,
             lambda: _transport(config, device),
             digests=config.sync.verify_every > 0,
+            in_host_memory=config.rollout.host is not None,
         ),
         build_batcher(config, queue),
         max_version_lag=config.async_.max_version_lag,
         model_dir=config.student.model,
         rank_group=rank_group,
         held_rows=rows_to_compare(config, learner),
+        turns=GpuTurns() if config.rollout.host is not None else None,
     )
 
 
@@ -67,7 +70,7 @@ def _transport(config: RunConfig, device: Device) -> Transport:
         config.sync.chunk_mib << 20,
         config.sync.timeout_s * COLLECTIVE_TIMEOUT_SHARE,
     )
-    made = transport(chosen(config.sync.backend, device))
+    made = transport(chosen(config.sync.backend, device, config.rollout.host is not None))
     sender = made.sender(own_address(config.cluster), timeout_s, chunk_bytes)
     sender.ports = config.cluster.port_range
     return sender

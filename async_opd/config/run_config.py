@@ -68,8 +68,25 @@ class RolloutConfig(Section):
     """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
     requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
     than ``engine.max_num_seqs``."""
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """``dedicated``: on GPUs of their own. ``colocated``: on the trainer's GPUs, alternating with
+    it: when a batch is scored the engines finish their responses and sleep, the trainer takes its
+    steps, its weights and optimizer move to host memory, and the engines wake (docs/cluster.md)."""
+    with_: Literal["train"] | None = Field(default=None, alias="with")
+    """The pool whose GPUs colocated engines share: each those of as many ranks as it has GPUs."""
     engine: EngineConfig = EngineConfig()
     """Settings of each engine."""
+
+    @property
+    def host(self) -> Literal["train"] | None:
+        """The pool whose GPUs the engines share, if they are colocated."""
+        return self.with_ if self.placement == "colocated" else None
+
+    @model_validator(mode="after")
+    def _colocated_has_a_pool(self) -> Self:
+        if (self.placement == "colocated") != (self.with_ is not None):
+            raise ValueError("'placement: colocated' and 'with: train' together")
+        return self
 
 
 class QueueConfig(Section):
@@ -251,6 +268,8 @@ class RunConfig(Section):
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
         yield from self._keeping_faults()
+        if rollout.host is not None:
+            yield from self._colocation_faults()
         yield from nucleus_faults(
             self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
         )
@@ -265,6 +284,19 @@ class RunConfig(Section):
         if self.guardrail.mode == "roll_back" and not (self.checkpoint.every or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"
+
+    def _colocation_faults(self) -> Iterator[tuple[str, str, str]]:
+        """What does not go together with rollout engines on the trainer's GPUs."""
+        if self.sync.backend == "nccl":
+            fault = "found nccl, which refuses two processes on one GPU: the trainer and an engine"
+            yield "sync.backend", fault, "set it to auto, which is gloo here"
+        for name, teacher in self.teachers.items():
+            if teacher.host is not None:
+                fault = (
+                    "found colocated, on GPUs that rollout engines and the trainer share already"
+                )
+                remedy = "set it to dedicated, or rollout.placement"
+                yield f"teachers.{name}.placement", fault, remedy
 
     def teacher_of(self, data_source: str) -> str | None:
         """The name of the teacher that scores a data source, if there is one."""

@@ -104,13 +104,16 @@ def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
 
 def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:
     problems = []
-    for name, teacher in config.teachers.items():
-        if teacher.host is not None:
-            message = "this teacher is colocated, and the planner simulates no time sharing of GPUs"
+    hosts = {"rollout": config.rollout.host}
+    hosts |= {f"teachers.{name}": teacher.host for name, teacher in config.teachers.items()}
+    for pool, host in hosts.items():
+        if host is not None:
+            message = "this pool is colocated, and the planner simulates no time sharing of GPUs"
             remedy = (
                 "plan it as dedicated: that is the upper bound, with its GPUs beside the others"
             )
-            problems.append(Problem(where, f"teachers.{name}.placement", message, remedy))
+            problems.append(Problem(where, f"{pool}.placement", message, remedy))
+    for name in config.teachers:
         if name not in plan.teachers:
             remedy = "add at least tokens_per_s"
             problems.append(Problem(where, f"plan.teachers.{name}", "is missing", remedy))

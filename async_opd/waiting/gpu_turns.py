@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from async_opd.core.stages import TRAINER
-from async_opd.waiting.deadline import Deadline, Timer
+from async_opd.waiting.deadline import Cancellable, Deadline, Timer, loop_timer
 
 LINGER_S = 0.25
 """Seconds: many times those of a call, few beside those in which engines finish their requests."""
@@ -33,6 +33,8 @@ class GpuTurns:
         self._unwanted.set()
         self._given = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._timer = timer or loop_timer
+        self._holds: list[Cancellable] = []
 
     async def __aenter__(self) -> None:
         self._users += 1
@@ -53,6 +55,18 @@ class GpuTurns:
         if not self._users:
             self._wanted.clear()
             self._unwanted.set()
+
+    async def hold(self, at_most_s: float) -> None:
+        """Returns in a turn, which lasts until ``release``, but not longer than ``at_most_s``."""
+        await self.__aenter__()
+        self._holds.append(self._timer(at_most_s, self.release))
+
+    def release(self) -> None:
+        """Ends every ``hold``."""
+        holds, self._holds = self._holds, []
+        for hold in holds:
+            hold.cancel()
+            self._leave()
 
     async def wanted(self) -> None:
         """Returns when some work waits for a turn, or has one."""

@@ -46,9 +46,12 @@ def transport(name: str) -> Transport:
     return cast("Transport", importlib.import_module(TRANSPORTS[name]))
 
 
-def chosen(backend: str, device: Device) -> str:
-    """The transport that ``sync.backend`` names. StageError if it does not work on the device."""
-    name = AUTO[device] if backend == "auto" else backend
+def chosen(backend: str, device: Device, colocated: bool = False) -> str:
+    """The transport that ``sync.backend`` names. StageError if it does not work on the device.
+
+    ``colocated``: trainer and engines share GPUs. NCCL refuses two ranks of a group on one GPU.
+    """
+    name = AUTO["cpu" if colocated else device] if backend == "auto" else backend
     if device not in transport(name).DEVICES:
         cause = f"sync.backend is {name} but the pools are on {device.upper()}"
         raise StageError("weight sync", cause, "use auto")

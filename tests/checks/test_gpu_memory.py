@@ -61,6 +61,32 @@ def test_a_teacher_beside_the_trainer_gets_what_weights_and_optimizer_leave() ->
     assert beside(made, "rollout", sizes) == CONTEXT
 
 
+def colocated(**teachers: Any) -> RunConfig:
+    settings = config("4", {"ranks": 2}, **teachers).model_dump(by_alias=True)
+    settings["rollout"] |= {"placement": "colocated", "with": "train", "replicas": 2}
+    return RunConfig.model_validate(settings)
+
+
+def test_an_engine_beside_an_offloaded_trainer_gets_all_but_two_contexts() -> None:
+    assert beside(colocated(a={"model": "8"}), "rollout", sizes) == 2 * CONTEXT
+
+
+def test_the_heads_of_teachers_stay_beside_an_engine_on_the_trainers_gpu() -> None:
+    plain = colocated(a={"model": "8"})
+    full = plain.model_copy(
+        update={"loss": plain.loss.model_copy(update={"support": "full_vocab"})}
+    )
+    heads = 150_000 * 2560 * 2
+    assert beside(full, "rollout", sizes) - beside(plain, "rollout", sizes) == heads
+
+
+def test_a_trainer_that_does_not_fit_beside_sleeping_engines_is_a_fault() -> None:
+    made = colocated(a={"model": "8"})
+    assert list(faults(made, H100, sizes)) == []
+    (fault,) = faults(made, 24 * GIB, sizes)
+    assert fault[0] == "train"
+
+
 def test_the_different_heads_that_ranks_keep_for_the_full_vocabulary_are_not_a_teachers() -> None:
     teachers = {"a": guest("4", "train"), "b": {"model": "8"}, "c": {"model": "8"}}
     plain = config("2", **teachers)

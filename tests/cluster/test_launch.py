@@ -106,7 +106,7 @@ async def started(actor_factory: ActorFactory, node: str) -> Handle:
     async def build() -> None:
         await remote.build("module:factory", (), 5)
 
-    await actor_factory._build_after_teachers("rollout", {0: remote}, build)
+    await actor_factory._build_after_guests("rollout", {0: remote}, build)
     return handle
 
 
@@ -115,7 +115,7 @@ def actor_factory() -> ActorFactory:
     """Its teachers start at once."""
     made = ActorFactory(config(5), "cuda", (), Factories(), print)
 
-    async def start_asleep(name: str, index: int) -> None:
+    async def start_asleep(name: str, index: int, queue: Any) -> None:
         teacher: Any = SimpleNamespace()
         made.colocated.setdefault(name, {})[index] = teacher
 
@@ -144,7 +144,7 @@ async def test_a_rank_that_ray_restarted_elsewhere_is_refused_when_it_is_built_a
 ) -> None:
     handle = Handle("a")
     remote = Remote("trainer", handle, 5)
-    await actor_factory._build_after_teachers(
+    await actor_factory._build_after_guests(
         "rollout", {0: remote}, lambda: remote.build("m", (), 5)
     )
     handle.node = "b"
@@ -204,8 +204,9 @@ class Together:
         )
         self.factory._start_asleep = self.start_asleep  # type: ignore[method-assign]
 
-    async def start_asleep(self, name: str, index: int) -> None:
-        place = self.factory._shared_place(name, self.factory._bundle(name, index)[1])
+    async def start_asleep(self, pool: str, index: int, queue: Any) -> None:
+        name = pool.removeprefix("teachers.")
+        place = self.factory._shared_place(pool, self.factory._bundle(pool, index)[1])
         assert place is not None
         self.events.append(f"{name}/{index} on {', '.join(place.gpus)}")
         if name == self.broken:
@@ -213,7 +214,7 @@ class Together:
         for _ in range(5):
             await asyncio.sleep(0)
         self.events.append(f"{name}/{index} sleeps")
-        self.factory.colocated.setdefault(name, {})[index] = SimpleNamespace()  # type: ignore[assignment]
+        self.factory.colocated.setdefault(pool, {})[index] = SimpleNamespace()  # type: ignore[assignment]
 
     async def host(self, index: int) -> None:
         handle = Handle("a", str(index))
@@ -222,7 +223,7 @@ class Together:
         async def build() -> None:
             self.events.append(f"host {index}")
 
-        await self.factory._build_after_teachers("rollout", {index: remote}, build)
+        await self.factory._build_after_guests("rollout", {index: remote}, build)
 
     async def launch(self, *hosts: int) -> None:
         works = (self.host(index) for index in hosts)
@@ -262,7 +263,7 @@ async def test_teachers_of_all_sizes_start_one_after_the_other_on_every_gpu() ->
 async def test_a_smaller_teacher_than_its_host_gets_the_first_of_its_gpus() -> None:
     made = Together(t=1)
     made.factory.placements["rollout", 0] = ActorPlacement("a", ("4", "5"))
-    assert made.factory._shared_place("t", 0) == ActorPlacement("a", ("4",))
+    assert made.factory._shared_place("teachers.t", 0) == ActorPlacement("a", ("4",))
 
 
 async def test_a_teacher_that_does_not_start_is_the_error_of_all_of_its_hosts() -> None:

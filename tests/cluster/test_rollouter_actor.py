@@ -17,10 +17,11 @@ from async_opd.cluster.rollouter_actor import (
     build_rollouter,
 )
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import EngineStartError, ProcessDied, StageError
+from async_opd.core.errors import EngineStartError, ProcessDied, StageError, first_cause
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import Progress, SamplingSpec, StageReport
 from async_opd.core.uid import Uid
+from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from tests.cluster.simulated import config
 
@@ -71,11 +72,18 @@ class Student:
     async def report(self) -> StageReport:
         return StageReport()
 
+    async def sleep(self) -> None:
+        assert not self.paused
+        self.asleep = True
+
     async def wake(self) -> None:
         self.asleep = False
 
     async def idle(self) -> None:
         await asyncio.Event().wait()
+
+    async def progress(self) -> Progress:
+        return Progress(0)
 
 
 class Trainer:
@@ -97,6 +105,44 @@ class Trainer:
 
     async def progress(self) -> Progress:
         return Progress(0)
+
+
+class TurnTakingTrainer(Trainer):
+    """A trainer on the students' GPUs, which it uses in its turns only."""
+
+    def __init__(self, students: list[Student]) -> None:
+        self.students = students
+        self.turns = GpuTurns(0.0)
+        self.asleep = asyncio.Event()
+        self.moves: list[str] = []
+
+    async def _onload(self) -> None:
+        assert all(student.asleep for student in self.students if not student.killed)
+        self.moves.append("onload")
+
+    async def _offload(self) -> None:
+        self.moves.append("offload")
+
+    async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
+        async with self.turns:
+            self.moves.append(f"snapshot {version}")
+        self.turns.release()
+        return META
+
+    async def begin_turn(self, pool: str) -> None:
+        await self.turns.hold(60)
+
+    async def wait_asleep(self, pool: str) -> None:
+        await self.asleep.wait()
+
+    async def wait_for_work(self, pool: str) -> None:
+        await self.turns.wanted()
+
+    async def wait_for_backlog(self, pool: str) -> None:
+        await self.turns.wanted()
+
+    async def take_turn(self, pool: str) -> None:
+        await self.turns.take(self._onload, self._offload)
 
 
 class Queue:
@@ -456,6 +502,78 @@ class TestGpus:
         world.teachers.asleep.set()
         await settled()
         assert not service.gpus["train"].locked()
+
+
+class TestTrainerOnTheStudentsGpus:
+    """``rollout.placement: colocated``: the trainer is the students' guest."""
+
+    async def runs(self, world: World) -> tuple[RollouterService, TurnTakingTrainer]:
+        trainer = TurnTakingTrainer(world.students)
+        parts: list[Any] = [world.queue, trainer, world.teachers]
+        replicas: Any = [StartedReplica(student, 1) for student in world.students]  # type: ignore[arg-type]
+        rollout = {"placement": "colocated", "with": "train", "replicas": 2}
+        made = config(Path("run"), rollout=rollout, train={"ranks": 2})
+        world.service = await build_rollouter(made, replicas, *parts, Predecessor())
+        world.tasks.append(asyncio.create_task(world.service.run()))
+        await settled()
+        return world.service, trainer
+
+    async def test_the_students_wake_when_the_trainer_is_built_and_offloaded(
+        self, world: World
+    ) -> None:
+        for student in world.students:
+            student.asleep = True
+        service, trainer = await self.runs(world)
+        assert [student.asleep for student in world.students] == [True, True]
+        trainer.asleep.set()
+        await settled()
+        assert [student.asleep for student in world.students] == [False, False]
+        assert not service.gpus["rollout"].locked()
+
+    async def test_a_snapshot_is_taken_while_they_sleep_and_pushed_when_they_are_awake(
+        self, world: World
+    ) -> None:
+        service, trainer = await self.runs(world)
+        trainer.asleep.set()
+        await asyncio.wait_for(service.snapshot(3), 5)
+        await asyncio.wait_for(service.push(), 5)
+        assert trainer.moves == ["onload", "snapshot 3", "offload"]
+        assert [student.version for student in world.students] == [3, 3]
+
+    async def test_a_snapshot_and_a_rebuild_at_the_same_time_do_not_wait_for_each_other_for_ever(
+        self, world: World
+    ) -> None:
+        service, trainer = await self.runs(world)
+        trainer.asleep.set()
+        await asyncio.wait_for(service.snapshot(3), 5)
+        await asyncio.wait_for(service.push(), 5)
+        world.students[0].over.set()
+        assert await world.ordered() == [0]
+        snapshot = asyncio.create_task(service.snapshot(4))
+        await settled()
+        student = await world.delivers(0)
+        trainer.students[0] = student
+        await asyncio.wait_for(snapshot, 5)
+        await asyncio.wait_for(service.push(), 5)
+        assert student.version == 4
+
+    async def test_a_trainer_that_dies_while_it_is_waited_for_ends_the_stage_with_its_name(
+        self, world: World
+    ) -> None:
+        service, trainer = await self.runs(world)
+        trainer.asleep.set()
+
+        async def dies(pool: str) -> None:
+            raise ProcessDied("trainer", "its process died")
+
+        trainer.take_turn = dies  # type: ignore[method-assign]
+        snapshot = asyncio.create_task(service.snapshot(3))
+        with pytest.raises(ExceptionGroup) as caught:
+            await asyncio.wait_for(world.tasks[-1], 5)
+        error = first_cause(caught.value)
+        assert isinstance(error, ProcessDied)
+        assert error.stage == "trainer"
+        snapshot.cancel()
 
 
 class TestOrders:

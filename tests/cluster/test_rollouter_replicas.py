@@ -35,6 +35,9 @@ class Student:
             await asyncio.Event().wait()
         self.events.append("stop")
 
+    async def sleep(self) -> None:
+        self.events.append("sleep")
+
     def kill(self) -> None:
         self.events.append("kill")
 
@@ -171,6 +174,13 @@ async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(worl
     await world.rollouter.halt_replicas(0.01)
     assert [student.events for student in world.students] == [["stop"]] * 2 + [["kill"]] * 2
     assert world.rollouter.newest is None
+
+
+async def test_replicas_on_the_trainers_gpus_sleep_before_it_begins_anew(world: World) -> None:
+    rollout = {"placement": "colocated", "with": "train"}
+    world.actor.config = config(Path("run"), rollout=rollout)
+    await world.rollouter.halt_replicas(1)
+    assert [student.events for student in world.students] == [["stop", "sleep"]] * 2
 
 
 class Starting(Actor):

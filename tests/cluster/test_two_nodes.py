@@ -119,7 +119,7 @@ async def test_hosts_guests_and_ranks_get_the_gpus_of_their_bundles(factory: Act
     )
     at = await place(student.remote)
     teacher, *ranks = [await place(other) for other in others]
-    guest = factory.colocated["guest"][0].remote
+    guest = factory.colocated["teachers.guest"][0].remote
     assert [len(found.gpus) for found in (at, teacher, *ranks)] == [4, 2, 1, 1]
     assert len({rank.node for rank in ranks}) == 1
     taken = [(found.node, gpu) for found in (at, teacher, *ranks) for gpu in found.gpus]
@@ -143,7 +143,7 @@ async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) 
     try:
         students = await asyncio.gather(*(made.student(index, nothing) for index in range(2)))
         places = [await place(student.remote) for student in students]
-        guest = made.colocated["guest"][0].remote
+        guest = made.colocated["teachers.guest"][0].remote
         assert places[0].node == places[1].node == (await place(guest)).node
         assert await guest.call("gpus") == ",".join((*places[0].gpus, *places[1].gpus))
     finally:

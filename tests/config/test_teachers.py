@@ -241,7 +241,7 @@ def test_a_replica_shares_the_gpus_of_as_many_hosts_as_have_those_that_it_needs(
 ) -> None:
     sizes = f"rollout.tensor_parallel={each}", "rollout.replicas=4"
     config = load(vllm(tensor_parallel=tensor_parallel, replicas=2), *sizes)
-    assert hosts_of(config, "sort") == hosts
+    assert hosts_of(config, "teachers.sort") == hosts
     assert list(misplaced(config)) == []
 
 

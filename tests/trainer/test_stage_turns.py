@@ -68,6 +68,18 @@ async def test_a_snapshot_is_taken_in_a_turn() -> None:
     assert learner.done == ["onload", "snapshot", "offload"]
 
 
+async def test_a_turn_that_is_begun_for_a_snapshot_ends_after_it() -> None:
+    made, learner = stage()
+    begun = asyncio.create_task(made.begin_turn("rollout"))
+    await asyncio.wait_for(made.wait_for_work("rollout"), 5)
+    turn = asyncio.create_task(made.take_turn("rollout"))
+    await asyncio.wait_for(begun, 5)
+    assert not turn.done()
+    await asyncio.wait_for(made.snapshot(1), 5)
+    await asyncio.wait_for(turn, 5)
+    assert learner.done == ["onload", "snapshot", "offload"]
+
+
 async def test_a_single_rank_saves_the_model_without_a_turn() -> None:
     made, learner = stage()
     await asyncio.wait_for(made.save("model"), 5)

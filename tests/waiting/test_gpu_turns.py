@@ -133,3 +133,20 @@ async def test_an_onload_that_fails_is_the_error_of_the_turn_and_no_work_begins(
     with pytest.raises(MemoryError):
         await (await gpu.turn())
     assert gpu.done == []
+
+
+@pytest.mark.parametrize("released", [True, False], ids=["until it is released", "not for ever"])
+async def test_a_turn_that_is_held_lasts(released: bool) -> None:
+    gpu = Gpu()
+    holding = asyncio.create_task(gpu.turns.hold(30))
+    await settle()
+    await gpu.turn()
+    await asyncio.wait_for(holding, 5)
+    await gpu.lingers(29)
+    assert gpu.done == ["onload"]
+    if released:
+        gpu.turns.release()
+        await settle()
+    await gpu.lingers(1)
+    await gpu.lingers(1)
+    assert gpu.done == ["onload", "offload"]

@@ -1,0 +1,45 @@
+"""A run whose trainer takes turns with the rollout engines on the same GPUs; here on CPUs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from tests.cluster.test_run import ONE_TEACHER, Run, Running
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+COLOCATED = ("rollout.placement=colocated", "rollout.with=train")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    running = Running(
+        tmp_path_factory.mktemp("runs") / "shared",
+        *(ONE_TEACHER, *COLOCATED, "checkpoint.every=1", "log.wandb=off"),
+    )
+    return running.end()
+
+
+def test_it_trains_every_sample(shared: Run) -> None:
+    assert (shared.code, shared.summary["ledger/trained"]) == (0, 6 * 128), shared.output
+
+
+def test_the_engines_get_every_version(shared: Run) -> None:
+    assert "step 6, version 3: eval/" in shared.output
+
+
+def test_the_engine_and_the_trainer_never_work_at_the_same_time(shared: Run) -> None:
+    events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
+    work = sorted(
+        (event["ts"], event["ts"] + event["dur"], event["name"])
+        for event in events
+        if event.get("ph") == "X" and event["name"] in ("generate", "train")
+    )
+    late = [
+        (one, two) for one, two in itertools.pairwise(work) if one[2] != two[2] and two[0] < one[1]
+    ]
+    assert {name for _, _, name in work} == {"generate", "train"}
+    assert late == []

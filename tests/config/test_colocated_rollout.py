@@ -1,0 +1,72 @@
+"""Rollout engines on the GPUs of the trainer: what goes together, and what they take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from async_opd.checks.gpu_plan import units
+from async_opd.checks.resources import hosts_of, misplaced, pools
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from rollouter.spec import StudentEngineSpec
+from rollouter.transports import chosen
+
+WITH_TRAIN = {"placement": "colocated", "with": "train"}
+
+
+def config(rollout: dict[str, Any], **sections: Any) -> RunConfig:
+    made = {
+        "student": {"model": "student"},
+        "teachers": {"t": {"model": "t"}},
+        "data": {"train": "prompts.jsonl"},
+        "rollout": rollout,
+    }
+    return RunConfig.model_validate(made | sections)
+
+
+@pytest.mark.parametrize("rollout", [{"placement": "colocated"}, {"with": "train"}])
+def test_placement_and_pool_are_given_together(rollout: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match="'placement: colocated' and 'with: train' together"):
+        config(rollout)
+
+
+def test_nccl_is_refused_between_processes_on_one_gpu() -> None:
+    with pytest.raises(ValidationError, match=r"sync.backend: .*refuses two processes on one GPU"):
+        config(WITH_TRAIN, sync={"backend": "nccl"})
+
+
+def test_weights_travel_over_gloo_there_also_between_gpus() -> None:
+    assert (chosen("auto", "cuda", colocated=True), chosen("auto", "cuda")) == ("gloo", "nccl")
+    with pytest.raises(StageError):
+        chosen("nccl", "cpu")
+
+
+@pytest.mark.parametrize("host", ["rollout", "train"])
+def test_a_teacher_on_the_same_gpus_is_refused(host: str) -> None:
+    teachers = {"t": {"model": "t", "placement": "colocated", "with": host}}
+    with pytest.raises(ValidationError, match=r"teachers.t.placement: found colocated"):
+        config(WITH_TRAIN, teachers=teachers)
+
+
+def test_they_take_no_gpus_beside_the_trainers() -> None:
+    made = config(WITH_TRAIN | {"replicas": 2, "tensor_parallel": 2}, train={"ranks": 4})
+    gpus = {pool.name: pool.gpus for pool in pools(made)}
+    assert gpus == {"rollout": 0, "teachers.t": 1, "train": 4}
+    assert hosts_of(made, "rollout") == [range(2), range(2, 4)]
+    assert [unit.gpus for unit in units(pools(made)) if unit.pool == "train"] == [2, 2]
+    assert list(misplaced(made)) == []
+
+
+def test_more_engines_than_ranks_are_a_fault() -> None:
+    (fault,) = misplaced(config(WITH_TRAIN | {"replicas": 2}))
+    assert fault[0] == "rollout.replicas"
+
+
+@pytest.mark.parametrize("rollout", [{}, WITH_TRAIN], ids=["dedicated", "colocated"])
+def test_only_engines_that_share_their_gpu_can_sleep(rollout: dict[str, Any]) -> None:
+    made = StudentEngineSpec.of(config(rollout), "cuda", (), "student/0", 0, 0, 0)
+    assert made.kwargs["enable_sleep_mode"] is bool(rollout)
+    assert made.transfer_backend == ("gloo" if rollout else "nccl")
