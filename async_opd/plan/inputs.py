@@ -104,7 +104,7 @@ def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
 
 def _problems(config: RunConfig, plan: PlanConfig, where: str) -> list[Problem]:
     problems = []
-    hosts = {"rollout": config.rollout.host}
+    hosts: dict[str, str | None] = {"rollout": config.rollout.host}
     hosts |= {f"teachers.{name}": teacher.host for name, teacher in config.teachers.items()}
     for pool, host in hosts.items():
         if host is not None:
