@@ -277,7 +277,8 @@ class ActorFactory:
         """
         reserved = gpus if self.device == "cuda" and not guest else 0
         place = self._shared_place(guest, bundle[1]) if guest else None
-        env = engine_env(self.device, self.config.timeouts.engine_start_s)
+        timeouts = self.config.timeouts
+        env = engine_env(self.device, timeouts.engine_start_s, timeouts.request_s)
         remote = await self.create(actor, env=env, gpus=reserved, bundle=bundle, place=place)
         remote.shared_place = place
         try:

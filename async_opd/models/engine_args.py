@@ -135,13 +135,19 @@ def trainer_env(device: Device, threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), **(given or ALLOCATOR[device])}
 
 
-def engine_env(device: Device, start_s: float = 600) -> dict[str, str]:
+EXECUTE_MODEL_S = 300.0
+"""Seconds that vLLM waits by default for one step of the workers of an engine."""
+
+
+def engine_env(device: Device, start_s: float = 600, request_s: float = 600) -> dict[str, str]:
     """Environment of an engine's process, to be set before vllm is imported.
 
-    vLLM waits for its own processes no shorter than ``start_s``, the run's bound of the start.
+    vLLM waits for its own processes no shorter than the run's bounds: ``start_s`` for their start,
+    ``request_s`` for one step of several workers, which vLLM itself would give 300 s.
     """
     env = {
         "VLLM_ENGINE_READY_TIMEOUT_S": str(math.ceil(start_s)),
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(math.ceil(max(request_s, EXECUTE_MODEL_S))),
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",

@@ -117,6 +117,11 @@ def test_vllm_waits_for_its_processes_as_long_as_it_is_told() -> None:
     of = "vllm.v1.engine.core_client.MPClient"
     with contract(of, "waits VLLM_ENGINE_READY_TIMEOUT_S", by="async_opd/models/engine_args.py"):
         assert "timeout=VLLM_ENGINE_READY_TIMEOUT_S * 1000" in inspect.getsource(core_client)
+    from vllm.v1.executor import multiproc_executor
+
+    of, waits = "vllm.v1.executor.multiproc_executor", "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+    with contract(of, f"waits {waits} for a step", by="async_opd/models/engine_args.py"):
+        assert f"timeout=envs.{waits}" in inspect.getsource(multiproc_executor)
 
 
 # ── requests and outputs ───────────────────────────────────────────────────────────────────────

@@ -131,3 +131,9 @@ def test_a_gpu_of_which_others_leave_nothing_is_named() -> None:
 def test_an_engine_may_take_as_long_to_start_as_the_run_allows() -> None:
     """vLLM would end the wait after 600 s, whatever ``timeouts.engine_start_s`` says."""
     assert engine_env("cuda", 1800.5)["VLLM_ENGINE_READY_TIMEOUT_S"] == "1801"
+
+
+@pytest.mark.parametrize(("request_s", "waits"), [(600.5, "601"), (60, "300")])
+def test_vllm_waits_for_a_step_as_long_as_a_request_may_last(request_s: float, waits: str) -> None:
+    found = engine_env("cuda", request_s=request_s)["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]
+    assert found == waits
