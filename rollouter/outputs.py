@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -30,7 +31,7 @@ def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -
     """The rollout of a finished request for ``top_k`` log-probabilities in flat lists.
 
     At each position the engine lists the sampled token first, then its ``top_k`` best tokens, which
-    may include the sampled one.
+    may include the sampled one. It returns experts if it was started to (``train.routing``).
     """
     ids = np.asarray(output.token_ids, dtype=np.int32)
     flat: Any = output.logprobs
@@ -38,7 +39,7 @@ def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -
     logprobs = np.asarray(flat.logprobs, dtype=np.float32).reshape(shape)
     listed = np.asarray(flat.token_ids, dtype=np.int32).reshape(shape)
     spans = output.weight_versions or ()
-    return Rollout.plain(
+    rollout = Rollout.plain(
         uid=uid,
         prompt=prompt,
         response_ids=ids,
@@ -47,3 +48,4 @@ def rollout_of(uid: Uid, prompt: Prompt, output: CompletionOutput, top_k: int) -
         finish_reason="stop" if output.finish_reason == "stop" else "length",
         topk_ids=np.ascontiguousarray(listed[:, 1:]) if top_k else None,
     )
+    return replace(rollout, routed_experts=output.routed_experts)

@@ -62,7 +62,8 @@ class StudentEngineSpec:
                 sleeps=rollout.host is not None
                 or any(teacher.host == "rollout" for teacher in config.teachers.values()),
             )
-            | adapter_kwargs(config.train.lora),
+            | adapter_kwargs(config.train.lora)
+            | ({"enable_return_routed_experts": True} if config.train.routing == "replay" else {}),
             sampling=SamplingSpec(
                 rollout.max_tokens,
                 rollout.temperature,

@@ -27,6 +27,7 @@ from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
+from trainer.mixtures.routing import replay_routing
 from trainer.offload import move
 from trainer.optimizer import adamw
 from trainer.saving.captured import CapturedParts, RankFile
@@ -131,6 +132,8 @@ class Rank:
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
         self._student_loss = StudentLoss(model, objective, heads or {}, compute)
+        if train.routing == "replay":
+            self._student_loss.replay = replay_routing(model)
         rows = self._student_loss.vocabulary
         self.vocabularies = Vocabularies(
             rows, {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}

@@ -13,6 +13,7 @@ from async_opd.checks.adapters import check_adapters
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults, notes
+from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_bytes, gpu_count, misplaced, pools, resolve_device
 from async_opd.config.run_config import RunConfig
@@ -58,6 +59,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models.positions()
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
+    check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
     _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)
     if config.reward is not None:

@@ -58,6 +58,7 @@ OWNED = {"model", "revision", "code_revision", "hf_config_path"}
 FIXED = {
     *("worker_extension_cls", "weight_transfer_config", "logprobs_mode", "max_logprobs"),
     *("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras"),
+    "enable_return_routed_experts",
 }
 """Arguments of vLLM that every replica sets itself."""
 

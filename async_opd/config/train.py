@@ -153,6 +153,9 @@ class TrainConfig(Section):
     where they take at most an eighth of the memory of every rank."""
     threads: PositiveInt = 1
     """CPU threads of each rank that trains on a CPU."""
+    routing: Literal["own", "replay"] = "own"
+    """Experts of a mixture's tokens: the trainer's routers choose them, or take those that the
+    engine chose while it sampled (``replay``, docs/mixtures.md); the latter on GPUs only."""
     lora: LoraConfig | None = None
     """Trains adapters of low rank instead of all weights; needs the extra ``lora`` (peft)."""
     peak_tflops: float | None = Field(default=None, gt=0)

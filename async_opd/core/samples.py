@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
+Experts = NDArray[np.uint8] | NDArray[np.uint16]
 StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NO_VERSION = 2**31 - 1
@@ -98,7 +99,8 @@ class Rollout:
     ``0..R`` in order. ``finish_reason`` is ``length`` if the response was truncated. ``topk_ids``
     int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
     objective needs them; ``reward`` is the grader's, where there is a grader. ``media`` are the
-    content hashes of the sequence's images and other media, in order.
+    content hashes of the sequence's images and other media, in order. ``routed_experts``
+    [T - 1, layers, k] are those that a mixture's engine chose for all tokens but the last.
 
     LengthError for spans, versions and arrays whose lengths disagree.
     """
@@ -113,6 +115,7 @@ class Rollout:
     topk_ids: Int32 | None = None
     reward: float | None = None
     media: tuple[str, ...] = ()
+    routed_experts: Experts | None = None
 
     @classmethod
     def plain(
@@ -148,6 +151,9 @@ class Rollout:
             raise LengthError(f"{seen} log-probabilities of shape {self.rollout_logprobs.shape}")
         if self.topk_ids is not None and len(self.topk_ids) != length:
             raise LengthError(f"{seen} a top-k of shape {self.topk_ids.shape}")
+        if self.routed_experts is not None and len(self.routed_experts) != self.tokens - 1:
+            shape = self.routed_experts.shape
+            raise LengthError(f"rollout {self.uid}: {self.tokens} tokens, experts {shape}")
         ends = [0, *(span.end for span in self.version_spans)]
         starts = [*(span.start for span in self.version_spans), length]
         if ends != starts:
@@ -192,7 +198,7 @@ class Rollout:
         old = len(self.prompt.token_ids)
         lengths = [(span.origin, span.end - span.start) for span in self.spans if span.start >= old]
         spans = spans_of([(PROMPT, len(prompt.token_ids)), *lengths])
-        return replace(self, prompt=prompt, spans=spans)
+        return replace(self, prompt=prompt, spans=spans, routed_experts=None)
 
     @property
     def without_teacher_inputs(self) -> Rollout:

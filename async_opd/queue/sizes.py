@@ -8,6 +8,8 @@
       student_topk                  8 + 8·k
       hidden                        H · 2 or 4, by the engine's dtype
 
+With ``train.routing: replay`` each token of both has k experts in each layer, of 1 or 2 bytes.
+
 Upper bounds: every response has ``rollout.max_tokens``.
 """
 
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
@@ -69,6 +72,7 @@ def payloads(config: RunConfig, device: Device) -> list[Payload]:
     """The payload of each teacher, but of those whose hidden states' width cannot be read here."""
     kind, top_k = score_kind(config.loss), scored_top_k(config.loss)
     found = []
+    routing = routing_bytes(config)
     for name, teacher in config.teachers.items():
         hidden = itemsize = 0
         if kind == "hidden" and isinstance(teacher, EngineTeacher):
@@ -76,9 +80,20 @@ def payloads(config: RunConfig, device: Device) -> list[Payload]:
             if width is None:
                 continue
             hidden, itemsize = width, _itemsize(teacher, device)
-        sample = sample_bytes(kind, top_k, hidden, itemsize)
-        found.append(Payload(name, kind, rollout_bytes(kind, top_k), sample))
+        sample = sample_bytes(kind, top_k, hidden, itemsize) + routing
+        found.append(Payload(name, kind, rollout_bytes(kind, top_k) + routing, sample))
     return found
+
+
+def routing_bytes(config: RunConfig) -> int:
+    """Bytes of the experts of one token; 0 if they are not sent, or the student cannot be read."""
+    if config.train.routing == "own":
+        return 0
+    from async_opd.models.tokenizer import read_json, text_settings  # imports tokenizers
+
+    settings = text_settings(read_json(Path(config.student.model) / "config.json"))
+    entries = settings.get("num_hidden_layers", 0) * settings.get("num_experts_per_tok", 0)
+    return int(entries) * (1 if settings.get("num_experts", 0) <= 256 else 2)
 
 
 def _width(model: str) -> int | None:
@@ -122,7 +137,7 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     trainer takes however large they are (``Topic._has_room``).
     """
     response, batch = config.rollout.max_tokens, config.train.batch_size
-    rest = ITEM_BYTES + NUMBER * prompt_tokens
+    rest = ITEM_BYTES + (NUMBER + routing_bytes(config)) * prompt_tokens
     rollout = rest + response * max((one.rollout for one in found), default=0)
     sample = rest + response * max((one.sample for one in found), default=0)
     most, samples = config.queue.max_mib << 20, config.queue.max_samples

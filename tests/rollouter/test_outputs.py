@@ -24,6 +24,7 @@ def output(tokens: list[int], top_k: int, finish: str = "stop", versions: Any = 
         logprobs=flat,
         finish_reason=finish,
         weight_versions=versions or whole,
+        routed_experts=None,
     )
 
 
@@ -50,6 +51,13 @@ def test_the_engines_version_spans_are_the_rollouts() -> None:
     spans = [SimpleNamespace(version=v, start=s, end=e) for v, s, e in (("3", 0, 1), ("4", 1, 2))]
     found = rollout(output([7, 8], top_k=0, versions=spans), 0)
     assert found.version_spans == (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
+
+
+def test_the_experts_of_a_mixtures_engine_are_the_rollouts() -> None:
+    found = output([7, 8], top_k=0)
+    tokens = len(make_prompt("p", "sort").token_ids) + 2
+    found.routed_experts = np.ones((tokens - 1, 3, 2), np.uint8)
+    assert rollout(found, 0).routed_experts is found.routed_experts
 
 
 def test_an_empty_response_is_a_rollout() -> None:

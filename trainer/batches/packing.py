@@ -70,11 +70,14 @@ class Row:
 class Packed(Row):
     """One micro-batch: a row of all samples, of which the student sampled N tokens, in order.
 
-    ``rows`` [N] are the positions whose logits predict the response ``tokens``.
+    ``rows`` [N] are the positions whose logits predict the response ``tokens``. ``experts``
+    [T, layers, k] are those that a mixture's engine chose, and -1 for the last token of a sample,
+    which it did not compute; None if the engine returned none.
     """
 
     rows: torch.Tensor
     tokens: Tokens
+    experts: torch.Tensor | None = None
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on another device."""
@@ -152,7 +155,17 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
         **vars(Row.of(ids, positions)),
         rows=_tensor(rows, np.int64),
         tokens=replace(tokens, **_scores(samples)),
+        experts=_experts(samples),
     )
+
+
+def _experts(samples: Sequence[Sample]) -> torch.Tensor | None:
+    found = [sample.rollout.routed_experts for sample in samples]
+    some = [experts for experts in found if experts is not None]
+    if not some or len(some) < len(found):
+        return None
+    last = np.full((1, *some[0].shape[1:]), -1)
+    return _tensor([part for experts in some for part in (experts, last)], np.int64)
 
 
 def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> Tokens:

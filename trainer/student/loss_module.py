@@ -25,6 +25,7 @@ from trainer.losses.chunked import Head, chunked_loss, head_logits
 from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
 from trainer.losses.terms import Metrics, Sampled
+from trainer.mixtures.routing import Replay
 from trainer.student.attention import row_lengths
 
 SUPERVISED = Objective(Sampled(CrossEntropy()))
@@ -111,12 +112,15 @@ class StudentLoss(torch.nn.Module):
         loss = partial(chunked_loss, heads=heads, **shared)
         self.head = LossHead(modules.linear, loss, partial(head_logits, **shared), objective)
         self.vocabulary = int(modules.linear.weight.shape[0])
+        self.replay: Replay | None = None
 
     def forward(self, row: Row, supervised: bool = False) -> tuple[torch.Tensor, Metrics]:
         """The loss of a micro-batch, which has at least one response token (see LossHead).
 
         Of a row without tokens to learn from, the logits of all its tokens (see LossHead).
         """
+        if self.replay is not None:
+            self.replay.take(row, supervised)
         states = self.decoder(
             input_ids=row.input_ids,
             position_ids=row.position_ids,
