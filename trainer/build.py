@@ -69,7 +69,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     heads = load_heads(config, len(student.model.get_output_embeddings().weight), device)
     settings = student.model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
-    mesh = None if spec is None else join_mesh(spec, device)
+    mesh = None if spec is None else join_mesh(spec, device, config.train.replicate)
     wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
     exact = torch.empty(0)
 

@@ -73,6 +73,7 @@ class Learner:
         self._rank_group = rank_group
         self._token_weighting = token_weights or TokenWeighting()
         self._train = rank.train
+        self._sharing = rank.train.context_parallel
         self._row_tokens = rank.train.tokens_per_micro_batch
         if rank.device.type == "cpu":
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
@@ -197,7 +198,7 @@ class Learner:
     def _micro_batches(
         self, samples: Sequence[Sample], token_weights: Sequence[TokenWeight]
     ) -> list[list[MicroBatch]]:
-        """The micro-batches of each rank.
+        """The micro-batches of each group of ranks that share rows; of each rank by default.
 
         Several ranks compute no sample without a response: no loss depends on it.
         """
@@ -206,9 +207,10 @@ class Learner:
         rollouts = [samples[i].rollout for i in some]
         lengths = [rollout.tokens for rollout in rollouts]
         costs = [self._rank.cost(r.tokens, len(r.response_ids)) for r in rollouts]
+        contexts = ranks // self._sharing
         return [
             [_micro_batch(samples, token_weights, [some[i] for i in group]) for group in groups]
-            for groups in assign_micro_batches(lengths, self._row_tokens, ranks, costs)
+            for groups in assign_micro_batches(lengths, self._row_tokens, contexts, costs)
         ]
 
     def _skip(self, fault: str, samples: Sequence[Sample]) -> None:
@@ -300,7 +302,8 @@ class Learner:
     def _backward(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> list[BackwardResult]:
         """Each rank's result. The other ranks receive their micro-batches in messages before."""
         others = [
-            list(cut(given, lambda micro_batch: micro_batch.nbytes)) for given in micro_batches[1:]
+            list(cut(micro_batches[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
+            for rank in range(1, self._rank_group.ranks)
         ]
         for messages in zip_longest(*others, fillvalue=()):
             with self._dispatch("take", [(tuple(message),) for message in messages]) as taken:
@@ -336,8 +339,14 @@ class Learner:
             raise
 
     def _values(self, computed: Sequence[BackwardResult]) -> Metrics:
-        """The values of all micro-batches of all ranks, concatenated on rank 0's device."""
-        reports = [report for one in computed for report in one.reports]
+        """The values of all micro-batches of all ranks, concatenated on rank 0's device.
+
+        Ranks that share a micro-batch have the values of its tokens one after the other.
+        """
+        starts = range(0, len(computed), self._sharing)
+        groups = [computed[start : start + self._sharing] for start in starts]
+        rows = chain.from_iterable(zip(*(one.reports for one in g), strict=True) for g in groups)
+        reports = list(chain.from_iterable(rows))
         device = self._rank.device
         return concat_metrics(
             [{name: v.to(device) for name, v in report.items()} for report in reports]

@@ -30,6 +30,7 @@ from trainer.losses.report import Metrics
 from trainer.mixtures.routing import replay_routing
 from trainer.offload import move
 from trainer.optimizer import adamw
+from trainer.parallel.context import ACROSS, Context
 from trainer.saving.captured import CapturedParts, RankFile
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import load_parts
@@ -107,8 +108,9 @@ class Rank:
         """``heads`` are the teachers', for objectives over the whole vocabulary.
 
         ``wire_dtype``: that of the engines' weights, in which ``weights`` returns parameters.
-        With a ``mesh`` the student is sharded over it: a collective, which all its ranks call.
-        ``fill`` reads the weights of a model on ``meta``, after it is sharded.
+        With a ``mesh`` the student is sharded over it, and ``train.context_parallel`` of its ranks
+        share each row: collectives, which all its ranks call. ``fill`` reads the weights of a model
+        on ``meta``, after it is sharded.
         """
         self.train = train
         self.device = device
@@ -131,7 +133,9 @@ class Rank:
             halve_frozen(model)
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
-        self._student_loss = StudentLoss(model, objective, heads or {}, compute)
+        self._context = context = Context.join(mesh, train.context_parallel)
+        over_ranks = None if context is None else context.sum
+        self._student_loss = StudentLoss(model, objective, heads or {}, compute, over_ranks)
         if train.routing == "replay":
             self._student_loss.replay = replay_routing(model)
         rows = self._student_loss.vocabulary
@@ -142,6 +146,8 @@ class Rank:
             shard(self._student_loss, mesh, bfloat16=half)
             if fill is not None:
                 fill()
+        if context is not None:
+            context.set_attention(model)
         self._reduces_once = mesh is not None and all_reduce_once(train, self._student_loss, device)
         self.optimizer = adamw(model, train)
 
@@ -254,6 +260,8 @@ class Rank:
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns the values of its response tokens."""
         packed = pack(micro_batch.samples, micro_batch.token_weights)
+        if self._context is not None:
+            packed = self._context.share(packed)
         metrics: Metrics = {}
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
         if self.ranks > 1 or len(packed.rows):
@@ -261,14 +269,18 @@ class Rank:
                 loss, metrics = self._student_loss(packed.to(self.device), micro_batch.supervised)
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self.ranks)
-        self.tokens += sum(sample.rollout.tokens for sample in micro_batch.samples)
+        self.tokens += packed.input_ids.numel()
         return metrics if micro_batch.counts else {}
 
     def logits(self, row: Row) -> torch.Tensor:
         """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""
+        across = self._context if self.model.config._attn_implementation == ACROSS else None
+        own = row if across is None else across.share(row)
         with torch.no_grad(), self.precision():
-            logits, _ = self._student_loss(row.to(self.device))
+            logits, _ = self._student_loss(own.to(self.device))
         reshard(self._student_loss)
+        if across is not None:
+            logits = across.gather(logits, row.input_ids.numel())
         return logits  # type: ignore[no-any-return]
 
     def precision(self) -> AbstractContextManager[Any]:

@@ -153,7 +153,7 @@ def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
     if host != "train":
         return ASLEEP
     size = sizes(config.student.model)
-    states = RESTING * size.floats // config.train.ranks + _copy(config, size)
+    states = RESTING * size.floats // config.train.shards + _copy(config, size)
     if config.rollout.host == "train":
         states = 0  # offloaded
     return CONTEXT + states + _heads(config, sizes)
@@ -186,7 +186,7 @@ def _works(config: RunConfig, sizes: Sizes) -> int:
     size, train = sizes(config.student.model), config.train
     half = train.dtype != "float32"
     autocast = 2 * size.floats if half and train.ranks == 1 else 0
-    states = STATES * size.floats // train.ranks + _copy(config, size)
+    states = STATES * size.floats // train.shards + _copy(config, size)
     kept = states + autocast + _heads(config, sizes)
     return CONTEXT + kept + CHUNK + _activations(config, size, 2 if half else 4)
 
@@ -202,7 +202,7 @@ def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:
     kept = {"none": layer, "selective": 5 * size.hidden * itemsize + 2 * size.inner * itemsize}
     each = kept.get(recomputation(train, "cuda"), size.hidden * itemsize)
     whole = layer + size.layers * each
-    return whole * train.tokens_per_micro_batch
+    return whole * train.row_tokens_of_rank
 
 
 def _host(config: RunConfig, pool: str) -> str:

@@ -60,7 +60,8 @@ class GpuNode:
 def units(pools: Collection[Pool]) -> list[Unit]:
     """A unit for each replica and each rank that has GPUs of its own.
 
-    Those whose GPUs one colocated teacher shares are a unit together.
+    Those whose GPUs one colocated teacher shares are a unit together, and so are ranks that share
+    rows: they exchange keys and values in every layer.
     """
     found = []
     for pool in pools:
@@ -68,7 +69,7 @@ def units(pools: Collection[Pool]) -> list[Unit]:
             size = pool.gpus_per_replica
             guests = [-(-p.gpus_per_replica // size) for p in pools if p.shares == pool.name]
             bundles = [Bundle(pool.name, index, size) for index in range(pool.replicas)]
-            together = math.lcm(*guests)
+            together = math.lcm(pool.together, *guests)
             found += [
                 Unit(tuple(bundles[at : at + together])) for at in range(0, len(bundles), together)
             ]
@@ -80,7 +81,8 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
 
     Larger units come first, each to the fullest node with room for it. All ranks together come as
     one unit; if no node has room for it, they come last, each to the node of the rank before or,
-    when that is full, to the emptiest one.
+    when that is full, to the emptiest one. If that finds no nodes for ranks that share rows, which
+    have to be on one, they come by their size.
 
     If each size divides the next larger one (1, 2, 4, 8), an assignment is found whenever there is
     one, by the first choices: a unit can always change places with smaller ones of exactly its
@@ -89,7 +91,11 @@ def assign(units: Collection[Unit], free: dict[str, int]) -> dict[Unit, str] | N
     ranks = [unit for unit in units if unit.pool == RANKS]
     others = [[unit] for unit in units if unit.pool != RANKS]
     together = _largest_first([*others, ranks] if ranks else others, dict(free))
-    return together or _ranks_last(others, ranks, dict(free))
+    return (
+        together
+        or _ranks_last(others, ranks, dict(free))
+        or _largest_first([*others, *([rank] for rank in ranks)], dict(free))
+    )
 
 
 def _largest_first(blocks: list[list[Unit]], free: dict[str, int]) -> dict[Unit, str] | None:

@@ -66,7 +66,8 @@ def resolve_device(config: RunConfig, gpus: int | None = None) -> Device:
 class Pool:
     """One role's ``replicas`` engines (or ranks), each on GPUs of its own.
 
-    A pool that ``shares`` the GPUs of another pool takes none itself.
+    A pool that ``shares`` the GPUs of another pool takes none itself. ``together`` of them at a
+    time, one after the other, are on one node.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Pool:
     gpus_per_replica: int
     model: str
     shares: str | None = None
+    together: int = 1
 
     @property
     def gpus(self) -> int:
@@ -89,7 +91,7 @@ class Pool:
 
 def pools(config: RunConfig) -> list[Pool]:
     """The pools of a run, with the GPUs that they take if the device is cuda."""
-    rollout, student = config.rollout, config.student.model
+    rollout, train, student = config.rollout, config.train, config.student.model
 
     def teacher_pool(name: str) -> Pool:
         t, model = config.teachers[name], config.teacher_model(name)
@@ -98,7 +100,7 @@ def pools(config: RunConfig) -> list[Pool]:
     return [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),
         *map(teacher_pool, config.teachers),
-        Pool("train", config.train.ranks, 1, student),
+        Pool("train", train.ranks, 1, student, together=train.context_parallel),
     ]
 
 

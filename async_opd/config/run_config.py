@@ -270,6 +270,7 @@ class RunConfig(Section):
         yield from self._keeping_faults()
         if rollout.host is not None:
             yield from self._colocation_faults()
+        yield from self.train.mesh_faults()
         yield from nucleus_faults(
             self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
         )

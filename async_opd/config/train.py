@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
@@ -151,6 +151,12 @@ class TrainConfig(Section):
     """When several ranks sum their gradients: once a step, for which each has the full gradients in
     float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step
     where they take at most an eighth of the memory of every rank."""
+    context_parallel: PositiveInt = 1
+    """Ranks that share every row, for responses whose activations do not fit into one: each
+    computes its part of the tokens, and attention exchanges heads (docs/objectives.md)."""
+    replicate: PositiveInt = 1
+    """Copies of the shards (HSDP): parameters are gathered within ``ranks / replicate`` ranks,
+    those of one node, and only gradients are summed over all."""
     threads: PositiveInt = 1
     """CPU threads of each rank that trains on a CPU."""
     routing: Literal["own", "replay"] = "own"
@@ -176,6 +182,24 @@ class TrainConfig(Section):
                 "significant bits round away how moments decay"
             )
         return self
+
+    @property
+    def row_tokens_of_rank(self) -> int:
+        """Tokens of a full row on one rank: rows are cut over ``context_parallel`` ranks."""
+        return -(-self.tokens_per_micro_batch // self.context_parallel)
+
+    @property
+    def shards(self) -> int:
+        """Parts of the student, its gradients and its optimizer: a rank has one of them."""
+        return self.ranks // self.replicate
+
+    def mesh_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Dimensions that ``ranks`` cannot have: (dotted key, fault, remedy)."""
+        whole = self.replicate * self.context_parallel
+        if self.ranks % whole:
+            product = f"train.replicate × train.context_parallel ({whole})"
+            fault = f"found {self.ranks}, expected a multiple of {product}"
+            yield "train.ranks", fault, f"for example {-(-self.ranks // whole) * whole}"
 
 
 class AsyncConfig(Section):

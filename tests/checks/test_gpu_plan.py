@@ -146,6 +146,25 @@ def test_hosts_whose_gpus_one_teacher_shares_are_a_unit(
     assert [b.index for unit in found for b in unit.bundles] == list(range(5))
 
 
+def test_ranks_that_share_rows_are_a_unit() -> None:
+    found = units([Pool("train", 6, 1, "m", together=2)])
+    assert [[bundle.index for bundle in unit.bundles] for unit in found] == [[0, 1], [2, 3], [4, 5]]
+
+
+def test_ranks_that_share_rows_and_a_teacher_are_a_unit_together() -> None:
+    found = units([Pool("train", 12, 1, "m", together=2), Pool("teachers.t", 1, 3, "m", "train")])
+    assert [unit.gpus for unit in found] == [6, 6]
+
+
+def test_engines_leave_ranks_that_share_rows_whole_nodes() -> None:
+    """Behind the engines, the fullest node first, three pairs would find room."""
+    pairs = units([Pool("train", 8, 1, "m", together=2)])
+    wanted = [*engines(1, 1), *pairs]
+    found = assign(wanted, room(5, 5))
+    assert found is not None
+    assert Counter(found[pair] for pair in pairs) == {"n0": 2, "n1": 2}
+
+
 def test_gpus_of_others_do_not_make_a_cluster_too_small() -> None:
     assert fits(engines(8), [GpuNode("a", "a", 8, 0)])
     assert not fits(engines(8), [GpuNode("a", "a", 4, 4), GpuNode("b", "b", 4, 4)])

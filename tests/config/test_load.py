@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
+from async_opd.config.train import TrainConfig
 from async_opd.core.errors import ConfigError, Problem
 from tests.properties import examples
 
@@ -152,6 +153,28 @@ def test_a_key_that_is_there_twice_is_refused(tmp_path: Path) -> None:
 def test_a_batch_that_splits_groups_is_refused(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "train: {batch_size: 6}\nrollout: {n: 4}")
     assert "multiple of rollout.n" in problem.message
+
+
+@pytest.mark.parametrize(
+    ("train", "remedy"),
+    [
+        ("{ranks: 6, context_parallel: 4}", "for example 8"),
+        ("{ranks: 4, replicate: 2, context_parallel: 4}", "for example 8"),
+        ("{replicate: 2}", "for example 2"),
+    ],
+)
+def test_ranks_that_do_not_divide_into_copies_and_contexts_are_refused_with_all_other_problems(
+    tmp_path: Path, train: str, remedy: str
+) -> None:
+    found = problems(tmp_path, f"train: {train}\nrollout: {{n: 3}}")
+    assert [problem.key for problem in found] == ["train.batch_size", "train.ranks"]
+    assert "train.replicate × train.context_parallel" in found[1].message
+    assert found[1].remedy == remedy
+
+
+def test_a_rank_has_its_share_of_a_row_and_of_the_parameters() -> None:
+    train = TrainConfig(ranks=8, replicate=2, context_parallel=4, tokens_per_micro_batch=1001)
+    assert (train.row_tokens_of_rank, train.shards) == (251, 4)
 
 
 @pytest.mark.slow

@@ -156,3 +156,27 @@ def deepseek() -> Any:
         moe_intermediate_size=16,
         first_k_dense_replace=1,
     )
+
+
+def bloom() -> Any:
+    """ALiBi: scores fall with the distance, by a bias that its own attention adds."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BloomConfig(vocab_size=32, hidden_size=32, n_layer=2, n_head=2)
+    return transformers.BloomForCausalLM(config).eval()
+
+
+def mamba() -> Any:
+    """No attention: a state that every token passes on."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2)
+    return transformers.MambaForCausalLM(config).eval()
+
+
+def qwen3_next() -> Any:
+    """Linear attention in the first of two layers."""
+    kinds = ["linear_attention", "full_attention"]
+    return made("Qwen3Next", head_dim=16, layer_types=kinds, num_experts=2, num_experts_per_tok=1)

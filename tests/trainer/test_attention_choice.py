@@ -109,6 +109,46 @@ def test_no_mask_of_a_whole_row_is_made_on_a_gpu_unless_it_is_asked_for() -> Non
                 continue
 
 
+# ── ranks that share rows ──────────────────────────────────────────────────────────────────────
+
+LINEAR = replace(PLAIN, other_layers=frozenset({"linear_attention"}))
+
+ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
+    ("auto", CPU, PLAIN, "sdpa"),
+    ("auto", CPU, CAPPED, "sdpa"),
+    ("auto", GPU, PLAIN, "varlen"),
+    ("auto", WITH_FLASH, CAPPED, "flash"),
+    ("sdpa", SINGLE, PLAIN, "sdpa"),
+]
+
+REFUSED_ACROSS: list[tuple[str, Platform, AttentionNeeds, str]] = [
+    ("auto", CPU, SINKS, "sdpa: it does not know s_aux"),
+    ("auto", CPU, ITS_OWN, "does not call transformers' attention interface"),
+    ("auto", CPU, NO_LENGTHS, "does not pass the lengths"),
+    ("auto", CPU, OTHER_MASK, "masks are not the causal windows"),
+    ("auto", CPU, LINEAR, "layers of kind linear_attention pass on"),
+    ("varlen", GPU, LINEAR, "varlen: layers of kind linear_attention"),
+    ("flex", GPU, PLAIN, "flex: its masks are of a rank's own tokens"),
+    ("auto", WITH_FLASH, SINKS, "varlen: .*s_aux.*flash: .*s_aux.*flex: its masks"),
+]
+
+
+@pytest.mark.parametrize(("wanted", "platform", "needs", "expected"), ACROSS)
+def test_ranks_that_share_rows_choose_what_needs_no_mask(
+    wanted: Any, platform: Platform, needs: AttentionNeeds, expected: str
+) -> None:
+    assert choose_attention(wanted, platform, needs, across=True) == expected
+
+
+@pytest.mark.parametrize(("wanted", "platform", "needs", "reason"), REFUSED_ACROSS)
+def test_attention_that_ranks_cannot_share_is_refused_with_the_reason(
+    wanted: Any, platform: Platform, needs: AttentionNeeds, reason: str
+) -> None:
+    with pytest.raises(StageError, match=reason) as error:
+        choose_attention(wanted, platform, needs, across=True)
+    assert error.value.remedy.startswith("set train.context_parallel: 1")
+
+
 # ── what models need ───────────────────────────────────────────────────────────────────────────
 
 NEEDS: dict[str, tuple[Any, AttentionNeeds]] = {

@@ -1,9 +1,10 @@
-"""Two ranks train as one does: the same steps, weights, checkpoints and models."""
+"""Several ranks train as one does: the same steps, weights, checkpoints and models."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,30 @@ BATCHES = (
     [random_sample(i, size, k=6) for i, size in enumerate([0, 0, 4])],  # of one rank's worth
     [random_sample(i, size, k=6) for i, size in enumerate([0, 0])],
 )
-TIED = (True, False)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A student, and the dimensions of its ranks."""
+
+    tied: bool
+    ranks: int = RANKS
+    replicate: int = 1
+    context_parallel: int = 1
+
+    @property
+    def train(self) -> TrainConfig:
+        return TRAIN.model_copy(update={k: v for k, v in vars(self).items() if k != "tied"})
+
+
+CASES = {
+    "tied": Case(True),
+    "untied": Case(False),
+    "copies": Case(True, replicate=2),
+    "context × shard": Case(True, 4, context_parallel=2),
+    "replicate × shard": Case(False, 4, replicate=2),
+    "replicate × context": Case(False, 4, 2, 2),
+}
 
 
 def model(tied: bool, seed: int = 0) -> Any:
@@ -59,16 +83,17 @@ def held_logprobs(learner: Learner) -> torch.Tensor:
     return torch.cat([torch.from_numpy(row) for row in found.logprobs])
 
 
-def ranks(tied: bool, folder: Path) -> dict[str, Any]:
-    """What two ranks found, in processes of their own: they train, go back and train on."""
+def ranks(case: Case, folder: Path) -> dict[str, Any]:
+    """What the ranks found, in processes of their own: they train, go back and train on."""
     objective = build_objective(ForwardKLConfig())
+
+    def rank_of(spec: RankSpec) -> Rank:
+        mesh = join_mesh(spec, CPU, case.replicate)
+        return Rank(model(case.tied), objective, case.train, CPU, mesh=mesh)
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, Any]:
         assert spec is not None
-        learner = Learner(
-            Rank(model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)),
-            rank_group=rank_group,
-        )
+        learner = Learner(rank_of(spec), rank_group=rank_group)
         found: dict[str, Any] = {"first": trained(learner, BATCHES[:1])}
         found["reference"] = held_logprobs(learner)
         state = state_of(learner)
@@ -87,22 +112,30 @@ def ranks(tied: bool, folder: Path) -> dict[str, Any]:
         found["weights of offloaded ranks"] = dict(learner.named_weights())
         learner.free_cache()
         source = folder / "source"
-        model(tied).save_pretrained(source)
+        model(case.tied).save_pretrained(source)
         learner.save(str(source), str(folder / "model"))
         torch.save(found, folder / "found.pt")
         return {}
 
-    def follow(spec: RankSpec) -> Follower:
-        return Follower(Rank(model(tied), objective, TRAIN, CPU, mesh=join_mesh(spec, CPU)))
-
-    in_processes(RANKS, lead, follow, 120)
+    in_processes(case.ranks, lead, lambda spec: Follower(rank_of(spec)), 120)
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
     return found
 
 
-@pytest.fixture(scope="module", params=TIED, ids=["tied", "untied"])
-def tied(request: pytest.FixtureRequest) -> bool:
-    return bool(request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.slow] if case.ranks > RANKS else [])
+        for name, case in CASES.items()
+    ],
+)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+@pytest.fixture(scope="module")
+def tied(case: Case) -> bool:
+    return case.tied
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +144,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(tied: bool, folder: Path) -> dict[str, Any]:
-    return ranks(tied, folder)
+def found(case: Case, folder: Path) -> dict[str, Any]:
+    return ranks(case, folder)
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +205,12 @@ def test_the_ranks_together_compute_the_reference_of_the_weights_that_the_engine
     assert not torch.allclose(now, found["reference"], atol=1e-3)
 
 
-def test_the_state_is_that_of_one_rank(found: dict[str, Any], alone: Alone) -> None:
+def test_the_state_is_that_of_one_rank(found: dict[str, Any], case: Case, alone: Alone) -> None:
     expected = {name: t for name, t in alone[1].items() if not name.startswith("rng/")}
-    assert found["state"].keys() == {*alone[1], "rng/1/cpu"}
+    assert found["state"].keys() == {
+        *alone[1],
+        *(f"rng/{rank}/cpu" for rank in range(1, case.ranks)),
+    }
     assert all(torch.allclose(found["state"][n], t, atol=1e-5) for n, t in expected.items())
 
 

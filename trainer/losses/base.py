@@ -45,10 +45,11 @@ class Tokens:
     ``advantages`` [N] where there is a reward. Each response is complete:
     ``response_starts`` int64 [N] is the row (in the micro-batch) of the first token of a token's
     response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
-    (``responses.py``). Of the teacher: ``teacher_logprobs`` [N] of the sampled tokens, and of a
-    top-k support ``teacher_ids`` int64 and ``teacher_topk_logprobs`` [N, k], and
-    ``teacher_rest_logprobs`` [N], the logarithm of the mass outside of it; or ``teacher_states``,
-    which cover all rows in order.
+    (``responses.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
+    on all of them, and ``response_starts`` counts in these. Of the teacher: ``teacher_logprobs``
+    [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
+    ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
+    outside of it; or ``teacher_states``, which cover all rows in order.
     """
 
     targets: torch.Tensor
@@ -63,13 +64,14 @@ class Tokens:
     reward_weights: torch.Tensor | None = None
     response_starts: torch.Tensor | None = None
     response_log_ratios: torch.Tensor | None = None
+    of: int | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def part(self, rows: slice) -> Tokens:
-        """The tokens of these rows, without hidden states."""
-        return replace(self._map(lambda tensor: tensor[rows]), teacher_states=())
+        """The tokens of these rows, without hidden states and ``of``."""
+        return replace(self._map(lambda tensor: tensor[rows]), teacher_states=(), of=None)
 
     def to(self, device: torch.device) -> Tokens:
         """The same tokens on another device."""

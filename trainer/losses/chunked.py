@@ -31,7 +31,7 @@ from trainer.losses.compiled import ObjectiveRun
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, concat_metrics
-from trainer.losses.responses import log_sampled, response_sums
+from trainer.losses.responses import Sum, log_sampled, response_sums
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the
@@ -62,12 +62,14 @@ def chunked_loss(
     heads: Mapping[str, Head] | None = None,
     compute: torch.dtype | None = None,
     shape: LogitShape = PLAIN,
+    over_ranks: Sum | None = None,
 ) -> tuple[torch.Tensor, Metrics]:
     """The loss (a scalar with gradient) of hidden rows [N, H] under a head [V, H], and metrics [N].
 
     ``heads`` are the teachers', for objectives over the whole vocabulary. ``compute`` is the type
     of the matrix products; by default the promoted type of ``hidden`` and ``weight``. ``shape`` is
-    how the model scales and caps the head's logits.
+    how the model scales and caps the head's logits. ``over_ranks`` where ranks share the
+    micro-batch.
     """
     differentiable = [t for t in (hidden, weight, bias) if t is not None and t.requires_grad]
     wanted = torch.is_grad_enabled() and bool(differentiable)
@@ -78,6 +80,7 @@ def chunked_loss(
         compute or torch.promote_types(hidden.dtype, weight.dtype),
         shape,
         tuple(wanted and t is not None and t.requires_grad for t in (hidden, weight, bias)),
+        over_ranks,
     )
     loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, chunk_pass)  # type: ignore[no-untyped-call]
     return loss, chunk_pass.metrics
@@ -128,6 +131,7 @@ class _ChunkPass:
     compute: torch.dtype
     shape: LogitShape
     wanted: tuple[bool, ...]
+    over_ranks: Sum | None = None
     count: int = field(init=False)
     scratch: torch.Tensor = field(init=False)
     metrics: Metrics = field(init=False)
@@ -184,7 +188,7 @@ class _ChunkPass:
             out = project(hidden[rows].to(self.compute), weight, bias, logits)
             shaped = shape_logits(out, self.shape)
             log_ratios[rows] += log_sampled(shaped, tokens.targets[rows], temperature)
-        return response_sums(log_ratios, tokens.response_starts)
+        return response_sums(log_ratios, tokens.response_starts, tokens.of, self.over_ranks)
 
     def _losses(self, logits: torch.Tensor, rows: slice, states: TeacherStates | None) -> Metrics:
         """Overwrites a chunk's logits by their gradient, tile by tile; returns the values [n]."""

@@ -10,7 +10,12 @@ gradients. It costs one more product of hidden states and head, beside three for
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+Sum = Callable[[torch.Tensor], None]
+"""Sums a tensor over all ranks that share a micro-batch, in place."""
 
 
 def log_sampled(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -23,10 +28,16 @@ def log_sampled(logits: torch.Tensor, targets: torch.Tensor, temperature: float)
     return (sampled - mass.log())[:, 0]
 
 
-def response_sums(values: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def response_sums(
+    values: torch.Tensor, starts: torch.Tensor, of: int | None = None, over_ranks: Sum | None = None
+) -> torch.Tensor:
     """For each token the sum of the values [N] over its response, [N] float64.
 
-    ``starts`` int64 [N] is the row of the first token of its response.
+    ``starts`` int64 [N] is the row of the first token of its response. Where ranks share the
+    micro-batch, it is the row among the ``of`` tokens of all ranks, which call this together.
     """
-    sums = torch.zeros_like(values, dtype=torch.float64)
-    return sums.index_add_(0, starts, values.double())[starts]
+    sums = values.new_zeros(len(values) if of is None else of, dtype=torch.float64)
+    sums.index_add_(0, starts, values.double())
+    if over_ranks is not None:
+        over_ranks(sums)
+    return sums[starts]

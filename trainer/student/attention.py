@@ -8,6 +8,7 @@ what the kernel computes is an error, never ignored.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -47,7 +48,8 @@ class Ragged:
 
     ``starts`` and ``longest`` are those of ``packing.Row``. ``scale`` of scores: None is 1 over the
     root of the heads' width. ``window``: keys that a query sees before itself; None for all.
-    ``soft_cap`` None: scores are not capped.
+    ``soft_cap`` None: scores are not capped. ``key_starts`` are the keys' where a sequence has more
+    keys than queries: its queries are then its last tokens.
     """
 
     starts: torch.Tensor
@@ -55,6 +57,13 @@ class Ragged:
     scale: float | None
     window: int | None
     soft_cap: float | None
+    key_starts: torch.Tensor | None = None
+
+    @property
+    def lengths(self) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+        """Starts of queries and keys, and a bound of each one's longest sequence."""
+        keys = self.starts if self.key_starts is None else self.key_starts
+        return self.starts, keys, self.longest, self.longest
 
 
 Kernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Ragged], torch.Tensor]
@@ -155,10 +164,9 @@ def varlen(
     if ragged.soft_cap is not None:
         remedy = "set train.attention: flex, or install flash-attn"
         raise StageError("trainer", "torch's varlen_attn has no soft cap of scores", remedy)
-    lengths = (ragged.starts, ragged.starts, ragged.longest, ragged.longest)
     window = (-1 if ragged.window is None else ragged.window, 0)
     out: Any = varlen_attn(
-        query, key, value, *lengths, scale=ragged.scale, window_size=window, enable_gqa=True
+        query, key, value, *ragged.lengths, scale=ragged.scale, window_size=window, enable_gqa=True
     )
     return out  # type: ignore[no-any-return]
 
@@ -173,13 +181,58 @@ def flash_attn(
         query,
         key,
         value,
-        ragged.starts,
-        ragged.starts,
-        ragged.longest,
-        ragged.longest,
+        *ragged.lengths,
         softmax_scale=ragged.scale,
         causal=True,
         window_size=(-1 if ragged.window is None else ragged.window, 0),
         softcap=ragged.soft_cap or 0.0,
     )
     return out
+
+
+def by_sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ragged: Ragged
+) -> torch.Tensor:
+    """torch's sdpa, one sequence after the other, on any device and in any precision.
+
+    A mask is made of a sequence with a window, or with more keys than queries. Soft-capped scores
+    are computed as they are written.
+    """
+    query_starts, key_starts, _, _ = ragged.lengths
+    starts: Any = zip(query_starts.tolist(), key_starts.tolist(), strict=True)
+    parts = []
+    for (start, first), (end, last) in itertools.pairwise(starts):
+        if end > start:
+            q, k, v = query[start:end], key[first:last], value[first:last]
+            out = _sequence(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), ragged)
+            parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+def _sequence(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ragged: Ragged
+) -> torch.Tensor:
+    """The attention of one sequence, heads first; its queries are its last tokens."""
+    queries, keys = query.shape[1], key.shape[1]
+    mask = None
+    if ragged.window is not None or ragged.soft_cap is not None or queries < keys:
+        at = torch.arange(keys, device=query.device)
+        distance = at[keys - queries :, None] - at
+        mask = (distance >= 0) & (distance <= (keys if ragged.window is None else ragged.window))
+    if ragged.soft_cap is None:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query[None],
+            key[None],
+            value[None],
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=ragged.scale,
+            enable_gqa=True,
+        )[0]
+    assert mask is not None
+    key, value = (t.repeat_interleave(len(query) // len(t), dim=0) for t in (key, value))
+    scale = query.shape[-1] ** -0.5 if ragged.scale is None else ragged.scale
+    scores = ragged.soft_cap * torch.tanh(query @ key.mT * (scale / ragged.soft_cap))
+    precise = torch.promote_types(scores.dtype, torch.float32)
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=precise)
+    return weights.to(value.dtype) @ value

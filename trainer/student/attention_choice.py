@@ -25,6 +25,7 @@ MAX_HEAD_DIM, HEAD_DIM_STEP, MIN_FLEX_HEAD_DIM = 256, 8, 16
 FLEX_KNOWS = frozenset({"s_aux", "position_bias"})
 """Arguments of transformers' attention interface that its flex attention computes with."""
 
+NO_CALLS = "the model does not call transformers' attention interface"
 DENSE = "train.attention: sdpa makes a mask of each whole packed row, T² entries for each layer"
 
 
@@ -52,7 +53,8 @@ class AttentionNeeds:
     decoder reach every call. ``head_dims``: widths of queries and of values. ``windows_known``: the
     masks are causal, and every window of a mask is named in calls too. ``soft_cap``: scores are
     capped. ``others``: further arguments that change the result. ``flex``: transformers has
-    flex attention for the model. ``fault``: why the model could not be asked.
+    flex attention for the model. ``other_layers``: kinds of layers that are no attention, as its
+    config names them. ``fault``: why the model could not be asked.
     """
 
     layers: int
@@ -62,40 +64,72 @@ class AttentionNeeds:
     soft_cap: bool = False
     others: frozenset[str] = frozenset()
     flex: bool = True
+    other_layers: frozenset[str] = frozenset()
     fault: str = ""
 
 
-def choose_attention(wanted: Attention, platform: Platform, needs: AttentionNeeds) -> Kind:
-    """What computes the attention. StageError, with reasons, if ``wanted`` or nothing can."""
+def choose_attention(
+    wanted: Attention, platform: Platform, needs: AttentionNeeds, across: bool = False
+) -> Kind:
+    """What computes the attention. StageError, with reasons, if ``wanted`` or nothing can.
+
+    ``across``: ranks share each row, so that it computes some heads of all of their tokens.
+    """
     gpu = platform.device == "cuda"
-    if wanted == "auto" and not gpu:
+    if wanted == "auto" and not gpu and not across:
         return "sdpa"
-    candidates = AUTO_ON_GPU if wanted == "auto" else (wanted,)
-    reasons = {kind: "; ".join(_faults(kind, platform, needs)) for kind in candidates}
+    of_device: tuple[Kind, ...] = AUTO_ON_GPU if gpu else ("sdpa",)
+    candidates = of_device if wanted == "auto" else (wanted,)
+    reasons = {kind: "; ".join(_faults(kind, platform, needs, across)) for kind in candidates}
     for kind, reason in reasons.items():
         if not reason:
             return kind
     told = ". ".join(f"{kind}: {reason}" for kind, reason in reasons.items())
     remedy = "choose another student.model" if wanted == "auto" else "set train.attention: auto"
+    if across:
+        told, remedy = f"shared by ranks: {told}", f"set train.context_parallel: 1, or {remedy}"
     raise StageError(
         "trainer",
-        f"no attention for packed rows of this student: {told}",
-        f"{remedy}; {DENSE}" if gpu else remedy,
+        f"no attention for packed rows of this student, {told}",
+        f"{remedy}; {DENSE}" if gpu and not across else remedy,
     )
 
 
-def _faults(kind: Kind, platform: Platform, needs: AttentionNeeds) -> Iterator[str]:
+def _faults(kind: Kind, platform: Platform, needs: AttentionNeeds, across: bool) -> Iterator[str]:
     """Why this kind cannot compute what the model needs."""
+    if across:
+        yield from _faults_across_ranks(kind, needs)
     if kind == "sdpa":
         return
     if platform.device != "cuda":
         yield "it trains on GPUs only"
     if not needs.layers:
-        yield needs.fault or "the model does not call transformers' attention interface"
+        yield needs.fault or NO_CALLS
     elif kind == "flex":
         yield from _flex_faults(needs)
     else:
         yield from _ragged_faults(kind, platform, needs)
+
+
+def _faults_across_ranks(kind: Kind, needs: AttentionNeeds) -> Iterator[str]:
+    """Why no rank can compute a part of a row whose other parts are on other ranks."""
+    if kind == "flex":
+        yield "its masks are of a rank's own tokens"
+    if needs.other_layers:
+        kinds = ", ".join(sorted(needs.other_layers))
+        yield f"layers of kind {kinds} pass on what came before in another way than attention"
+    if kind == "sdpa":  # the other kinds ask for these themselves
+        yield from _faults_of_calls(needs) if needs.layers else (needs.fault or NO_CALLS,)
+
+
+def _faults_of_calls(needs: AttentionNeeds) -> Iterator[str]:
+    """What functions that get each sequence by itself, and no mask, cannot compute."""
+    if not needs.lengths:
+        yield "the model does not pass the lengths of sequences on to its layers"
+    if not needs.windows_known:
+        yield "the model's masks are not the causal windows that its layers name"
+    if needs.others:
+        yield f"it does not know {', '.join(sorted(needs.others))}"
 
 
 def _flex_faults(needs: AttentionNeeds) -> Iterator[str]:
@@ -117,14 +151,9 @@ def _ragged_faults(kind: Kind, platform: Platform, needs: AttentionNeeds) -> Ite
         yield f"the GPU's compute capability is {platform.capability}, not (8, 0) or higher"
     if not platform.half:
         yield "it computes in 16 bits only, not under train.dtype: float32"
-    if not needs.lengths:
-        yield "the model does not pass the lengths of sequences on to its layers"
     width = max(needs.head_dims)
     if width > MAX_HEAD_DIM or width % HEAD_DIM_STEP:
         yield f"heads of {width}: at most {MAX_HEAD_DIM}, in steps of {HEAD_DIM_STEP}"
     if needs.soft_cap and kind == "varlen":
         yield "it has no soft cap"
-    if not needs.windows_known:
-        yield "the model's masks are not the causal windows that its layers name"
-    if needs.others:
-        yield f"it does not know {', '.join(sorted(needs.others))}"
+    yield from _faults_of_calls(needs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -64,8 +64,14 @@ def attention_needs(model: Any) -> AttentionNeeds:
         except (TypeError, ValueError, AttributeError, NotImplementedError, RuntimeError) as error:
             fault = f"{type(error).__name__}: {error}"
             continue
-        return record.needs(bool(model._supports_flex_attn))
+        needs = record.needs(bool(model._supports_flex_attn))
+        return replace(needs, other_layers=_other_layers(model))
     return AttentionNeeds(layers=0, lengths=False, head_dims=(0, 0), fault=fault)
+
+
+def _other_layers(model: Any) -> frozenset[str]:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    return frozenset(kinds) - {"full_attention", "sliding_attention"}
 
 
 @dataclass

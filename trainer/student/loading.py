@@ -54,7 +54,8 @@ def fill_student(student: EmptyStudent, config: RunConfig, device: torch.device)
     student.fill(device)
     whole = student.whole()
     platform = platform_of(device, in_bfloat16(config.train.dtype, device))
-    set_attention(whole, config.train.attention, platform)
+    across = config.train.context_parallel > 1
+    set_attention(whole, config.train.attention, platform, across)
     if whole is not student.model:
         student.model.set_attn_implementation(whole.config._attn_implementation)
     return whole
@@ -65,16 +66,21 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
     return fill_student(empty_student(config, device), config, device)
 
 
-def set_attention(model: Any, wanted: Attention, platform: Platform) -> None:
+def set_attention(model: Any, wanted: Attention, platform: Platform, across: bool = False) -> None:
     """Sets what computes the model's attention; see choose_attention.
 
     ``sdpa`` is eager where transformers has no sdpa for the model, or sdpa would be wrong.
+    ``across``: ranks share each row, for which ``parallel.Context`` then sets it once more.
     """
     settings = model.config.get_text_config()
+    if across:
+        chosen = model.config._attn_implementation
+        wanted = choose_attention(wanted, platform, attention_needs(model), across)
+        model.set_attn_implementation(chosen)
     if wanted == "sdpa" or (wanted == "auto" and platform.device == "cpu"):
         if getattr(settings, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
-        if platform.device != "cpu":
+        if platform.device != "cpu" and not across:
             note("attention of packed rows: sdpa, with a mask of each whole row for each layer")
         return
     kind = choose_attention(wanted, platform, attention_needs(model))

@@ -24,6 +24,7 @@ from trainer.losses.base import Tokens
 from trainer.losses.chunked import Head, chunked_loss, head_logits
 from trainer.losses.estimators import CrossEntropy
 from trainer.losses.objective import Objective
+from trainer.losses.responses import Sum
 from trainer.losses.terms import Metrics, Sampled
 from trainer.mixtures.routing import Replay
 from trainer.student.attention import row_lengths
@@ -103,19 +104,23 @@ class StudentLoss(torch.nn.Module):
         objective: Objective,
         heads: Mapping[str, Head],
         compute: torch.dtype | None = None,
+        over_ranks: Sum | None = None,
     ) -> None:
-        """``compute``: type of the head's matrix products; StageError as DecoderAndHead.of."""
+        """``compute``: type of the head's matrix products; StageError as DecoderAndHead.of.
+
+        ``over_ranks`` where ranks share each row, of which a micro-batch is one rank's share.
+        """
         super().__init__()
         modules = DecoderAndHead.of(model)
         self.decoder = modules.decoder
         shared: dict[str, Any] = {"compute": compute, "shape": modules.shape}
-        loss = partial(chunked_loss, heads=heads, **shared)
+        loss = partial(chunked_loss, heads=heads, over_ranks=over_ranks, **shared)
         self.head = LossHead(modules.linear, loss, partial(head_logits, **shared), objective)
         self.vocabulary = int(modules.linear.weight.shape[0])
         self.replay: Replay | None = None
 
     def forward(self, row: Row, supervised: bool = False) -> tuple[torch.Tensor, Metrics]:
-        """The loss of a micro-batch, which has at least one response token (see LossHead).
+        """The loss of a micro-batch with at least one response token, or of a rank's share of it.
 
         Of a row without tokens to learn from, the logits of all its tokens (see LossHead).
         """

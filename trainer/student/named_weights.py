@@ -45,5 +45,5 @@ def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     if not is_sharded(tensor):
         return tensor.to(dtype or tensor.dtype, copy=True)
     gathered = full_tensor(tensor.to(dtype or tensor.dtype))
-    alone: Any = tensor  # a gather from one rank returns that rank's own memory
-    return gathered.clone() if alone.device_mesh.size() == 1 else gathered
+    sharded: Any = tensor  # a gather from one rank returns that rank's own memory
+    return gathered.clone() if sharded.device_mesh.shape[-1] == 1 else gathered

@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from trainer.student.loss_module import StudentLoss
 
 
-def join_mesh(spec: RankSpec, device: torch.device) -> DeviceMesh:
+def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> DeviceMesh:
     """Connects this rank to the others; returns the mesh of all. RuntimeError after the timeout.
 
+    With ``replicate`` copies of the shards it has a dimension of copies before that of shards.
     StageError if one of them does not prove that it knows the spec's secret.
     """
     from torch.distributed import (  # type: ignore[attr-defined]
@@ -52,7 +53,10 @@ def join_mesh(spec: RankSpec, device: torch.device) -> DeviceMesh:
         cause = f"one of its {spec.ranks} ranks failed to prove that it knows the run's secret"
         remedy = "a process outside of this run took a rank's place: look for it on this network"
         raise StageError(TRAINER, cause, remedy)
-    return init_device_mesh(device.type, (spec.ranks,))
+    if replicate == 1:
+        return init_device_mesh(device.type, (spec.ranks,))
+    shape, names = (replicate, spec.ranks // replicate), ("replicate", "shard")
+    return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
 def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:

@@ -1,0 +1,104 @@
+"""Ranks that share rows compute the student's own logits, whatever its attention, or refuse it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from async_opd.core.errors import StageError
+from tests.trainer import families
+from tests.trainer.models import tiny_model
+from tests.trainer.processes import spread
+from trainer.batches.packing import Row
+from trainer.losses import build_objective
+from trainer.rank import Rank
+from trainer.student.attention_probe import platform_of
+from trainer.student.check import check_rank, check_student
+from trainer.student.loading import set_attention
+from trainer.student.rotary import pin_rotary
+
+
+def pinned() -> Any:
+    made = families.phi3()
+    pin_rotary(made, 128)
+    return made
+
+
+RANKS = 2
+CPU = torch.device("cpu")
+STUDENTS: dict[str, Callable[[], Any]] = {
+    "grouped queries": tiny_model,
+    "sliding windows": lambda: families.mistral(3),
+    "windows in some layers": families.gemma3,
+    "soft caps": families.gemma2,
+    "latent attention": families.deepseek,
+    "long rope": pinned,
+    "heads that do not divide": lambda: families.made("Qwen3", num_attention_heads=3, head_dim=16),
+    "mixture": families.mixtral,
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "sinks": (families.gpt_oss, "does not know s_aux"),
+    "ALiBi": (families.bloom, "does not call transformers' attention interface"),
+    "mamba": (families.mamba, "does not call transformers' attention interface"),
+    "linear attention": (families.qwen3_next, "layers of kind linear_attention"),
+}
+ROW = Row.of(*[[np.arange(n) for n in (9, 3, 1, 6)]] * 2)
+TRAIN = TrainConfig(ranks=RANKS, context_parallel=RANKS, dtype="float32")
+
+
+def rank_of(made: Any, mesh: Any = None, **settings: Any) -> Rank:
+    train = TRAIN.model_copy(update=settings if mesh else {"context_parallel": 1, **settings})
+    return Rank(made, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+
+
+def shared(make: Callable[[], Any], mesh: Any, **settings: Any) -> Rank:
+    """A rank as ``build_rank`` makes it; StageError from its checks."""
+    made = make()
+    set_attention(made, "auto", platform_of(CPU, False), across=True)
+    exact = check_student(made)
+    sharing = rank_of(made, mesh, **settings)
+    check_rank(sharing, exact)
+    return sharing
+
+
+def on_ranks(rank: int) -> Any:
+    """Logits of a row by student, and of one in bfloat16."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (RANKS,))
+    found = {name: shared(make, mesh).logits(ROW) for name, make in STUDENTS.items()}
+    return found | {"bfloat16": shared(tiny_model, mesh, dtype="bfloat16").logits(ROW)}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, torch.Tensor]]:
+    return spread(RANKS, on_ranks, tmp_path_factory.mktemp("context"))
+
+
+@pytest.mark.parametrize("name", STUDENTS)
+def test_every_rank_has_the_logits_of_one_rank_for_the_whole_row(found: Any, name: str) -> None:
+    alone = STUDENTS[name]()
+    set_attention(alone, "auto", platform_of(CPU, False))
+    expected = rank_of(alone).logits(ROW)
+    for logits in (seen[name] for seen in found):
+        assert logits.shape == expected.shape
+        assert torch.allclose(logits, expected, atol=1e-4 * float(expected.abs().max()))
+
+
+def test_in_bfloat16_only_rounding_differs(found: Any) -> None:
+    expected = rank_of(tiny_model(), dtype="bfloat16").logits(ROW)
+    assert float((found[0]["bfloat16"] - expected).abs().max()) < 0.1
+    assert torch.equal(found[0]["bfloat16"], found[1]["bfloat16"])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_share_is_refused_before_they_start(name: str) -> None:
+    make, reason = REFUSED[name]
+    with pytest.raises(StageError, match=reason):
+        set_attention(make(), "auto", platform_of(CPU, False), across=True)
