@@ -105,9 +105,7 @@ class Pipeline:
                     await self._evaluate("eval_initial", 0)
                     await self._evaluate_teachers()
                     if self.cold_start is not None and self.checkpointer is not None:
-                        await self._bounded(
-                            "a checkpoint", self.checkpointer.take(self.run_state.cut)
-                        )
+                        await self._take_checkpoint(self.checkpointer)
                 else:
                     await self._resume(self.start)
                 endless.append(coroutines.create_task(self._admit()))
@@ -117,7 +115,7 @@ class Pipeline:
                 if self.evaluations.is_last_missing:
                     await self._evaluate("eval", self.config.train.steps)
                 if self.checkpointer is not None:
-                    await self._bounded("the last checkpoint", self.checkpointer.settled())
+                    await self._settled(self.checkpointer)
                 for task in endless:
                     task.cancel()
         except ExceptionGroup as errors:
@@ -130,6 +128,11 @@ class Pipeline:
     def is_trained(self) -> bool:
         """Whether the last step is trained; its evaluation may be missing."""
         return self.run_state.step == self.config.train.steps
+
+    @property
+    def state_s(self) -> float:
+        """Bound, in seconds, of calls that copy, write or read the trainer's whole state."""
+        return 0.0 if self.checkpointer is None else self.checkpointer.timeout_s
 
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
@@ -144,7 +147,7 @@ class Pipeline:
     async def _resume(self, start: Checkpoint) -> None:
         """The checkpoint's weights ──► trainer and replicas; unfinished groups ──► prompts."""
         restoring = self.stages.trainer.restore(str(start.folder))
-        finished = await self._bounded("the trainer's restart", restoring)
+        finished = await self._bounded("the trainer's restart", restoring, self.state_s)
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         self._issued = True
@@ -254,10 +257,17 @@ class Pipeline:
             return
         last = self._step == self.config.train.steps
         if last:
-            await self._bounded("the checkpoint before", self.checkpointer.settled())
+            await self._settled(self.checkpointer)
         compared = keep_best is not None and self.evaluations.is_due(version)
         if last or compared or (every and version % every == 0):
-            await self._bounded("a checkpoint", self.checkpointer.take(self.run_state.cut))
+            await self._take_checkpoint(self.checkpointer)
+
+    async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:
+        taken = checkpointer.take(self.run_state.cut)
+        await self._bounded("a checkpoint", taken, self.state_s)
+
+    async def _settled(self, checkpointer: Checkpointer) -> None:
+        await self._bounded("the checkpoint before", checkpointer.settled(), self.state_s)
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then admission has the new version's budget."""

@@ -241,7 +241,7 @@ async def _check_trainer_alive(pipeline: Pipeline) -> None:
 
 
 async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: RunLog) -> None:
-    """Writes a checkpoint of a run that has failed, within ``checkpoint.timeout_s``.
+    """Writes a checkpoint of a run that has failed, within the bound of any other one.
 
     After a signal it has ``shutdown.grace_s`` left; the run ends as failed, not as interrupted.
     """
@@ -250,7 +250,7 @@ async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: R
         log.message("no checkpoint at the end, --resume takes the one before: the trainer died")
         return
     log.message(f"the run has failed: {str(cause) or type(cause).__name__}")
-    bound_s = config.checkpoint.timeout_s
+    bound_s = pipeline.state_s
     keeping = asyncio.create_task(
         _checkpoint_at_end(pipeline, log, bound_s, "checkpoint.timeout_s")
     )

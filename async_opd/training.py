@@ -13,6 +13,7 @@ from itertools import chain
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
 from async_opd.checks.preflight import Inputs
@@ -182,7 +183,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         job.store,
         stages.trainer,
         config=identity(job.config, job.inputs.checked),
-        timeout_s=job.config.checkpoint.timeout_s,
+        timeout_s=state_s(job.config),
         keep_best=job.config.checkpoint.keep_best,
         notify=job.message,
         sizes=job.sizes,

@@ -21,9 +21,9 @@ class Ending:
     def __init__(self, grace_s: float = 5, timeout_s: float = 5, life_s: float = 5) -> None:
         self.config = config(
             shutdown={"grace_s": grace_s},
-            checkpoint={"timeout_s": timeout_s},
             supervision={"timeout_s": life_s},
         )
+        self.state_s = timeout_s
         self.stages = self.trainer = self
         self.begun, self.written = asyncio.Event(), asyncio.Event()
         self.kept = self.dead = False

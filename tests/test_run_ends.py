@@ -214,6 +214,7 @@ class FakeTraining:
             stages=stages,
             is_trained=self.trained,
             checkpoint=self.checkpoint,
+            state_s=5.0,
         )
 
     async def run(self) -> None:

@@ -95,7 +95,8 @@ class Checkpointer:
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
             if isinstance(error, TimeoutError) and not cause:
-                cause = f"it took longer than checkpoint.timeout_s = {self.timeout_s:g} s"
+                cause = f"it took longer than {self.timeout_s:g} s, for which checkpoint.timeout_s "
+                cause += "and checkpoint.min_mib_per_s allow"
             self.notify(f"no checkpoint of step {cut.step}, the run goes on: {cause}")
             if part is not None:
                 await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)

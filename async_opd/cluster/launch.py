@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
 from async_opd.cluster.gpu_bundles import GpuBundles, reserve
@@ -124,7 +125,7 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
         else:
             teachers[pool.removeprefix("teachers.")] = list(guests.values())
     training = trainer_task.result()
-    trainer = TrainerProxy(training.remote)
+    trainer = TrainerProxy(training.remote, await asyncio.to_thread(state_s, config))
     scoring = await actor_factory.scorer(teachers, queue)
     scorer = ScorerProxy(scoring.remote)
     rollouts = await RollouterActor.start(actor_factory, students, queue, trainer, scorer)

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar, cast
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.rollouter_actor import RollouterService
+from async_opd.core.stages import TRAINER
 from async_opd.queue.message_queue import MessageQueue
+from async_opd.waiting.deadline import Deadline
 from teachers.stage import ScorerStage
 
 if TYPE_CHECKING:
@@ -152,18 +154,45 @@ class ScorerProxy(Proxy):
     report = remote(ScorerStage.report, again=True)
 
 
+def bounded_by_bytes(
+    method: Callable[Concatenate[Any, Arguments], Coroutine[Any, Any, Answer]],
+) -> Callable[Concatenate[TrainerProxy, Arguments], Coroutine[Any, Any, Answer]]:
+    """A method of the trainer's proxy that may last ``state_s``. StageTimeout."""
+    unbounded = remote(method, NO_TIMEOUT)
+
+    async def call(
+        proxy: TrainerProxy, /, *args: Arguments.args, **kwargs: Arguments.kwargs
+    ) -> Answer:
+        work = unbounded(proxy, *args, **kwargs)
+        return await Deadline(TRAINER).within(proxy.state_s, method.__name__, work, SLOW_DISK)
+
+    return call
+
+
+SLOW_DISK = (
+    "lower checkpoint.min_mib_per_s, or raise checkpoint.timeout_s, if the run directory's disk is "
+    "so slow; otherwise it hangs"
+)
+
+
 class TrainerProxy(Proxy):
     """``async_opd.core.stages.Trainer``, and the sender of the weight sync.
 
-    The callers bound their calls: the driver checkpoints, the weight sync and GPU time sharing.
+    ``state_s`` bounds calls that read or write all that the trainer has
+    (``checkpoint.bounds``). The callers bound the others: the driver checkpoints, the weight sync
+    and GPU time sharing.
     """
+
+    def __init__(self, remote: Remote, state_s: float) -> None:
+        super().__init__(remote)
+        self.state_s = state_s
 
     step = remote(TrainerStage.step, NO_TIMEOUT)
     drop = remote(TrainerStage.drop)
-    save = remote(TrainerStage.save)
+    save = bounded_by_bytes(TrainerStage.save)
     capture = remote(TrainerStage.capture, NO_TIMEOUT)
     checkpoint = remote(TrainerStage.checkpoint, NO_TIMEOUT)
-    restore = remote(TrainerStage.restore)
+    restore = bounded_by_bytes(TrainerStage.restore)
     supervise = remote(TrainerStage.supervise, NO_TIMEOUT)
     forget_moments = remote(TrainerStage.forget_moments)
     scale_learning_rate = remote(TrainerStage.scale_learning_rate)

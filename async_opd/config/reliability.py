@@ -26,9 +26,17 @@ class CheckpointConfig(Section):
     one, and a completed run has that student in ``best/``. By default only the newest are kept."""
     on_exit: bool = True
     """Takes a checkpoint also when a signal or an error ends the run, if the trainer answers."""
-    timeout_s: float = Field(default=1800, gt=0)
-    """Timeout of writing one, also when an error ends the run (after a signal:
+    timeout_s: float = Field(default=600, gt=0)
+    """Timeout of writing a checkpoint, of reading one, and of writing the trained model, to which
+    the time of the trainer's bytes is added; also when an error ends the run (after a signal:
     ``shutdown.grace_s``). A checkpoint that fails is counted and reported; the run goes on."""
+    min_mib_per_s: float = Field(default=64, gt=0)
+    """Lowest assumed speed of the run directory's disk, which gives the time of the trainer's
+    bytes: 12 of each parameter of the student."""
+
+    def bound_s(self, nbytes: int) -> float:
+        """Timeout in seconds of a call that writes or reads ``nbytes``."""
+        return self.timeout_s + nbytes / (self.min_mib_per_s * (1 << 20))
 
 
 class GuardrailConfig(Section):

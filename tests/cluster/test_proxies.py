@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import re
 import sys
@@ -14,7 +15,8 @@ from mypy import api
 
 from async_opd.cluster import proxies
 from async_opd.cluster.actor_shell import ActorShell
-from async_opd.cluster.proxies import Proxy, remote
+from async_opd.cluster.proxies import Proxy, TrainerProxy, remote
+from async_opd.core.errors import StageTimeout
 
 PROXIES = Path(proxies.__file__)
 
@@ -104,3 +106,15 @@ class TestCalls:
         assert await stage.score([1], fast=True) == ([1], True)
         assert await stage.again([2]) == ([2], False)
         assert process.bounds == [("call", 5.0), ("call_with_retry", None)]
+
+    @pytest.mark.parametrize("method", ["save", "restore"])
+    async def test_what_moves_the_trainers_bytes_is_bounded_by_them(self, method: str) -> None:
+        class Hanging:
+            async def call(self, *_: Any, **__: Any) -> Any:
+                await asyncio.Event().wait()
+
+        hanging: Any = Hanging()
+        trainer = TrainerProxy(hanging, state_s=0.01)
+        with pytest.raises(StageTimeout, match=rf"{method} took longer than 0\.01 s") as error:
+            await getattr(trainer, method)("folder")
+        assert "checkpoint.min_mib_per_s" in error.value.remedy
