@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def make_model(path: Path, *, vocabulary: int, layers: int = 8, hidden: int = 256) -> Path:
-    """Writes it; positions up to 4096, float32, a head of its own."""
+def make_model(
+    path: Path, *, vocabulary: int, layers: int = 8, hidden: int = 256, half: bool = False
+) -> Path:
+    """Writes it; positions up to 4096, float32 or ``half`` bfloat16, a head of its own."""
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -23,5 +25,6 @@ def make_model(path: Path, *, vocabulary: int, layers: int = 8, hidden: int = 25
         tie_word_embeddings=False,
         initializer_range=0.1,
     )
-    Qwen3ForCausalLM(config).save_pretrained(path)
+    dtype = torch.bfloat16 if half else torch.float32
+    Qwen3ForCausalLM(config).to(dtype).save_pretrained(path)
     return path

@@ -1,0 +1,148 @@
+"""Host memory of each rank while it loads its part of a student, over the bytes of that part.
+
+    bfloat16 files ──N gloo ranks, each──► modules on meta ──sharded──► own slices, in float32
+
+Counted is private memory (``RssAnon`` of /proc/self/status), sampled every 2 ms, beyond what the
+process has once it has imported everything and joined the others: pages of the files, which the
+kernel maps and drops as it likes, do not count. ``load_peak_ratio`` is the peak until all weights
+are read, over the bytes of the rank's own parameters; the worst rank of all runs.
+``check_peak_ratio`` is the peak of the passes that check the student's logits afterwards: they
+gather the embedding, the head and one block at a time in float32, which training gathers too.
+
+``python -m benchmarks.load_memory`` prints one JSON object last.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import tempfile
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from benchmarks.local_ranks import in_processes
+from benchmarks.random_model import make_model
+from trainer.losses import build_objective
+from trainer.rank import Rank
+from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.student.check import check_student
+from trainer.student.empty import EmptyStudent
+from trainer.student.sharding import join_mesh
+from trainer.student.slices import own_part
+
+CPU = torch.device("cpu")
+INTERVAL_S = 0.002
+
+
+@dataclass(frozen=True)
+class LoadMemory:
+    """Bytes of one rank: of its own parameters, and at most while loading and while checking."""
+
+    share: int
+    load_peak: int
+    check_peak: int
+
+
+class PrivatePeak:
+    """The most private memory of this process while the block runs, beyond that at its start."""
+
+    def __enter__(self) -> PrivatePeak:
+        self._ended = threading.Event()
+        self._start = self._most = private_bytes()
+        self._sampling = threading.Thread(target=self._sample, daemon=True)
+        self._sampling.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._sampling.join()
+        self._most = max(self._most, private_bytes())
+
+    @property
+    def nbytes(self) -> int:
+        """The peak so far."""
+        return self._most - self._start
+
+    def _sample(self) -> None:
+        while not self._ended.wait(INTERVAL_S):
+            self._most = max(self._most, private_bytes())
+
+
+def private_bytes() -> int:
+    """Memory of this process that no file backs."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) << 10
+    raise OSError("/proc/self/status has no RssAnon: this is not Linux >= 4.5")
+
+
+def load_memory(model: Path, ranks: int) -> LoadMemory:
+    """Of the first rank, which has the most rows of an uneven division."""
+
+    def measured(spec: RankSpec | None) -> LoadMemory:
+        import transformers.models.qwen3.modeling_qwen3  # noqa: F401 - imported before the start
+
+        torch.set_num_threads(1)
+        mesh = None if spec is None else join_mesh(spec, CPU)
+        objective, train = build_objective(ForwardKLConfig()), TrainConfig()
+        with PrivatePeak() as loading:
+            student = EmptyStudent(model)
+            Rank(student.model, objective, train, CPU, mesh=mesh, fill=lambda: student.fill(CPU))
+        share = sum(own_part(p.detach()).nbytes for p in student.model.parameters())
+        with PrivatePeak() as checking:
+            check_student(student.whole())
+        return LoadMemory(share, loading.nbytes, share + checking.nbytes)
+
+    def lead(spec: RankSpec | None, _: RankGroup) -> LoadMemory:
+        return measured(spec)
+
+    def follow(spec: RankSpec) -> Any:
+        measured(spec)
+
+    found: LoadMemory = in_processes(ranks, lead, follow, 600)
+    return found
+
+
+def load_peaks(
+    folder: Path, *, layers: int = 12, ranks: tuple[int, ...] = (1, 2, 4)
+) -> dict[str, Any]:
+    """The figures of the module, for a model of about 53 MB a layer, made in the folder."""
+    model = folder / "model"
+    sizes = {"vocabulary": 8192, "layers": layers, "hidden": 1024, "half": True}
+    # memory that this process had freed would be the ranks' from the start: they are forked
+    made = multiprocessing.get_context("fork").Process(
+        target=make_model, args=(model,), kwargs=sizes
+    )
+    made.start()
+    made.join()
+    seen = {count: load_memory(model, count) for count in ranks}
+    for count, one in seen.items():
+        print(f"{count} ranks: {one}", flush=True)
+    return {
+        "model_mb": round(seen[ranks[0]].share * ranks[0] / 1e6),
+        "load_peak_ratio": round(max(one.load_peak / one.share for one in seen.values()), 3),
+        "load_peak_ratios": {n: round(one.load_peak / one.share, 3) for n, one in seen.items()},
+        "check_peak_ratio": round(max(one.check_peak / one.share for one in seen.values()), 3),
+    }
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=12)
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(load_peaks(Path(folder), layers=parser.parse_args().layers)))
+
+
+if __name__ == "__main__":
+    main()
