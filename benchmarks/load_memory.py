@@ -111,18 +111,23 @@ def load_memory(model: Path, ranks: int) -> LoadMemory:
     return found
 
 
+def model_in_child(path: Path, **sizes: Any) -> None:
+    """``make_model`` in a process of its own.
+
+    Memory that this process had used and freed would be the ranks' from the start: they are forked.
+    """
+    context = multiprocessing.get_context("fork")
+    child = context.Process(target=make_model, args=(path,), kwargs=sizes)
+    child.start()
+    child.join()
+
+
 def load_peaks(
     folder: Path, *, layers: int = 12, ranks: tuple[int, ...] = (1, 2, 4)
 ) -> dict[str, Any]:
     """The figures of the module, for a model of about 53 MB a layer, made in the folder."""
     model = folder / "model"
-    sizes = {"vocabulary": 8192, "layers": layers, "hidden": 1024, "half": True}
-    # memory that this process had freed would be the ranks' from the start: they are forked
-    made = multiprocessing.get_context("fork").Process(
-        target=make_model, args=(model,), kwargs=sizes
-    )
-    made.start()
-    made.join()
+    model_in_child(model, vocabulary=8192, layers=layers, hidden=1024, half=True)
     seen = {count: load_memory(model, count) for count in ranks}
     for count, one in seen.items():
         print(f"{count} ranks: {one}", flush=True)

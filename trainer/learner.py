@@ -245,14 +245,14 @@ class Learner:
 
     # ── weights, which rank 0 gathers while the others join; state, of which each has a part ────
 
-    def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_weights(self, copied: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the current weights under their checkpoint names, in the engines' dtype.
 
         bfloat16 from a GPU, float32 from a CPU. A head tied to the embedding is left out, as in
-        the checkpoint.
+        the checkpoint. Without ``copied`` each is valid until the next is asked for.
         """
         with self._dispatched("join_gather", "weights"):
-            yield from self._rank.weights()
+            yield from self._rank.weights(copied)
 
     def reference(self, rows: Sequence[Int32]) -> Reference:
         """The current weights' log-probabilities of held rows; see ``trainer.student.reference``.

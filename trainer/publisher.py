@@ -1,15 +1,17 @@
 """The trainer's end of the weight sync: copies weights out, broadcasts them in packed chunks.
 
-    snapshot ──► copies in wire dtype, an event ──► send waits for it ──► chunk · chunk ──► engines
+    each layer ──► host memory, wire dtype ── an event ──► send waits ──► chunk · chunk ──► engines
 
-On a GPU a snapshot's copies may still be queued when ``snapshot`` returns (without digests, which
-wait for them), and ``send`` runs on another thread and other streams: without the event it would
-read memory that does not hold the new weights yet.
+The copy of a layer is in host memory (``SnapshotBuffers``) before the next one is gathered: beside
+the student a GPU holds one whole layer at most. A GPU's copies may still be queued when
+``snapshot`` returns (without digests, which wait for them), and ``send`` runs on another thread and
+other streams: without the event it would read memory that does not hold the new weights yet.
 The transport is passed in (``rollouter.transports``), so that this package needs no vllm.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Iterator
 from typing import Protocol
 
@@ -17,6 +19,9 @@ import torch
 
 from async_opd.weight_sync.digests import Digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
+
+CHUNK_BYTES = 256 << 20
+"""Of a snapshot's buffers, if the transport's are not given."""
 
 
 class Transport(Protocol):
@@ -37,11 +42,50 @@ class Transport(Protocol):
         ...
 
 
+class SnapshotBuffers:
+    """Host memory for snapshots, pinned where tensors are on a GPU, laid out in chunks to send.
+
+    Tensors lie one behind the other as ``weight_sync.layout.chunk_plan`` divides them, so that no
+    byte of a chunk is copied again. Each buffer has room for a chunk, or for one larger tensor.
+    Snapshots of the same sizes, in the same order, are all in the same memory.
+    """
+
+    def __init__(self, chunk_bytes: int) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._buffers: list[torch.Tensor] = []
+        self._chunk = self._filled = 0
+
+    def clear(self) -> None:
+        """The next copy is the first of a snapshot, in the memory of the one before."""
+        self._chunk = self._filled = 0
+
+    def copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The copy, which a GPU may still be making when this returns: see ``Publisher``.
+
+        A view of the buffer in the tensor's dtype and shape, or of its bytes where these do not
+        lie at an address that suits the dtype.
+        """
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        size = data.numel()
+        if self._filled and self._filled + size > self._chunk_bytes:
+            self._chunk, self._filled = self._chunk + 1, 0
+        known = self._buffers[self._chunk].numel() if self._chunk < len(self._buffers) else -1
+        if self._filled + size > known:
+            room = max(size, self._chunk_bytes)
+            buffer = torch.empty(room, dtype=torch.uint8, pin_memory=data.is_cuda)
+            self._buffers[self._chunk :] = [buffer, *self._buffers[self._chunk + 1 :]]
+        copied = self._buffers[self._chunk][self._filled : self._filled + size]
+        copied.copy_(data, non_blocking=True)
+        aligned = self._filled % tensor.dtype.itemsize == 0
+        self._filled += size
+        return copied.view(tensor.dtype).view(tensor.shape) if aligned else copied
+
+
 class Publisher:
     """Owns the snapshot, and one transfer group per sync group of replicas.
 
-    ``source`` yields copies of the current weights under their checkpoint names, ``transport``
-    makes a group.
+    ``source`` yields the current weights under their checkpoint names, each valid until the next;
+    ``transport`` makes a group.
     """
 
     def __init__(
@@ -49,20 +93,21 @@ class Publisher:
         source: Callable[[], Iterator[tuple[str, torch.Tensor]]],
         transport: Callable[[], Transport],
         digests: bool = False,
-        in_host_memory: bool = False,
+        chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
         """With ``digests`` the metadata of a snapshot holds those of its tensors.
 
-        ``in_host_memory``: a snapshot leaves the GPU, which others use while it is sent.
+        ``chunk_bytes`` are the transport's: chunks of that size are sent without another copy.
         """
         self._source = source
         self._new_transport = transport
         self._transports: dict[int, Transport] = {}
+        self._buffers = SnapshotBuffers(chunk_bytes)
+        self._in_use = threading.Lock()  # while the buffers are written, or sent
         self._snapshot: list[tuple[str, torch.Tensor]] = []
+        self._meta = WeightMeta((), (), (), ())
         self._copied: torch.cuda.Event | None = None
         self._with_digests = digests
-        self._in_host_memory = in_host_memory
-        self._digests: tuple[str, ...] = ()
 
     def open(self, group: int, world_size: int, connected: Collection[int] = ()) -> Rendezvous:
         """A new group for a sync group; see Transport.open. Closes all but the ``connected``."""
@@ -76,37 +121,43 @@ class Publisher:
         self._transports[group].connect()
 
     def snapshot(self) -> WeightMeta:
-        """Copies the weights; the learner may go on changing its own afterwards."""
-        self._snapshot, self._digests = [], ()
-        digests = Digests(torch)
-        source = self._source()
-        source = digests.add_all(source) if self._with_digests else source
-        if self._in_host_memory:
-            source = ((name, tensor.cpu()) for name, tensor in source)
-        self._snapshot = list(source)
-        self._digests = tuple(digests.values().values())
-        self._copied = _event_behind_all_work()
-        return self.meta
+        """Copies the weights; the learner may go on changing its own afterwards.
+
+        Waits for a broadcast of the snapshot before.
+        """
+        with self._in_use:
+            self._snapshot, self._meta = [], WeightMeta((), (), (), ())
+            self._buffers.clear()
+            digests = Digests(torch)
+            kinds = []
+            source = self._source()
+            for name, tensor in digests.add_all(source) if self._with_digests else source:
+                kinds.append((str(tensor.dtype).split(".")[-1], tuple(tensor.shape), tensor.dtype))
+                self._snapshot.append((name, self._buffers.copy(tensor)))
+            self._meta = WeightMeta(
+                names=tuple(name for name, _ in self._snapshot),
+                dtype_names=tuple(dtype for dtype, _, _ in kinds),
+                shapes=tuple(shape for _, shape, _ in kinds),
+                itemsizes=tuple(dtype.itemsize for _, _, dtype in kinds),
+                digests=tuple(digests.values().values()),
+            )
+            self._copied = _event_behind_all_work()
+        return self._meta
 
     @property
     def meta(self) -> WeightMeta:
         """What the snapshot holds."""
-        return WeightMeta(
-            names=tuple(name for name, _ in self._snapshot),
-            dtype_names=tuple(str(tensor.dtype).split(".")[-1] for _, tensor in self._snapshot),
-            shapes=tuple(tuple(tensor.shape) for _, tensor in self._snapshot),
-            itemsizes=tuple(tensor.dtype.itemsize for _, tensor in self._snapshot),
-            digests=self._digests,
-        )
+        return self._meta
 
     def send(self, group: int) -> float:
         """Broadcasts the snapshot to a sync group, once all its copies are made.
 
         Returns the seconds in the collective library.
         """
-        if self._copied is not None:
-            self._copied.synchronize()
-        return self._transports[group].broadcast(self._snapshot, self.meta)
+        with self._in_use:
+            if self._copied is not None:
+                self._copied.synchronize()
+            return self._transports[group].broadcast(self._snapshot, self._meta)
 
 
 def _event_behind_all_work() -> torch.cuda.Event | None:

@@ -228,13 +228,13 @@ class Rank:
 
     # ── weights: rank 0 gathers full tensors, the other ranks join each gather ─────────────────
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the full weights under their checkpoint names, in the engines' dtype.
+    def weights(self, copied: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The full weights under their checkpoint names, in the engines' dtype: named_weights.
 
         Of adapters alone where the engines apply them (``train.lora.sync``).
         """
         source = adapter_weights if self._sends_adapters else named_weights
-        return source(self.model, self._wire_dtype)
+        return source(self.model, self._wire_dtype, copied)
 
     def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Copies of the full weights in ``dtype``, adapters merged; then the adapters as they are.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.network import own_address
@@ -34,10 +35,10 @@ def build_trainer(
     return TrainerStage(
         learner,
         Publisher(
-            learner.named_weights,
+            partial(learner.named_weights, copied=False),
             lambda: _transport(config, device),
             digests=config.sync.verify_every > 0,
-            in_host_memory=config.rollout.host is not None,
+            chunk_bytes=config.sync.chunk_mib << 20,
         ),
         build_batcher(config, queue),
         max_version_lag=config.async_.max_version_lag,

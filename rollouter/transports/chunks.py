@@ -81,7 +81,7 @@ class Sender(ABC):
         """Leaves the group, and closes the rendezvous. A second call does nothing."""
 
     def broadcast(self, weights: list[tuple[str, torch.Tensor]], meta: WeightMeta) -> float:
-        """Sends all tensors, in order; each chunk is packed just before it is sent.
+        """Sends all tensors, in order; a chunk is packed just before it is sent, if it has to be.
 
         Returns the seconds in ``send``. Raises when all takes longer than ``timeout_s``.
         """
@@ -95,7 +95,7 @@ class Sender(ABC):
 
     @abstractmethod
     def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
-        """Sends bytes (uint8, where the weights are) to every receiver; raises after the bound."""
+        """Sends bytes (uint8, of the host or a GPU) to every receiver; raises after the bound."""
 
 
 class Receiver(ABC):
@@ -115,10 +115,21 @@ class Receiver(ABC):
 
 
 def packed(weights: list[tuple[str, torch.Tensor]], chunk: range) -> torch.Tensor:
-    """The bytes of some of the tensors, one behind the other."""
+    """The bytes of some of the tensors, one behind the other: a copy unless they lie so already."""
     import torch
 
-    return torch.cat([weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk])
+    parts = [weights[index][1].contiguous().view(-1).view(torch.uint8) for index in chunk]
+    place = parts[0].data_ptr()
+    for part in parts:
+        if part.data_ptr() != place or not _same_memory(part, parts[0]):
+            return torch.cat(parts)
+        place += part.numel()
+    size = sum(part.numel() for part in parts)
+    return parts[0].as_strided((size,), (1,), parts[0].storage_offset())
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
 
 
 def chunk_info(module: str, at: Rendezvous) -> dict[str, Any]:

@@ -144,9 +144,9 @@ class NcclSender(chunks.Sender):
         self._group = NcclGroup.joined(self._at, 0)
 
     def send(self, chunk: torch.Tensor, timeout_s: float) -> None:
-        """One broadcast. AssertionError before ``connect``."""
+        """One broadcast, of one chunk on the GPU at a time. AssertionError before ``connect``."""
         assert self._group is not None, "connected first"
-        self._group.broadcast(chunk, timeout_s)
+        self._group.broadcast(on_gpu(chunk, self._group.device), timeout_s)
 
     def broadcast(self, *what: Any) -> float:
         """See Sender.broadcast; the default stream is that of the training steps."""
@@ -181,6 +181,11 @@ class NcclReceiver(chunks.Receiver):
     def close(self) -> None:
         """See Receiver.close."""
         self._group.close()
+
+
+def on_gpu(chunk: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """The chunk there, once the current stream has copied it."""
+    return chunk.to(device, non_blocking=True)
 
 
 def leave_inductor_alone() -> None:

@@ -14,6 +14,7 @@ import torch
 from async_opd.weight_sync.layout import WeightMeta
 from benchmarks.gpu import streams, vllm_streams
 from benchmarks.gpu.measuring import Figures
+from rollouter.transports import nccl
 from tests.benchmarks.late_streams import Late, LateGpu
 from trainer.work_thread import WorkThread
 
@@ -38,9 +39,8 @@ class Queued(streams.Steps):
 
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.sent.clear()
-        with Late(self.gpu):
-            copies = list(super().named_weights())
-        yield from copies
+        with Late(self.gpu):  # the publisher's copies of what it yields are queued too
+            yield from super().named_weights()
 
 
 class Alternating:
@@ -72,6 +72,7 @@ def synced(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Figures]]:
     gpu = LateGpu()
     gpu.install(monkeypatch)
     monkeypatch.setattr(streams, "Pool", Alternating)
+    monkeypatch.setattr(nccl, "on_gpu", lambda chunk, _: chunk.clone())
     vllm_streams._streams.cache_clear()
 
     def run(kind: Any, *, pool: bool, hasty: bool) -> Figures:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.trainer.models import tiny_model
-from trainer.student.named_weights import _copied, named_weights
+from trainer.student.named_weights import _full, named_weights
 
 
 def mixture() -> Any:
@@ -108,7 +108,7 @@ def test_of_a_mesh_of_one_they_are_copies_too() -> None:
     try:
         mesh = DeviceMesh("cpu", [0])
         shard = distribute_tensor(torch.zeros(3), mesh)
-        copy = _copied(shard, torch.float32)
+        copy = _full(shard, torch.float32, copied=True)
         shard.to_local().fill_(1.0)
     finally:
         torch.distributed.destroy_process_group()

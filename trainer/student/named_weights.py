@@ -1,20 +1,29 @@
 """The model's weights under the names of its checkpoint, by which the engines load them.
 
-parameters, buffers ──gather──► transformers' names ──revert conversion──► checkpoint names
+a layer's parameters, buffers ──gather──► transformers' names ──revert conversion──► checkpoint
+the next layer's              ──────►                                                names
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
-from trainer.student.adapters import adapter_state, plain_state
-from trainer.student.sharding import full_tensor, is_sharded
+from trainer.saving.state import model_state
+from trainer.student.adapters import BASE, LORA, adapter_state, plain_state
+from trainer.student.sharding import blocks_of, full_tensor, is_sharded
+
+_BY_LAYER: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Whether a model's tensors are converted layer by layer."""
 
 
-def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+def named_weights(
+    model: Any, dtype: torch.dtype, copied: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that ``save_pretrained`` would write, as (name, full copy); adapters are merged.
 
     Parameters are in ``dtype``. Persistent buffers keep their own: engines have those of mixtures
@@ -22,28 +31,80 @@ def named_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.T
     of a layer is not sent, vLLM's reload may leave empty.
 
     A head tied to the embedding appears once, under the embedding's name. transformers fuses the
-    experts of a mixture in memory; here each has its checkpoint name. Of a sharded model all full
-    weights are in memory at once, in ``dtype``, and every other rank joins the gather
-    (``Rank.join_gather``).
+    experts of a mixture in memory; here each has its checkpoint name. Of a sharded model every
+    other rank joins the gather (``Rank.join_gather``), and the full weights of one layer are in
+    memory at a time: a block, or a module outside of them. Without ``copied`` a tensor is valid
+    until the next one is asked for, and may be the model's own.
+    """
+    layer_of = _layers_of(model)
+    for _, layer in groupby(plain_state(model), lambda named: layer_of(named[0])):
+        yield from _reverted(model, layer, dtype, copied)
+
+
+def _reverted(
+    model: Any, layer: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype, copied: bool
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a layer under their checkpoint names."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    full = {
+        name: _full(
+            tensor.detach(), dtype if isinstance(tensor, torch.nn.Parameter) else None, copied
+        )
+        for name, tensor in layer
+    }
+    yield from revert_weight_conversion(model, full).items()
+
+
+def adapter_weights(
+    model: Any, dtype: torch.dtype, copied: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Full copies of the adapters alone, in ``dtype``, for engines that apply them.
+
+    ``copied``: see ``named_weights``.
+    """
+    yield from ((name, _full(tensor, dtype, copied)) for name, tensor in adapter_state(model))
+
+
+def _layers_of(model: Any) -> Callable[[str], str]:
+    """The layer of a tensor: the block that it is part of, or else its own module.
+
+    All tensors are one layer if transformers' conversion of single layers is not that of all: a
+    rule could join tensors of several.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    copies = {
-        name: _copied(tensor.detach(), dtype if isinstance(tensor, torch.nn.Parameter) else None)
-        for name, tensor in plain_state(model)
-    }
-    yield from revert_weight_conversion(model, copies).items()
+    blocks = set(blocks_of(model))
+    names = {name for name, module in model.named_modules() if module in blocks}
+
+    def layer_of(name: str) -> str:
+        parts = name.split(".")
+        prefixes = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return next((prefix for prefix in prefixes if prefix in names), name.rpartition(".")[0])
+
+    if model not in _BY_LAYER:
+        empty = {
+            name.replace(BASE, "."): torch.empty(tensor.shape, device="meta")
+            for name, tensor in model_state(model)
+            if LORA not in name
+        }
+        apart: dict[str, Any] = {}
+        for _, some in groupby(empty, layer_of):
+            apart |= revert_weight_conversion(model, {name: empty[name] for name in some})
+        together = revert_weight_conversion(model, empty)
+        _BY_LAYER[model] = _shapes(together) == _shapes(apart)
+    return layer_of if _BY_LAYER[model] else lambda _: ""
 
 
-def adapter_weights(model: Any, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Full copies of the adapters alone, in ``dtype``, for engines that apply them."""
-    yield from ((name, _copied(tensor, dtype)) for name, tensor in adapter_state(model))
+def _shapes(tensors: dict[str, Any]) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def _copied(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """A full copy. A shard is gathered in ``dtype``, which moves fewer bytes."""
+def _full(tensor: torch.Tensor, dtype: torch.dtype | None, copied: bool) -> torch.Tensor:
+    """The full tensor. A shard is gathered in ``dtype``, which moves fewer bytes."""
     if not is_sharded(tensor):
-        return tensor.to(dtype or tensor.dtype, copy=True)
+        return tensor.to(dtype or tensor.dtype, copy=copied)
     gathered = full_tensor(tensor.to(dtype or tensor.dtype))
     sharded: Any = tensor  # a gather from one rank returns that rank's own memory
-    return gathered.clone() if sharded.device_mesh.shape[-1] == 1 else gathered
+    alone = sharded.device_mesh.shape[-1] == 1
+    return gathered.clone() if copied and alone else gathered
