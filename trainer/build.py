@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from async_opd.config.device_defaults import offloads
 from async_opd.core.samples import Int32
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
@@ -21,7 +22,7 @@ from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
-from trainer.student.sharding import join_mesh
+from trainer.student.sharding import join_mesh, lone_mesh
 from trainer.teacher_heads import load_heads
 
 if TYPE_CHECKING:
@@ -70,6 +71,8 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     settings = student.model.config.get_text_config().to_dict()
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
     mesh = None if spec is None else join_mesh(spec, device, config.train.replicate)
+    if spec is None and offloads(config.train, device_name) == "parameters":
+        mesh = lone_mesh(device)
     wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
     exact = torch.empty(0)
 

@@ -20,28 +20,34 @@ import torch
 from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
 from async_opd.models.moments import Moments, block_of
+from trainer.offload import HostMoments
 
 if TYPE_CHECKING:
+    from async_opd.config.device_defaults import Offload
     from async_opd.config.train import TrainConfig
 
 EPSILON = 1e-8
 FIRST, SECOND = "exp_avg", "exp_avg_sq"
 
 
-def adamw(model: Any, train: TrainConfig) -> torch.optim.Optimizer:
+def adamw(model: Any, train: TrainConfig, offload: Offload = "none") -> torch.optim.Optimizer:
     """AdamW over the trainable parameters, with weight decay on matrices only.
 
-    StageError if ``train.moments`` needs compiled kernels and none can be made here.
+    With ``offload`` ``moments`` these are in host memory between two steps. StageError if
+    ``train.moments`` needs compiled kernels and none can be made here.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": train.weight_decay},
         {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
     ]
+    made: torch.optim.Optimizer
     if train.moments == "float32":
-        return torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=EPSILON, fused=True)
-    update = compiled_update(next(model.parameters()).device)
-    return LowBitAdamW(groups, train.lr, train.betas, train.moments, update)
+        made = torch.optim.AdamW(groups, lr=train.lr, betas=train.betas, eps=EPSILON, fused=True)
+    else:
+        update = compiled_update(next(model.parameters()).device)
+        made = LowBitAdamW(groups, train.lr, train.betas, train.moments, update)
+    return HostMoments(made) if offload == "moments" else made
 
 
 class LowBitAdamW(torch.optim.Optimizer):

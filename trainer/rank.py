@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
+from async_opd.config.device_defaults import offloads
 from async_opd.core.samples import Int32, Sample
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row, Vocabularies, pack
@@ -28,7 +29,7 @@ from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics
 from trainer.mixtures.routing import replay_routing
-from trainer.offload import move
+from trainer.offload import move, park
 from trainer.optimizer import adamw
 from trainer.parallel.context import ACROSS, Context
 from trainer.saving.captured import CapturedParts, RankFile
@@ -117,6 +118,8 @@ class Rank:
         self._wire_dtype = wire_dtype
         self._sends_adapters = train.lora is not None and train.lora.sync == "adapter"
         self.half = half = in_bfloat16(train.dtype, device)
+        offload = offloads(train, device.type)
+        self._on_host = offload == "parameters"
         self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
         self._rounding = ROUNDING[torch.bfloat16 if half else torch.float32]
         self.ranks = 1 if mesh is None else mesh.size()
@@ -143,13 +146,15 @@ class Rank:
             rows, {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}
         )
         if mesh is not None:
-            shard(self._student_loss, mesh, bfloat16=half)
+            shard(self._student_loss, mesh, bfloat16=half, offload=self._on_host)
             if fill is not None:
                 fill()
+            if self._on_host:
+                park(self._student_loss)
         if context is not None:
             context.set_attention(model)
         self._reduces_once = mesh is not None and all_reduce_once(train, self._student_loss, device)
-        self.optimizer = adamw(model, train)
+        self.optimizer = adamw(model, train, offload)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
@@ -199,12 +204,14 @@ class Rank:
         ``capture`` works there too, and ``exported`` of a single rank. Teachers' heads stay on the
         GPU.
         """
-        move(self._student_loss, self.optimizer, torch.device("cpu"))
+        if not self._on_host:
+            move(self._student_loss, self.optimizer, torch.device("cpu"))
         self.free_cache()
 
     def onload(self) -> None:
         """Moves weights and optimizer back to the rank's device."""
-        move(self._student_loss, self.optimizer, self.device)
+        if not self._on_host:
+            move(self._student_loss, self.optimizer, self.device)
 
     def reference(self, rows: Sequence[Int32]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""

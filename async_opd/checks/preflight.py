@@ -117,6 +117,8 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         found.add("train.moments", message, "pip install async-opd[lowbit]")
     if resolve_device(config, gpus) == "cpu":
         models.head_sizes()
+        if config.train.offload != "none":
+            found.notes.append("train.offload has no effect: on a CPU all is in host memory")
         if config.train.attention not in ("auto", "sdpa"):
             message = f"{config.train.attention} computes on GPUs only, this run is on a CPU"
             found.add("train.attention", message, "set it to auto")

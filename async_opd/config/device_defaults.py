@@ -54,6 +54,14 @@ def recomputation(train: TrainConfig, device: str) -> Recomputation:
     return GRADIENT_CHECKPOINTING[device] if given == "auto" else given
 
 
+Offload = Literal["none", "moments", "parameters"]
+
+
+def offloads(train: TrainConfig, device: str) -> Offload:
+    """What of a rank is in host memory during training; on a CPU everything is anyway."""
+    return "none" if device == "cpu" else train.offload
+
+
 FULL_GRADIENTS_SHARE = 8
 """By ``train.reduce_gradients: auto``, full gradients take at most one part in so many."""
 

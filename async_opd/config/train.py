@@ -117,6 +117,11 @@ class TrainConfig(Section):
     """In what AdamW keeps its two moments of each parameter: 8 bytes (``float32``), 4
     (``bfloat16``) or about 2 (``8bit``, of matrices whose rows are multiples of 64). The last two
     take the extra ``lowbit`` and a compiler."""
+    offload: Literal["none", "moments", "parameters"] = "none"
+    """What a rank on a GPU keeps in host memory: AdamW's moments, which each step copies to the GPU
+    and back (``moments``); or master weights, gradients and moments, so that the step is computed
+    on the CPU and the GPU has one block's weights at a time (``parameters``). No effect on a CPU
+    that trains."""
     max_grad_norm: float = Field(default=1.0, gt=0)
     """Gradients are scaled down to this global norm."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -74,12 +74,17 @@ class TrainSettings:
     dtype: str = "auto"
     attention: str = "auto"
     moments: str = "float32"
+    offload: str = "none"
     gradient_checkpointing: str = "auto"
     ranks: int = 1
     reduce_gradients: str = "auto"
     threads: int = 1
     peak_tflops: float | None = None
     lora: None = None
+    routing: str = "own"
+    replicate: int = 1
+    context_parallel: int = 1
+    export_dtype: str = "auto"
 
 
 def student(shape: str, device: torch.device) -> Any:

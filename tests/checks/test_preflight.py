@@ -9,7 +9,7 @@ import pytest
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import gpu_count
 from async_opd.config.load import load_config
-from tests.checks.inputs import EXAMPLE, GOOD, found, one, rows
+from tests.checks.inputs import EXAMPLE, GOOD, config, found, one, rows
 
 
 def test_the_quickstart_has_no_problem() -> None:
@@ -75,3 +75,9 @@ def test_low_bit_moments_without_torchao_are_refused_with_the_extra(
     assert problem.key == "train.moments"
     assert "torchao, which is not installed" in problem.message
     assert problem.remedy == "pip install async-opd[lowbit]"
+
+
+@pytest.mark.parametrize(("offload", "said"), [("moments", True), ("none", False)])
+def test_offloading_on_a_cpu_is_said_to_have_no_effect(offload: str, said: bool) -> None:
+    notes = preflight(config(f"train.offload={offload}"), "c.yaml", 0).notes
+    assert any("train.offload has no effect" in note for note in notes) is said

@@ -122,9 +122,10 @@ def _moment(shards: Shards, key: str, parameter: Any) -> torch.Tensor:
 
     stride = torch.empty(shape, device="meta").stride()
     mesh, placements = parameter.device_mesh, parameter.placements
-    return DTensor.from_local(
+    made = DTensor.from_local(
         part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
     )
+    return made.to(parameter.device)  # of an offloaded parameter: it is now on the mesh's device
 
 
 def _load_random_states(shards: Shards, rank: int) -> None:

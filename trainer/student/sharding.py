@@ -47,7 +47,7 @@ def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> Devic
         timeout=start,
         master_listen_fd=spec.listener,
     )
-    backend = "nccl" if device.type == "cuda" else "gloo"
+    backend = _backend(device)
     init_process_group(backend, store=store, rank=spec.rank, world_size=spec.ranks, timeout=bound)
     if not all_know_secret(torch, group.WORLD, spec.rank, spec.ranks, spec.secret, device.type):
         cause = f"one of its {spec.ranks} ranks failed to prove that it knows the run's secret"
@@ -59,25 +59,46 @@ def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> Devic
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
-def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool) -> None:
+def lone_mesh(device: torch.device) -> DeviceMesh:
+    """The mesh of a single rank, for what only FSDP does: offloading parameters."""
+    from torch.distributed import HashStore, init_process_group  # type: ignore[attr-defined]
+    from torch.distributed.device_mesh import init_device_mesh
+
+    init_process_group(_backend(device), store=HashStore(), rank=0, world_size=1)
+    return init_device_mesh(device.type, (1,))
+
+
+def _backend(device: torch.device) -> str:
+    """NCCL on GPUs, and gloo for what is on their hosts: gradient norms of offloaded parameters."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def shard(student: StudentLoss, mesh: DeviceMesh, *, bfloat16: bool, offload: bool = False) -> None:
     """Shards each block of the decoder, then the head, then all other parameters.
 
     A head that is tied to the embedding is gathered with it. With ``bfloat16``, parameters are
     gathered and used in bfloat16 and gradients are reduced in float32; inputs keep their type:
-    otherwise FSDP would round the loss's inputs too, such as the teacher's scores.
+    otherwise FSDP would round the loss's inputs too, such as the teacher's scores. With
+    ``offload`` shards, gradients and moments are in host memory, pinned for a GPU.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
 
     policy = MixedPrecisionPolicy()
     if bfloat16:
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
-    for module in blocks_of(student.decoder):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    home = CPUOffloadPolicy(mesh.device_type == "cuda") if offload else OffloadPolicy()
+    modules = blocks_of(student.decoder)
     if student.head.linear.weight is not student.decoder.get_input_embeddings().weight:
-        fully_shard(student.head, mesh=mesh, mp_policy=policy)
-    fully_shard(student, mesh=mesh, mp_policy=policy)
+        modules.append(student.head)
+    for module in (*modules, student):
+        fully_shard(module, mesh=mesh, mp_policy=policy, offload_policy=home)
 
 
 def blocks_of(model: Any) -> list[torch.nn.Module]:
@@ -92,8 +113,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The full tensor, gathered from all ranks; the tensor itself if it is not sharded."""
-    return tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    """The full tensor, gathered from all ranks; the tensor itself if it is not sharded.
+
+    It is on the ranks' device, also if their shards are offloaded.
+    """
+    if not is_sharded(tensor):
+        return tensor
+    sharded: Any = tensor
+    return sharded.to(sharded.device_mesh.device_type).full_tensor()  # type: ignore[no-any-return]
 
 
 def reshard(student: StudentLoss) -> None:

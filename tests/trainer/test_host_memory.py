@@ -1,0 +1,163 @@
+"""Moments, or all of a rank, in host memory during training: the steps are the same.
+
+On a CPU everything is in host memory, and the run keeps nothing there: here it is made to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from async_opd.config.device_defaults import Offload, offloads
+from async_opd.config.loss import ForwardKLConfig
+from async_opd.config.train import TrainConfig
+from benchmarks.local_ranks import in_processes
+from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.states import restore, state_of
+from trainer.learner import Learner
+from trainer.losses import build_objective
+from trainer.offload import HostMoments
+from trainer.rank import Follower, Rank
+from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
+from trainer.student.sharding import join_mesh, lone_mesh
+
+CPU = torch.device("cpu")
+TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, warmup_steps=0, weight_decay=0.1)
+BATCHES = [[random_sample(10 * step + i, 5, k=6) for i in range(4)] for step in range(3)]
+
+
+def rank_of(mesh: Any, offload: Offload, **changes: Any) -> Rank:
+    train = TRAIN.model_copy(update={"offload": offload, **changes})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
+        return Rank(tiny_model(), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
+
+
+def stepped(learner: Learner, batches: Any = BATCHES) -> dict[str, torch.Tensor]:
+    for batch in batches:
+        learner.train_batch(batch)
+    return {name: weight.clone() for name, weight in learner.named_weights()}
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[str, torch.Tensor]:
+    return stepped(Learner(rank_of(None, "none")))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("offload", ["none", "moments", "parameters"])
+def test_a_cpu_offloads_nothing(offload: Offload, device: str) -> None:
+    found = offloads(TRAIN.model_copy(update={"offload": offload}), device)
+    assert found == ("none" if device == "cpu" else offload)
+
+
+# ── moments ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_steps_with_moments_in_host_memory_are_the_same(expected: dict[str, torch.Tensor]) -> None:
+    rank = rank_of(None, "moments")
+    assert isinstance(rank.optimizer, HostMoments)
+    found = stepped(Learner(rank))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_the_moments_of_one_parameter_at_a_time_are_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every move is counted: to the device before a parameter's step, and back after it."""
+    rank = rank_of(None, "moments")
+    assert isinstance(rank.optimizer, HostMoments)
+    moved: list[tuple[int, torch.device]] = []
+    move = rank.optimizer._move
+
+    def counting(parameter: torch.Tensor, device: torch.device) -> None:
+        moved.append((id(parameter), device))
+        move(parameter, device)
+
+    monkeypatch.setattr(rank.optimizer, "_move", counting)
+    stepped(Learner(rank), BATCHES[:1])
+    each = [id(p) for group in rank.optimizer.param_groups for p in group["params"]]
+    assert [one for one, _ in moved] == [one for one in each for _ in range(2)]
+
+
+def test_a_step_that_fails_leaves_the_groups_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = rank_of(None, "moments")
+    assert isinstance(rank.optimizer, HostMoments)
+    learner = Learner(rank)
+    groups = rank.optimizer.inner.param_groups
+
+    def no_memory() -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(rank.optimizer.inner, "step", no_memory)
+    with pytest.raises(RuntimeError, match="no memory"):
+        learner.train_batch(BATCHES[0])
+    assert rank.optimizer.inner.param_groups is groups
+
+
+def test_a_restored_rank_goes_on_with_its_moments(expected: dict[str, torch.Tensor]) -> None:
+    first = Learner(rank_of(None, "moments"))
+    stepped(first, BATCHES[:2])
+    second = Learner(rank_of(None, "moments"))
+    restore(second, 2, state_of(first))
+    found = stepped(second, BATCHES[2:])
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+# ── parameters, gradients and moments ──────────────────────────────────────────────────────────
+
+
+def of_processes(ranks: int, mesh_of: Callable[[RankSpec | None], Any], folder: Path) -> Any:
+    """Weights after all steps, and again after going back one; whether all is in host memory."""
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
+        rank = rank_of(mesh_of(spec), "parameters")
+        learner = Learner(rank, rank_group=rank_group)
+        stepped(learner, BATCHES[:2])
+        state = state_of(learner)
+        learner.offload()
+        learner.onload()
+        last = stepped(learner, BATCHES[2:])
+        restore(learner, 2, state)
+        again = stepped(learner, BATCHES[2:])
+        source = folder / "source"
+        tiny_model().save_pretrained(source)
+        learner.save(str(source), str(folder / "model"))
+        torch.save((last, again), folder / "found.pt")
+
+    def follow(spec: RankSpec) -> Follower:
+        return Follower(rank_of(mesh_of(spec), "parameters"))
+
+    in_processes(ranks, lead, follow, 120)
+    return torch.load(folder / "found.pt", weights_only=True)
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    def mesh_of(spec: RankSpec | None) -> Any:
+        return lone_mesh(CPU) if spec is None else join_mesh(spec, CPU)
+
+    folder = tmp_path_factory.mktemp("host")
+    return folder, *of_processes(request.param, mesh_of, folder)
+
+
+def test_steps_with_parameters_in_host_memory_are_the_same(
+    found: Any, expected: dict[str, torch.Tensor]
+) -> None:
+    assert all(torch.allclose(found[1][name], expected[name], atol=1e-5) for name in expected)
+
+
+def test_they_go_on_from_a_checkpoint_bit_for_bit(found: Any) -> None:
+    assert all(torch.equal(found[2][name], weight) for name, weight in found[1].items())
+
+
+def test_the_model_that_is_saved_has_their_weights(found: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    saved = AutoModelForCausalLM.from_pretrained(found[0] / "model", dtype=torch.float32)
+    assert all(torch.equal(p, found[2][name]) for name, p in saved.named_parameters())
