@@ -58,6 +58,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "support": "full_vocab",
         "importance": "sequence",
     },
+    "supervised": {"kind": "forward_kl"},
     "reward": {"kind": "k2", "weight": 0},
     "reward beside full vocabulary": {"kind": "jsd", "support": "full_vocab"},
 }
@@ -65,7 +66,7 @@ SIZES = [(3, 29), (2, 1), (3, 5), (4, 3), (1, 0), (3, 8), (2, 2), (5, 6)]
 """Prompts and responses: one longer than a row, short ones, one empty."""
 TEACHERS = {"wide": 3.0, "narrow": 0.5}
 TRAIN = {"tokens_per_micro_batch": 24, "max_grad_norm": 0.05, "warmup_steps": 0, "lr": 1e-3}
-OF_THE_DIVISION = {"train/micro_batches", "train/compute_s", "train/tflops"}
+OF_THE_DIVISION = {"compute_s", "train/micro_batches", "train/compute_s", "train/tflops"}
 Seen = tuple[dict[str, float], dict[str, torch.Tensor]]
 """Metrics of a step, and its gradients after clipping."""
 
@@ -121,7 +122,10 @@ def step(name: str, rank: Any, rank_group: RankGroup) -> Seen:
     loss = TypeAdapter(Loss).validate_python(OBJECTIVES[name])
     reward = RewardConfig() if name.startswith("reward") else None
     learner = Learner(rank, TokenWeighting.of(loss, reward, 40, TEACHERS), rank_group)
-    metrics = learner.train_batch(samples(score_kind(loss))).metrics
+    if name == "supervised":
+        metrics = learner.supervise(samples("sampled"), 1e-3)
+    else:
+        metrics = learner.train_batch(samples(score_kind(loss))).metrics
     return metrics, rank.gradients
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks, one and three: each writes its share, any number goes on from it."""
+"""Checkpoints of two ranks, one, three and 2 × 2: each writes its share, any go on from it."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16)
 BATCH = [random_sample(i, size, k=6) for i, size in enumerate([5, 1, 9, 3, 7, 2])]
 
 
-def rank(spec: RankSpec | None, seed: int = 0) -> Rank:
-    mesh = None if spec is None else join_mesh(spec, CPU)
-    return Rank(tiny_model(seed), build_objective(ForwardKLConfig()), TRAIN, CPU, mesh=mesh)
+def rank(spec: RankSpec | None, seed: int = 0, train: TrainConfig = TRAIN) -> Rank:
+    mesh = None if spec is None else join_mesh(spec, CPU, train.replicate)
+    return Rank(tiny_model(seed), build_objective(ForwardKLConfig()), train, CPU, mesh=mesh)
 
 
 def written(learner: Learner, folder: Path) -> Path:
@@ -92,28 +92,33 @@ def trained_by_two(folder: Path) -> str:
     return in_processes(2, lead, follow, 120)  # type: ignore[no-any-return]
 
 
-def continued_by_three(folder: Path) -> None:
-    """Three ranks read what one wrote, write it, make a step and write that."""
+def continued(folder: Path, name: str, **ranks: int) -> None:
+    """Several ranks read what one wrote, write it, make a step and write that."""
+    train = TRAIN.model_copy(update=ranks)
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
-        learner = Learner(rank(spec, seed=3), rank_group=rank_group)
+        learner = Learner(rank(spec, 3, train), rank_group=rank_group)
         learner.restore(str(folder / "one"))
-        written(learner, folder / "three")
+        written(learner, folder / name)
         learner.train_batch(BATCH)
-        written(learner, folder / "three, a step later")
+        written(learner, folder / f"{name}, a step later")
 
-    in_processes(3, lead, lambda spec: Follower(rank(spec, seed=3)), 120)
+    in_processes(train.ranks, lead, lambda spec: Follower(rank(spec, 3, train)), 120)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of two ranks, of one that goes on from it, and of three that go on from that."""
+    """Checkpoints of two ranks, of one that goes on from it, and of others that do from that.
+
+    Three ranks, and two copies of two ranks that share rows.
+    """
     folder = tmp_path_factory.mktemp("resharding")
     (folder / "fault").write_text(trained_by_two(folder))
     alone = Learner(rank(None, seed=5))
     alone.restore(str(folder / "two"))
     written(alone, folder / "one")
-    continued_by_three(folder)
+    continued(folder, "three", ranks=3)
+    continued(folder, "copies", ranks=4, replicate=2, context_parallel=2)
     return folder
 
 
@@ -122,7 +127,7 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: shards.read(name) for name in shards.names if not name.startswith("rng/")}
 
 
-@pytest.mark.parametrize("ranks", ["one", "three"])
+@pytest.mark.parametrize("ranks", ["one", "three", "copies"])
 def test_weights_and_moments_are_bit_for_bit_those_of_two_ranks(folder: Path, ranks: str) -> None:
     two, others = tensors(folder / "two"), tensors(folder / ranks)
     assert others.keys() == two.keys()
@@ -130,16 +135,23 @@ def test_weights_and_moments_are_bit_for_bit_those_of_two_ranks(folder: Path, ra
     assert any(name.endswith("/exp_avg_sq") and tensor.any() for name, tensor in two.items())
 
 
-def test_three_ranks_make_the_step_that_two_would_have_made(folder: Path) -> None:
-    two, three = tensors(folder / "two, a step later"), tensors(folder / "three, a step later")
-    assert all(torch.allclose(two[name], tensor, atol=1e-5) for name, tensor in three.items())
-    assert Shards(folder / "three, a step later").stamp.step == 2
+@pytest.mark.parametrize("ranks", ["three", "copies"])
+def test_others_make_the_step_that_two_ranks_would_have_made(folder: Path, ranks: str) -> None:
+    later = folder / f"{ranks}, a step later"
+    two, others = tensors(folder / "two, a step later"), tensors(later)
+    assert all(torch.allclose(two[name], tensor, atol=1e-5) for name, tensor in others.items())
+    assert Shards(later).stamp.step == 2
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("two", 2), ("three", 3)])
 def test_each_rank_writes_its_share(folder: Path, name: str, ranks: int) -> None:
     files = [(folder / name / shard_name(at, ranks)).stat().st_size for at in range(ranks)]
     assert max(files) < 1.2 * (folder / "one" / shard_name(0, 1)).stat().st_size / ranks + 20_000
+
+
+def test_what_copies_have_is_written_once(folder: Path) -> None:
+    files = [(folder / "copies" / shard_name(at, 4)).stat().st_size for at in range(4)]
+    assert sum(files) < (folder / "one" / shard_name(0, 1)).stat().st_size + 4 * 20_000
 
 
 def test_what_several_ranks_have_is_written_by_one_of_them(folder: Path) -> None:
