@@ -57,9 +57,17 @@ def sums(learner: Any) -> dict[str, float]:
     return {name: float(weight.double().sum()) for name, weight in learner.named_weights()}
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["all weights", "adapters"])
-def test_two_ranks_that_load_their_parts_train_as_one_does(path: Path, lora: Any) -> None:
-    settings = config(path, lora=lora)
+DIVIDED: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "adapters": {"lora": LORA},
+    "copies of shards": {"replicate": 2},
+    "shared rows": {"context_parallel": 2},
+}
+
+
+@pytest.mark.parametrize("name", DIVIDED)
+def test_two_ranks_that_load_their_parts_train_as_one_does(path: Path, name: str) -> None:
+    settings = config(path, ranks=2, **DIVIDED[name])
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> dict[str, float]:
         return trained(build_learner(settings, "cpu", spec, rank_group))
@@ -68,7 +76,8 @@ def test_two_ranks_that_load_their_parts_train_as_one_does(path: Path, lora: Any
         return build_follower(settings, "cpu", spec)
 
     found = in_processes(2, lead, follow, 120)
-    expected = trained(build_learner(settings, "cpu"))
+    lora = DIVIDED[name].get("lora")
+    expected = trained(build_learner(config(path, lora=lora), "cpu"))
     assert found.keys() == expected.keys()
     wrong = [
         k for k in found if not math.isclose(found[k], expected[k], rel_tol=1e-4, abs_tol=1e-4)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.trainer import families
 from tests.trainer.models import tiny_model
-from trainer.student.named_weights import _full, named_weights
+from trainer.student.named_weights import _full, _layers_of, named_weights
+from trainer.student.sharding import blocks_of
 
 
 def mixture() -> Any:
@@ -58,7 +60,20 @@ def corrected_mixture() -> Any:
     return made
 
 
-@pytest.mark.parametrize("build", [tiny_model, mixture, corrected_mixture])
+def joined_when_saved() -> Any:
+    """In files query, key and value of a layer are one matrix."""
+    return families.made("HrmText")
+
+
+def divided_when_saved() -> Any:
+    """In files convolutions of a layer are several."""
+    return families.made("OlmoHybrid", layer_types=["linear_attention", "full_attention"])
+
+
+BUILDS = [tiny_model, mixture, corrected_mixture, joined_when_saved, divided_when_saved]
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_weights_are_those_of_the_checkpoint(build: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -68,6 +83,29 @@ def test_weights_are_those_of_the_checkpoint(build: Any, tmp_path: Path) -> None
     published = dict(named_weights(model, torch.float32))
     assert published.keys() == written.keys()
     assert all(torch.equal(published[name], written[name]) for name in written)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_every_family_is_converted_layer_by_layer(build: Any) -> None:
+    model = build()
+    layer_of = _layers_of(model)
+    names = [name for name, _ in model.named_parameters()]
+    assert len({layer_of(name) for name in names}) > len(blocks_of(model)) > 0
+
+
+def test_a_rule_that_joins_tensors_of_several_layers_makes_them_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from transformers import core_model_loading
+
+    def norms_first(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        norms = [t for name, t in tensors.items() if "input_layernorm" in name]
+        others = {name: t for name, t in tensors.items() if "input_layernorm" not in name}
+        return ({"norms": torch.cat(norms)} if norms else {}) | others
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", norms_first)
+    published = dict(named_weights(tiny_model(), torch.float32))
+    assert published["norms"].shape == (64,)
 
 
 def test_a_tied_head_is_published_once() -> None:
