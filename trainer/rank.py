@@ -244,11 +244,11 @@ class Rank:
         return source(self.model, self._wire_dtype, copied)
 
     def exported(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """Copies of the full weights in ``dtype``, adapters merged; then the adapters as they are.
+        """The full weights in ``dtype``, adapters merged; then the adapters as they are.
 
-        Adapters come under the names of their parameters.
+        Each is valid until the next. Adapters come under the names of their parameters.
         """
-        yield from named_weights(self.model, dtype)
+        yield from named_weights(self.model, dtype, copied=False)
         for name, tensor in adapter_parameters(self.model):
             yield name, full_tensor(tensor.detach())
 

@@ -18,6 +18,8 @@ from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.offload import HostMoments
+from trainer.optimizer import LowBitAdamW
 from trainer.rank import Follower, Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
@@ -245,3 +247,32 @@ def test_the_single_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
     assert torch.equal(other.weight, model.weight)
     for key, value in optimizer.state[model.weight].items():
         assert torch.equal(again.state[other.weight][key], value)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "steps"),
+    [
+        (lambda one: torch.optim.AdamW(one, fused=True), "meta", "meta"),
+        (lambda one: HostMoments(torch.optim.AdamW(one, fused=True)), "cpu", "meta"),
+        (
+            lambda one: LowBitAdamW([{"params": one}], 1e-4, (0.9, 0.9), "bfloat16", print),
+            "meta",
+            "cpu",
+        ),
+    ],
+    ids=["on the device", "in host memory", "of few bits"],
+)
+def test_moments_are_read_to_where_the_optimizer_has_them(
+    optimizer: Any, moments: str, steps: str, tmp_path: Path
+) -> None:
+    """The device is one that holds nothing."""
+    model = torch.nn.Linear(2, 3)
+    before = adamw(model)
+    model(torch.ones(2)).sum().backward()
+    before.step()
+    shards = stored(tmp_path, model, before)
+    on_device = torch.nn.Linear(2, 3, device="meta")
+    after = optimizer(list(on_device.parameters()))
+    load_parts(on_device, after, shards)
+    found = after.state[on_device.weight]
+    assert (found["exp_avg"].device.type, found["step"].device.type) == (moments, steps)

@@ -17,6 +17,7 @@ import torch
 
 from async_opd.core.errors import CheckpointError
 from async_opd.core.stages import TRAINER
+from trainer.offload import HostMoments
 from trainer.saving.shards import Part, Parts, Shards
 from trainer.student.slices import own_part, own_slices
 
@@ -59,7 +60,8 @@ def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, ran
         moments = sorted(key for key in shards.names if key.startswith(prefix))
         if moments:
             optimizer.state[parameter] = {
-                key.removeprefix(prefix): _moment(shards, key, parameter) for key in moments
+                key.removeprefix(prefix): _moment(shards, key, parameter, optimizer)
+                for key in moments
             }
     _load_random_states(shards, rank)
 
@@ -112,20 +114,29 @@ def _refuse_other_model(own: Tensors, shards: Shards) -> None:
         )
 
 
-def _moment(shards: Shards, key: str, parameter: Any) -> torch.Tensor:
+def _moment(
+    shards: Shards, key: str, parameter: Any, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
     """A moment of the parameter, sharded by rows as the parameter is; a number is whole."""
+    host = torch.device("cpu")
     shape = shards.shape(key)
-    if not shape or own_part(parameter) is parameter:
-        return shards.read(key).to(parameter.device, copy=True)
-    part = shards.read(key, own_slices(parameter, shape)).to(parameter.device, copy=True)
+    if not shape:  # torch's fused kernels alone need the number of steps on the device
+        fused = optimizer.defaults.get("fused")
+        return shards.read(key).to(parameter.device if fused else host, copy=True)
+    home = host if isinstance(optimizer, HostMoments) else parameter.device
+    if own_part(parameter) is parameter:
+        return shards.read(key).to(home, copy=True)  # what is read may be the file's own pages
     from torch.distributed.tensor import DTensor
 
-    stride = torch.empty(shape, device="meta").stride()
-    mesh, placements = parameter.device_mesh, parameter.placements
     made = DTensor.from_local(
-        part, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        shards.read(key, own_slices(parameter, shape)).clone(),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=torch.empty(shape, device="meta").stride(),
     )
-    return made.to(parameter.device)  # of an offloaded parameter: it is now on the mesh's device
+    return made.to(home)  # it was on the mesh's device
 
 
 def _load_random_states(shards: Shards, rank: int) -> None:

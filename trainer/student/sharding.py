@@ -129,14 +129,3 @@ def reshard(student: StudentLoss) -> None:
     for sharded in student.modules():
         if hasattr(sharded, "reshard"):
             sharded.reshard()
-
-
-def shard_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of rank 0's full tensor, sharded as ``like``; the other ranks pass it on ``meta``."""
-    if not is_sharded(like):
-        return tensor.to(like.device, copy=True)
-    from torch.distributed.tensor import distribute_tensor
-
-    sharded: Any = like
-    given = torch.empty_like(tensor, device="cpu") if tensor.is_meta else tensor
-    return distribute_tensor(given.to(like.device), sharded.device_mesh, sharded.placements)
