@@ -16,6 +16,7 @@ from async_opd.checks.gpu_memory import faults, notes
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_bytes, gpu_count, misplaced, pools, resolve_device
+from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
@@ -60,6 +61,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
     check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
+    check_shared_rows(config, models.files.get("student.model"), found)
     _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)
     if config.reward is not None:

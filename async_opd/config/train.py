@@ -131,7 +131,7 @@ class TrainConfig(Section):
     """Maximum of consecutive skipped steps; one more ends the run."""
     tokens_per_micro_batch: PositiveInt = 16384
     """Maximum of prompt plus response tokens in one forward pass; samples are packed without
-    padding."""
+    padding. ``context_parallel`` ranks share them."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the forward pass; master weights are float32. ``auto`` as for the engines."""
     export_dtype: ExportDtype = "auto"

@@ -22,6 +22,9 @@ def is_hub_id(model: str) -> bool:
     return bool(HUB_ID.fullmatch(model))
 
 
+OF_ATTENTION = frozenset({"full_attention", "sliding_attention", "mlp", "moe"})
+"""Kinds of layers, as ``layer_types`` names them, that pass on tokens by attention or not at all.
+transformers' ``linear_attention`` is any layer with a recurrent state."""
 MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of configurations of models for more than text."""
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from trainer.notes import note
 from trainer.parallel.exchange import all_gather, attend_across
 from trainer.parallel.shares import AnyRow, share_of
 from trainer.student.attention import (
@@ -60,6 +61,10 @@ class Context:
 
         ``sdpa`` and ``eager`` become sdpa of one sequence after the other.
         """
+        heads = model.config.get_text_config().num_attention_heads
+        if heads % self.size:
+            ranks = f"{heads} heads do not divide by {self.size} ranks"
+            note(f"attention: {ranks}, which gather all keys and values of a row")
         kernel = KERNELS.get(model.config._attn_implementation, by_sequence)
         register_kernel(ACROSS, partial(attend_across, kernel, self.group))
         model.set_attn_implementation(ACROSS)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from async_opd.models.model_files import OF_ATTENTION
 from trainer.student.attention import unknown_arguments
 from trainer.student.attention_choice import AttentionNeeds, Platform
 
@@ -71,7 +72,7 @@ def attention_needs(model: Any) -> AttentionNeeds:
 
 def _other_layers(model: Any) -> frozenset[str]:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    return frozenset(kinds) - {"full_attention", "sliding_attention"}
+    return frozenset(kinds) - OF_ATTENTION
 
 
 @dataclass
