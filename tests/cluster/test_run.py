@@ -113,9 +113,9 @@ class Running:
         self.output.flush()
         return Path(self.output.name).read_text()
 
-    def end(self) -> Run:
+    def end(self, bound_s: float = BOUND_S) -> Run:
         """Waits for the exit; gives leftovers a few seconds to be gone."""
-        code = self.process.wait(BOUND_S)
+        code = self.process.wait(bound_s)
         _, left = psutil.wait_procs(list(self.family.values()), timeout=30)
         names = [" ".join(p.cmdline())[:80] for p in left if p.is_running()]
         return Run(code, self.read(), self.directory, names)
