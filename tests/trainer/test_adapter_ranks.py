@@ -136,7 +136,7 @@ def test_ranks_that_read_their_own_weights_have_the_same_adapters_and_the_base(
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
         learner = Learner(build_rank(config, "cpu", spec), rank_group=rank_group)
-        found = {"weights": dict(learner.named_weights()), "state": learner.state()}
+        found = {"weights": dict(learner.named_weights()), "state": state_of(learner)}
         torch.save(found, tmp_path / "found.pt")
 
     def follow(spec: RankSpec) -> Follower:
