@@ -43,7 +43,7 @@ from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
 
 CPU_ROW_TOKENS = 512
-"""Longest packed row on a CPU. Attention there is dense, quadratic in the row and computes what the
+"""Longest packed row on a CPU. Attention of whole rows is quadratic in them and computes what the
 mask hides too; a longer row would keep no processor busier."""
 
 

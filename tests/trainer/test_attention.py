@@ -19,7 +19,7 @@ from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
 from trainer.losses import ForwardKL, Objective, OnTopK
-from trainer.student.attention import FLASH, VARLEN, attend, register, register_kernel
+from trainer.student.attention import FLASH, SEQUENCES, VARLEN, attend, register, register_kernel
 from trainer.student.loading import refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
 from trainer.student.recomputation import recompute_activations
@@ -57,10 +57,11 @@ def loss_of(model: Any, implementation: str, row: Packed) -> tuple[float, list[t
     return loss.item(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-CASES = [*((name, VARLEN) for name in FAMILIES), *((name, FLASH) for name in FAMILIES)]
+CASES = [(name, kind) for kind in (VARLEN, FLASH, SEQUENCES) for name in FAMILIES]
+CAPPED = [("soft cap", kind) for kind in (FLASH, SEQUENCES)]
 
 
-@pytest.mark.parametrize(("name", "kind"), [*CASES, ("soft cap", FLASH)])
+@pytest.mark.parametrize(("name", "kind"), [*CASES, *CAPPED])
 def test_ragged_rows_have_the_loss_and_gradients_of_eager_attention(name: str, kind: str) -> None:
     model = (FAMILIES | {"soft cap": families.gemma2})[name]().eval()
     (ours, gradients), (theirs, expected) = (loss_of(model, n, packed()) for n in (kind, "eager"))

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
 from tests.trainer import families
 from tests.trainer.models import tiny_model
-from trainer.student.attention import VARLEN
-from trainer.student.attention_choice import AttentionNeeds, Platform, choose_attention
+from trainer.student.attention import SEQUENCES, VARLEN
+from trainer.student.attention_choice import (
+    Attention,
+    AttentionNeeds,
+    Platform,
+    choose_attention,
+)
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.loading import set_attention
 
@@ -198,11 +203,21 @@ def test_the_model_gets_the_attention_that_was_chosen() -> None:
     assert model.config._attn_implementation == "flex_attention"
 
 
-def test_a_cpu_keeps_sdpa_and_eager_where_sdpa_would_be_wrong() -> None:
-    for make, expected in ((tiny_model, "sdpa"), (families.gemma2, "eager")):
-        model = make()
-        set_attention(model, TrainConfig().attention, platform_of(torch.device("cpu"), False))
-        assert model.config._attn_implementation == expected
+@pytest.mark.parametrize(
+    ("make", "wanted", "expected"),
+    [
+        (tiny_model, "auto", SEQUENCES),
+        (families.gemma2, "auto", SEQUENCES),
+        (tiny_model, "sdpa", "sdpa"),
+        (families.gemma2, "sdpa", "eager"),  # sdpa ignores its soft cap
+    ],
+)
+def test_a_cpu_computes_sequences_apart_where_the_model_passes_their_lengths_on(
+    make: Callable[[], Any], wanted: Attention, expected: str
+) -> None:
+    model = make()
+    set_attention(model, wanted, platform_of(torch.device("cpu"), False))
+    assert model.config._attn_implementation == expected
 
 
 def test_this_torch_has_varlen_with_windows() -> None:

@@ -1,4 +1,4 @@
-"""Attention of packed rows on a GPU, each sequence by itself: no mask is made.
+"""Attention of packed rows, each sequence by itself: no mask of a row is made.
 
     Packed.starts, longest ──keyword arguments of the decoder──► every layer ──► ragged kernel
 
@@ -21,7 +21,7 @@ from async_opd.core.errors import StageError
 if TYPE_CHECKING:
     from trainer.batches.packing import Row
 
-VARLEN, FLASH = "packed_varlen", "packed_fa"
+VARLEN, FLASH, SEQUENCES = "packed_varlen", "packed_fa", "packed_sequences"
 """Names in transformers' registry. One with "flash" in it would be taken for transformers' own."""
 
 HARMLESS = {
@@ -72,8 +72,8 @@ and values may have fewer heads, a divisor of the queries'."""
 
 
 def register() -> None:
-    """Makes both functions known to transformers; a second call changes nothing."""
-    for name, kernel in ((VARLEN, varlen), (FLASH, flash_attn)):
+    """Makes all functions known to transformers; a second call changes nothing."""
+    for name, kernel in ((VARLEN, varlen), (FLASH, flash_attn), (SEQUENCES, by_sequence)):
         register_kernel(name, kernel)
 
 

@@ -1,10 +1,11 @@
 """Chooses what computes the student's attention: a function of settings, device and model.
 
     varlen ──cannot──► flash ──cannot──► flex ──cannot──► StageError with all reasons   (on a GPU)
+    sdpa of one sequence after the other ──cannot──► sdpa of whole rows                 (on a CPU)
 
 On a GPU no choice but ``sdpa``, which the user has to name, makes a mask of a whole packed row, T²
 entries for each layer: 512 MiB at 16,384 tokens. A CPU has sdpa only: torch's other kernels have no
-backward pass there, and its rows are short.
+backward pass there.
 """
 
 from __future__ import annotations
@@ -93,6 +94,11 @@ def choose_attention(
         f"no attention for packed rows of this student, {told}",
         f"{remedy}; {DENSE}" if gpu and not across else remedy,
     )
+
+
+def sequences_apart(needs: AttentionNeeds) -> bool:
+    """Whether a function that gets each sequence by itself, and no mask, computes the attention."""
+    return needs.layers > 0 and not any(_faults_of_calls(needs))
 
 
 def _faults(kind: Kind, platform: Platform, needs: AttentionNeeds, across: bool) -> Iterator[str]:

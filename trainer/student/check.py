@@ -43,7 +43,7 @@ REPEATED = 20
 """Times the second sequence stands in the row of the path that trains: below 128 tokens torch's
 flex attention is another kernel."""
 ON_CPU = ("sdpa", "eager")
-"""Attention implementations that compute on a CPU."""
+"""Attention implementations that compute on a CPU, and without the lengths of sequences."""
 
 
 def check_student(model: Any, longest: int | None = None) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from async_opd.models.rope import max_model_len
 from trainer.notes import note
 from trainer.student.adapters import add_adapters
-from trainer.student.attention import FLASH, VARLEN, register
-from trainer.student.attention_choice import Attention, Platform, choose_attention
+from trainer.student.attention import FLASH, SEQUENCES, VARLEN, register
+from trainer.student.attention_choice import Attention, Platform, choose_attention, sequences_apart
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.empty import EmptyStudent
 from trainer.student.recomputation import set_recomputation
@@ -69,14 +69,20 @@ def load_student(config: RunConfig, device: torch.device) -> Any:
 def set_attention(model: Any, wanted: Attention, platform: Platform, across: bool = False) -> None:
     """Sets what computes the model's attention; see choose_attention.
 
-    ``sdpa`` is eager where transformers has no sdpa for the model, or sdpa would be wrong.
+    On a CPU it is sdpa of one sequence after the other, where the model allows it. ``sdpa`` is
+    eager where transformers has no sdpa for the model, or sdpa would be wrong.
     ``across``: ranks share each row, for which ``parallel.Context`` then sets it once more.
     """
-    settings = model.config.get_text_config()
+    settings, chosen = model.config.get_text_config(), model.config._attn_implementation
     if across:
-        chosen = model.config._attn_implementation
         wanted = choose_attention(wanted, platform, attention_needs(model), across)
         model.set_attn_implementation(chosen)
+    elif wanted == "auto" and platform.device == "cpu":
+        apart = sequences_apart(attention_needs(model))
+        register()
+        model.set_attn_implementation(SEQUENCES if apart else chosen)
+        if apart:
+            return
     if wanted == "sdpa" or (wanted == "auto" and platform.device == "cpu"):
         if getattr(settings, "attn_logit_softcapping", None):
             model.set_attn_implementation("eager")  # sdpa ignores the soft cap without an error
