@@ -5,11 +5,12 @@ directory ──► EmptyStudent ──(join, shard)──► fill ──► Lea
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import torch
 
-from async_opd.config.device_defaults import offloads
+from async_opd.config.device_defaults import offloads, train_threads
 from async_opd.core.samples import Int32
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
@@ -58,14 +59,18 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:
     """Seeds torch, loads the student in float32, and checks its packed logits.
 
-    Sets the number of torch's threads before. With a ``spec`` it waits until all ranks have
+    Sets the number of torch's threads. With a ``spec`` it waits until all ranks have
     connected, shards the empty student, and reads only this rank's weights. StageError for a
     student that the trainer would compute wrongly.
     """
     torch.manual_seed(config.seed)
-    torch.set_num_threads(config.train.threads)
     device = torch.device(device_name)
     student = empty_student(config, device)
+    cores, entries = (
+        len(os.sched_getaffinity(0)),
+        sum(p.numel() for p in student.model.parameters()),
+    )
+    torch.set_num_threads(train_threads(config, device_name, cores, entries))
     objective = build_objective(config.loss, config.reward, config.rollout.temperature)
     heads = load_heads(config, len(student.model.get_output_embeddings().weight), device)
     settings = student.model.config.get_text_config().to_dict()

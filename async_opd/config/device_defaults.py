@@ -62,6 +62,29 @@ def offloads(train: TrainConfig, device: str) -> Offload:
     return "none" if device == "cpu" else train.offload
 
 
+ENTRIES_OF_A_THREAD = 5_000_000
+"""Products of a smaller student are not worth dividing among threads."""
+
+
+def train_threads(config: RunConfig, device: str, cores: int, entries: int) -> int:
+    """CPU threads of each rank, of a student with so many parameters, on a machine of its own.
+
+    By ``auto`` on a CPU the ranks share the cores beside the engines, which have one thread each;
+    at least two cores, since engines wait too: a step of a 245M student beside three engines took
+    16.3 s on both of two cores, and 18.6 s on one. On GPUs they share all cores where they compute
+    optimizer steps there, and have one each otherwise.
+    """
+    train, ranks = config.train, config.train.ranks
+    if train.threads != "auto":
+        return train.threads
+    if device == "cuda":
+        return max(cores // ranks, 1) if train.offload == "parameters" else 1
+    engines = config.rollout.replicas
+    engines += sum(teacher.replicas for teacher in config.teachers.values() if teacher.gpus)
+    wanted = max((cores - engines) // ranks, min(2, cores // ranks))
+    return max(min(wanted, entries // ENTRIES_OF_A_THREAD), 1)
+
+
 FULL_GRADIENTS_SHARE = 8
 """By ``train.reduce_gradients: auto``, full gradients take at most one part in so many."""
 

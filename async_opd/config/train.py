@@ -142,7 +142,8 @@ class TrainConfig(Section):
     """What computes attention on a GPU: torch's ``varlen``; ``flash``, of the package flash-attn;
     torch's ``flex``; or ``sdpa`` with a mask of each whole packed row, which takes memory quadratic
     in it. ``auto`` is the first of varlen, flash and flex that computes all that the student's
-    attention needs (docs/objectives.md). A CPU has ``sdpa`` only."""
+    attention needs (docs/objectives.md). A CPU has ``sdpa`` only:
+    by ``auto`` of one sequence after the other, where the student allows it."""
     gradient_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Which activations the backward pass computes again. ``full``: all of a layer but its input,
     for about a third more time; ``selective``: all but the results of matrix products and of
@@ -162,8 +163,10 @@ class TrainConfig(Section):
     replicate: PositiveInt = 1
     """Copies of the shards (HSDP): parameters are gathered within ``ranks / replicate`` ranks,
     those of one node, and only gradients are summed over all."""
-    threads: PositiveInt = 1
-    """CPU threads of each rank that trains on a CPU."""
+    threads: PositiveInt | Literal["auto"] = "auto"
+    """CPU threads of each rank. ``auto`` on a CPU: the cores beside the engines, divided by the
+    ranks, but at least two cores, and one thread for a student below 10 million parameters; on
+    GPUs 1, or with ``offload: parameters`` all cores, divided by the ranks."""
     routing: Literal["own", "replay"] = "own"
     """Experts of a mixture's tokens: the trainer's routers choose them, or take those that the
     engine chose while it sampled (``replay``, docs/mixtures.md); the latter on GPUs only."""

@@ -126,11 +126,13 @@ def sleep_level(kwargs: dict[str, Any]) -> int:
     return 1 if kwargs.get("enable_sleep_mode") else 0
 
 
-def trainer_env(device: Device, threads: int) -> dict[str, str]:
+def trainer_env(device: Device, threads: int | Literal["auto"]) -> dict[str, str]:
     """Environment of a trainer's rank, on any node.
 
-    Settings of the allocator in this process's environment replace ours.
+    Settings of the allocator in this process's environment replace ours. A rank with ``auto``
+    threads starts with one, and sets their number when it knows its student.
     """
+    threads = 1 if threads == "auto" else threads
     given = {key: os.environ[key] for key in ALLOCATOR_KEYS if key in os.environ}
     return {"OMP_NUM_THREADS": str(threads), **(given or ALLOCATOR[device])}
 

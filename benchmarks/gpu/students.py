@@ -78,7 +78,7 @@ class TrainSettings:
     gradient_checkpointing: str = "auto"
     ranks: int = 1
     reduce_gradients: str = "auto"
-    threads: int = 1
+    threads: int | str = "auto"
     peak_tflops: float | None = None
     lora: None = None
     routing: str = "own"

@@ -9,7 +9,13 @@ import pytest
 import yaml
 
 from async_opd.cli import main
-from async_opd.config.device_defaults import ALLOCATOR_KEYS, engine_sizes, recomputation, resolved
+from async_opd.config.device_defaults import (
+    ALLOCATOR_KEYS,
+    engine_sizes,
+    recomputation,
+    resolved,
+    train_threads,
+)
 from async_opd.config.engine import EngineConfig
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.plan import PlanConfig
@@ -152,3 +158,31 @@ def test_settings_of_the_user_replace_ours_on_every_node(
     """torch reads several variables; one of ours could win over the user's."""
     monkeypatch.setenv(key, "max_split_size_mb:512")
     assert trainer_env("cuda", 1) == {"OMP_NUM_THREADS": "1", key: "max_split_size_mb:512"}
+
+
+SMALL, LARGE = 600_000, 245_000_000
+
+
+@pytest.mark.parametrize(
+    ("train", "device", "cores", "entries", "expected"),
+    [
+        ({}, "cpu", 2, SMALL, 1),
+        ({}, "cpu", 2, LARGE, 2),  # measured faster, although two engines share the cores
+        ({}, "cpu", 1, LARGE, 1),
+        ({}, "cpu", 16, LARGE, 14),  # a student's engine and a teacher's have the others
+        ({}, "cpu", 16, 3 * 5_000_000, 3),
+        ({"ranks": 2}, "cpu", 16, LARGE, 7),
+        ({"ranks": 2}, "cpu", 2, LARGE, 1),
+        ({"threads": 5}, "cpu", 2, SMALL, 5),
+        ({}, "cuda", 16, LARGE, 1),
+        ({"offload": "parameters", "ranks": 4}, "cuda", 16, LARGE, 4),
+    ],
+)
+def test_a_rank_has_the_threads_that_the_cores_leave_it(
+    train: dict[str, Any], device: str, cores: int, entries: int, expected: int
+) -> None:
+    assert train_threads(config(train=train), device, cores, entries) == expected
+
+
+def test_a_rank_with_auto_threads_starts_with_one() -> None:
+    assert trainer_env("cpu", "auto") == {"OMP_NUM_THREADS": "1"}

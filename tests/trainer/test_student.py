@@ -92,3 +92,13 @@ def test_recomputing_activations_changes_no_weight(quickstart: str) -> None:
         made.train_batch(batch)
         trained.append(list(made.model.parameters()))
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+def test_a_rank_sets_its_threads_by_the_student_that_it_trains(
+    quickstart: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr("trainer.build.torch.set_num_threads", seen.append)
+    for threads in (3, "auto"):
+        build_learner(config(quickstart, threads=threads), "cpu")
+    assert seen == [3, 1]
