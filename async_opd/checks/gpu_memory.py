@@ -152,11 +152,11 @@ def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
     """Bytes that a host keeps on its GPUs while its teachers work."""
     if host != "train":
         return ASLEEP
-    size = sizes(config.student.model)
-    states = RESTING * size.floats // config.train.shards + _copy(config, size)
+    kept = CONTEXT + _heads(config, sizes)
     if config.rollout.host == "train":
-        states = 0  # offloaded
-    return CONTEXT + states + _heads(config, sizes)
+        return kept  # all else is offloaded
+    size = sizes(config.student.model)
+    return kept + RESTING * size.floats // config.train.shards + _copy(config, size)
 
 
 def _copy(config: RunConfig, size: ModelSize) -> int:

@@ -80,9 +80,9 @@ class TimeoutConfig(Section):
     """Time without a generated, scored or trained token, after which the run is stopped as stalled.
     Tokens beyond the most that a step can need (of ``rollout.max_tokens`` each) do not count."""
     request_s: float = Field(default=600, gt=0)
-    """One call to a replica or stage. Before a GPU host of colocated teachers goes to sleep it
-    finishes its responses, or its step, for any time: this then bounds the time without a token.
-    vLLM waits as long for one step of a tensor-parallel engine, and at least 300 s."""
+    """One call to a replica or stage. Before a GPU host goes to sleep it finishes its responses, or
+    its step, for any time: this then bounds the time without a token. vLLM waits as long for one
+    step of a tensor-parallel engine, and at least 300 s."""
     collective_s: float = Field(default=600, gt=0)
     """One collective of the trainer's ranks: the longest wait of one rank for the others."""
     shutdown_s: float = Field(default=30, gt=0)

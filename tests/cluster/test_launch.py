@@ -182,6 +182,75 @@ async def test_a_guest_on_its_hosts_node_is_built(
     assert handle.built == 1
 
 
+def with_train(start_s: float, **sections: Any) -> RunConfig:
+    """Two engines of the student, each on the GPUs of two of the trainer's four ranks."""
+    rollout = {"placement": "colocated", "with": "train", "replicas": 2, "tensor_parallel": 2}
+    settings = config(start_s).model_dump(by_alias=True) | {
+        "teachers": {"t": {"model": "t"}},
+        "train": {"ranks": 4},
+        "rollout": rollout,
+    }
+    return RunConfig.model_validate(settings | sections)
+
+
+async def test_the_trainers_ranks_are_built_when_the_students_on_their_gpus_sleep(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ActorFactory(with_train(5), "cuda", (), Factories(), print)
+    events: list[str] = []
+
+    class Student:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        async def sleep(self) -> None:
+            events.append(f"{self.name} sleeps")
+
+    async def create(actor: ActorName, **named: Any) -> Remote:
+        handle: Any = Handle("a", str(named["bundle"][1]))
+        return Remote(actor.name, handle, 5)
+
+    async def start(index: int, queue: Any, incarnation: int = 0) -> Any:
+        bundle = made._bundle("rollout", index)
+        place = made._shared_place("rollout", bundle[1])
+        assert (place, queue) == (
+            ActorPlacement("a", (str(2 * index), str(2 * index + 1))),
+            "queue",
+        )
+        return Student(f"student/{index}")
+
+    async def build(trainer: Any) -> None:
+        events.append("trainer")
+
+    monkeypatch.setattr(made, "create", create)
+    monkeypatch.setattr(made, "student", start)
+    monkeypatch.setattr("async_opd.cluster.singleton_actors.TrainerActor.build", build)
+    queue: Any = "queue"
+    await asyncio.wait_for(made.trainer(queue), 5)
+    assert sorted(events[:2]) == ["student/0 sleeps", "student/1 sleeps"]
+    assert events[2:] == ["trainer"]
+    assert made.colocated["rollout"].keys() == {0, 1}
+
+
+async def test_a_student_on_the_trainers_gpus_reserves_none_and_sees_those_of_its_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = ActorFactory(with_train(5), "cuda", (), Factories(), print)
+    made.placements = {("train", rank): ActorPlacement("a", (str(rank),)) for rank in range(4)}
+    asked: list[Any] = []
+
+    async def create(actor: ActorName, **named: Any) -> Remote:
+        asked.append((named["gpus"], named["bundle"], named["place"].gpus))
+        handle: Any = Guest("a")
+        return Remote(actor.name, handle, 5)
+
+    monkeypatch.setattr(made, "create", create)
+    monkeypatch.setattr(made, "_beside", lambda pool: 0)
+    queue: Any = None
+    await made.student(1, queue)
+    assert asked == [(0, ("train", 2), ("2", "3"))]
+
+
 class Together:
     """A cluster of four hosts of one GPU each on one node; ``events`` in their order."""
 

@@ -152,6 +152,40 @@ async def test_one_teacher_has_the_gpus_of_two_hosts_on_one_node(cluster: None) 
         await give_back(bundles)
 
 
+async def test_a_student_on_the_trainers_gpu_starts_before_it_and_gets_it_again(
+    cluster: None,
+) -> None:
+    given = config().model_dump(by_alias=True)
+    given["teachers"] = {"own": given["teachers"]["own"]}
+    given["rollout"] |= {
+        "placement": "colocated",
+        "with": "train",
+        "replicas": 1,
+        "tensor_parallel": 1,
+    }
+    given["train"] |= {"ranks": 1}
+    shared, nothing = RunConfig.model_validate(given), cast(Any, None)
+    engine, bundles = Factory(f"{__name__}:Engine"), await reserve(shared, print)
+    factories = Factories(student=engine, trainer=engine)
+    made = ActorFactory(shared, "cuda", (), factories, print, bundles)
+    try:
+        trainer = await made.trainer(cast(Any, "queue"))
+        at = await place(trainer.remote)
+        student = made.colocated["rollout"][0]
+        assert (await place(student.remote)).node == at.node
+        assert await student.remote.call("gpus") == ",".join(at.gpus)
+        student.kill()
+        again = await made.student(0, nothing, 1)
+        assert await again.remote.call("gpus") == ",".join(at.gpus)
+        trainer.restart()
+        await trainer.build()
+        assert await place(trainer.remote) == at
+    finally:
+        for remote in made.started:
+            remote.kill()
+        await give_back(bundles)
+
+
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:
     others = placement_group([{"GPU": 8}], strategy="STRICT_PACK")
     await others.ready()
