@@ -76,6 +76,8 @@ class Trainer:
 class Captures:
     """A checkpointer that writes nothing."""
 
+    timeout_s = 20.0
+
     def __init__(self, run: World) -> None:
         self.run = run
         self.metrics: dict[str, float] = {}
