@@ -83,7 +83,7 @@ class WeightMeta:
     @property
     def adapters(self) -> bool:
         """Whether the tensors are adapters of low rank, under PEFT's names, and no weights."""
-        return all(name.startswith(PEFT_PREFIX) for name in self.names)
+        return bool(self.names) and all(name.startswith(PEFT_PREFIX) for name in self.names)
 
     @property
     def sizes(self) -> tuple[int, ...]:

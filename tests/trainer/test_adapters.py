@@ -12,6 +12,7 @@ import torch
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import LoraConfig, TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
+from async_opd.weight_sync.layout import WeightMeta
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from tests.trainer.test_named_weights import mixture
@@ -134,6 +135,16 @@ def test_engines_that_apply_adapters_get_a_and_the_scaled_b() -> None:
     own = model.get_parameter("model.layers.0.mlp.up_proj.lora_B.default.weight")
     assert torch.equal(sent[name], 2.0 * own)
     assert len(sent) == 2 * 7 * 2
+
+
+@pytest.mark.parametrize("sync", ["merged", "adapter"])
+def test_a_sync_of_adapters_is_told_from_one_of_weights(sync: str) -> None:
+    lora = LoraConfig.model_validate({"rank": 4, "sync": sync})
+    config, model = TrainConfig(lora=lora), adapted(lora)
+    rank = Rank(model, build_objective(ForwardKLConfig()), config, torch.device("cpu"))
+    names = tuple(name for name, _ in rank.weights())
+    assert WeightMeta(names, (), (), ()).adapters is (sync == "adapter")
+    assert not WeightMeta((), (), (), ()).adapters
 
 
 def test_adapters_of_some_layers_only() -> None:
