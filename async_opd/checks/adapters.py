@@ -8,7 +8,7 @@ from async_opd.checks.findings import Findings
 from async_opd.config.run_config import RunConfig
 from async_opd.config.train import ENGINE_RANKS, LoraConfig
 from async_opd.models.adapted import linear_layers, mixture
-from async_opd.models.model_files import ModelFiles
+from async_opd.models.model_files import ModelError, ModelFiles
 
 
 def check_adapters(config: RunConfig, student: ModelFiles | None, found: Findings) -> None:
@@ -23,13 +23,16 @@ def check_adapters(config: RunConfig, student: ModelFiles | None, found: Finding
         message = f"{lora.rank}: engines apply adapters up to rank {ENGINE_RANKS[-1]}"
         found.add("train.lora.rank", message, "lower it, or set train.lora.sync to merged")
     if student is not None:
-        _targets(lora, student, found)
-        if lora.sync == "adapter" and mixture(student.path):
-            message = "adapter: engines would wrap the experts of a mixture for adapters"
-            found.add("train.lora.sync", message, "merged")
+        try:
+            _layers(lora, student, found)
+        except ModelError as error:
+            found.add("student.model", error.message, error.remedy)
 
 
-def _targets(lora: LoraConfig, student: ModelFiles, found: Findings) -> None:
+def _layers(lora: LoraConfig, student: ModelFiles, found: Findings) -> None:
+    if lora.sync == "adapter" and mixture(student.path):
+        message = "adapter: engines would wrap the experts of a mixture for adapters"
+        found.add("train.lora.sync", message, "merged")
     names = {name.rpartition(".")[2] for name in linear_layers(student.path)}
     wrong = [] if lora.targets == "all-linear" else sorted(set(lora.targets) - names)
     if wrong:

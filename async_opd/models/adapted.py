@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 from async_opd.config.train import LoraConfig
+from async_opd.models.model_files import ModelError
 from async_opd.models.model_size import tensors_of
 
 NOT_LINEAR = re.compile(
@@ -15,10 +16,13 @@ NOT_LINEAR = re.compile(
 
 
 def linear_layers(model: str | Path) -> dict[str, tuple[int, int]]:
-    """The linear layers of a local model that can have an adapter: name and (out, in)."""
+    """The linear layers of a local model that can have an adapter: name and (out, in).
+
+    ModelError if its files cannot be read; so do the functions below.
+    """
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape, _ in tensors_of(Path(model))
+        for name, shape, _ in _tensors(model)
         if name.endswith(".weight") and len(shape) == 2 and not NOT_LINEAR.search(name)
     }
 
@@ -31,4 +35,12 @@ def trained_entries(model: str | Path, lora: LoraConfig) -> int:
 
 def mixture(model: str | Path) -> bool:
     """Whether a local model has experts."""
-    return any(".experts." in name for name, _, _ in tensors_of(Path(model)))
+    return any(".experts." in name for name, _, _ in _tensors(model))
+
+
+def _tensors(model: str | Path) -> list[tuple[str, tuple[int, ...], str]]:
+    try:
+        return tensors_of(Path(model))
+    except Exception as error:  # safetensors has an exception of its own, without a base
+        message = f"the weights of {model} cannot be read: {type(error).__name__}: {error}"
+        raise ModelError(message, "save the model again") from error

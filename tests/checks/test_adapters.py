@@ -15,7 +15,7 @@ from async_opd.config.train import ENGINE_RANKS, LoraConfig
 from async_opd.core.errors import ConfigError
 from async_opd.models.adapted import linear_layers, trained_entries
 from async_opd.models.model_files import ModelFiles
-from tests.checks.inputs import MODELS, config, found, one
+from tests.checks.inputs import MODELS, config, found, model, one
 
 LORA = "train.lora.rank=8"
 
@@ -79,6 +79,14 @@ def test_a_rank_that_no_engine_takes_is_refused_for_adapters_only() -> None:
     problem = one("train.lora.rank=600", "train.lora.sync=adapter")
     assert (problem.key, "up to rank 512" in problem.message) == ("train.lora.rank", True)
     assert found("train.lora.rank=600") == []
+
+
+def test_weights_that_cannot_be_read_are_a_problem(tmp_path: Path) -> None:
+    student = model(tmp_path, "student")
+    (student / "model.safetensors").write_bytes(b"torn")
+    problems = found(LORA, f"student.model={student}")
+    assert any("cannot be read" in problem.message for problem in problems)
+    assert {problem.key for problem in problems} == {"student.model"}
 
 
 def test_adapters_of_a_mixture_are_merged(tmp_path: Path) -> None:
