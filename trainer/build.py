@@ -83,7 +83,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
 
     def fill() -> None:
         nonlocal exact
-        exact = check_student(fill_student(student, config, device), longest)
+        exact = check_student(fill_student(student, config, device, spec), longest)
 
     rank = Rank(student.model, objective, config.train, device, heads, mesh, wire_dtype, fill)
     check_rank(rank, exact, longest)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed import distributed_c10d
 
 from async_opd.config.run_config import RunConfig
 from benchmarks.local_ranks import in_processes
@@ -21,7 +23,7 @@ from trainer.rank_spec import RankSpec
 from trainer.student.attention_probe import attention_needs
 from trainer.student.check import check_rank, check_student
 from trainer.student.empty import EmptyStudent
-from trainer.student.sharding import join_mesh
+from trainer.student.sharding import await_ranks, join_mesh
 
 CPU = torch.device("cpu")
 LORA = {"rank": 4, "targets": ["q_proj", "down_proj"]}
@@ -141,3 +143,32 @@ def test_a_block_of_the_whole_model_has_no_weights_once_it_has_computed(
     wholes: dict[str, Any],
 ) -> None:
     assert all(two["freed"] and not one["freed"] for two, one in wholes.values())
+
+
+# ── ranks that read at different speeds ────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = torch.distributed.HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: found)
+    return found
+
+
+def spec(rank: int, start_s: float) -> RankSpec:
+    return RankSpec(rank, 2, "host", 1, timeout_s=0.001, start_s=start_s, secret=b"")
+
+
+def test_a_rank_awaits_the_others_beyond_the_bound_of_collectives(store: Any) -> None:
+    waiting = threading.Thread(target=await_ranks, args=(spec(0, 30.0), "weights"))
+    waiting.start()
+    waiting.join(0.05)
+    assert waiting.is_alive()
+    await_ranks(spec(1, 30.0), "weights")
+    waiting.join(30)
+    assert not waiting.is_alive()
+
+
+def test_a_rank_that_never_comes_is_an_error(store: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"(?i)time"):
+        await_ranks(spec(0, 0.01), "weights")

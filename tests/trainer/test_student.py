@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +11,11 @@ import torch
 from async_opd.config.engine import EngineConfig
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.models.lm_head import LogitShape
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_learner
-from trainer.student.check import check_student
+from trainer.student.check import _Probe, check_student
+from trainer.student.loss_module import DecoderAndHead
 
 CPU = torch.device("cpu")
 
@@ -69,6 +72,27 @@ def test_weights_are_sent_in_the_dtype_of_the_engines(
 
 def test_an_ordinary_model_passes_the_check() -> None:
     check_student(tiny_model())
+
+
+def test_the_check_computes_where_the_model_is() -> None:
+    """On a GPU a model is not on the CPU first; here ``meta`` stands for one."""
+    head = torch.nn.Linear(4, 32, device="meta")
+    seen = set()
+
+    class Model:
+        config = tiny_model().config
+        get_output_embeddings = staticmethod(lambda: head)
+
+        def __call__(self, input_ids: torch.Tensor, position_ids: torch.Tensor, **_: Any) -> Any:
+            seen.update((input_ids.device.type, position_ids.device.type))
+            states = torch.empty((*input_ids.shape, 4), device="meta")
+            return SimpleNamespace(last_hidden_state=states, logits=head(states))
+
+    model = Model()
+    probe = _Probe.of(model, 32, None)
+    probe.packed_logits(DecoderAndHead(model, head, LogitShape()))
+    probe.logits_alone(model)
+    assert seen == {"meta"}
 
 
 def test_a_state_that_leaks_between_packed_samples_is_refused() -> None:

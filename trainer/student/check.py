@@ -128,14 +128,15 @@ class _Probe:
 
     def packed_logits(self, modules: DecoderAndHead) -> torch.Tensor:
         """Logits [12, V] of both in one row, by decoder and head; float32."""
-        row = self.row(*self.sequences)
+        row = self.row(*self.sequences).to(modules.linear.weight.device)
         given = {"input_ids": row.input_ids, "position_ids": row.position_ids}
         states = modules.decoder(**given, use_cache=False).last_hidden_state[0]
         return shape_logits(modules.linear(states).float(), modules.shape)
 
     def logits_alone(self, model: Any) -> torch.Tensor:
         """Logits [12, V], float32, as the model itself computes them, one sequence at a time."""
-        rows = [self.row(one) for one in self.sequences]
+        device = model.get_output_embeddings().weight.device
+        rows = [self.row(one).to(device) for one in self.sequences]
         given = [{"input_ids": r.input_ids, "position_ids": r.position_ids} for r in rows]
         return torch.cat([model(**one, use_cache=False).logits[0] for one in given]).float()
 

@@ -32,13 +32,16 @@ class EmptyStudent:
         self._copy = copy.deepcopy(self.model)
         self._weights = StoredWeights(self.model, directory)
         self._max_model_len = max_model_len
+        self._device = torch.device("meta")
 
-    def fill(self, device: torch.device) -> None:
+    def fill(self, device: torch.device, home: torch.device | None = None) -> None:
         """Reads this rank's parts: those of ``from_pretrained``, bit by bit, in the model's dtype.
 
-        Rotary factors are the engines' afterwards.
+        Rotary factors are the engines' afterwards. ``home``: the parameters' device if it is not
+        the one that computes.
         """
-        self._weights.fill(device)
+        self._weights.fill(device, home)
+        self._device = device
         if not self._sharded:
             self.model.to(device)  # what has not been on meta, such as adapters
         pin_rotary(self.model, self._max_model_len)
@@ -92,7 +95,7 @@ class EmptyStudent:
             for key, tensor in _own(module):
                 own = self._weights.tensor(_joined(name, key))
                 if id(own) not in gathered:
-                    whole = full_tensor(own.detach()).to(tensor.dtype)
+                    whole = full_tensor(own.detach()).to(self._device, tensor.dtype)
                     gathered[id(own)] = torch.nn.Parameter(whole, requires_grad=False)
                 module._parameters[key] = gathered[id(own)]
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.config.device_defaults import offloads
 from async_opd.models.rope import max_model_len
 from trainer.notes import note
 from trainer.student.adapters import add_adapters
@@ -21,12 +22,14 @@ from trainer.student.attention_choice import Attention, Platform, choose_attenti
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.empty import EmptyStudent
 from trainer.student.recomputation import set_recomputation
+from trainer.student.sharding import await_ranks
 
 RECOMPILE_LIMIT = 32
 """Of one function. Flex attention needs two for each kind of mask, with gradients and without."""
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
+    from trainer.rank_spec import RankSpec
 
 
 def empty_student(config: RunConfig, device: torch.device) -> EmptyStudent:
@@ -45,13 +48,18 @@ def empty_student(config: RunConfig, device: torch.device) -> EmptyStudent:
     return student
 
 
-def fill_student(student: EmptyStudent, config: RunConfig, device: torch.device) -> Any:
+def fill_student(
+    student: EmptyStudent, config: RunConfig, device: torch.device, spec: RankSpec | None = None
+) -> Any:
     """Reads the weights onto the device, and sets the attention that trains there.
 
-    Of a sharded student a collective. Returns ``EmptyStudent.whole``. StageError if no attention
-    can compute packed rows of it there.
+    Of a sharded student a collective; the rank of the ``spec`` awaits all others before. Returns
+    ``EmptyStudent.whole``. StageError if no attention can compute packed rows of it there.
     """
-    student.fill(device)
+    in_host_memory = offloads(config.train, device.type) == "parameters"
+    student.fill(device, torch.device("cpu") if in_host_memory else None)
+    if spec is not None:
+        await_ranks(spec, "weights")
     whole = student.whole()
     platform = platform_of(device, in_bfloat16(config.train.dtype, device))
     across = config.train.context_parallel > 1

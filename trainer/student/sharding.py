@@ -59,6 +59,19 @@ def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> Devic
     return init_device_mesh(device.type, shape, mesh_dim_names=names)
 
 
+def await_ranks(spec: RankSpec, what: str) -> None:
+    """Returns when all ranks have called it; RuntimeError after ``spec.start_s`` seconds.
+
+    Ranks read their weights at different speeds, and a collective ends after its own bound.
+    """
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store = _get_default_store()
+    store.set(f"{what}/{spec.rank}", "")
+    keys = [f"{what}/{rank}" for rank in range(spec.ranks)]
+    store.wait(keys, timedelta(seconds=spec.start_s))
+
+
 def lone_mesh(device: torch.device) -> DeviceMesh:
     """The mesh of a single rank, for what only FSDP does: offloading parameters."""
     from torch.distributed import HashStore, init_process_group  # type: ignore[attr-defined]

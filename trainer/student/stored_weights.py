@@ -96,12 +96,13 @@ class StoredWeights:
         self._sources, unknown = self._matched(shapes)
         self._check(shapes, unknown)
 
-    def fill(self, device: torch.device) -> None:
+    def fill(self, device: torch.device, home: torch.device | None = None) -> None:
         """Reads this rank's parts into new memory on the device, and computes all other buffers.
 
-        Tied weights are read once. StageError if two have different values.
+        ``home``: the parameters' device if it is another. Tied weights are read once. StageError if
+        two have different values.
         """
-        _allocate(self._model, device)
+        _allocate(self._model, home or device, device)
         with torch.no_grad(), ExitStack() as stack:
             stored = self._opened(stack)
             filled: set[int] = set()
@@ -248,20 +249,23 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
             yield f"{prefix}.{key}" if prefix else key, (module, key)
 
 
-def _allocate(model: Any, device: torch.device) -> None:
-    """Replaces all tensors on ``meta`` by uninitialized ones on the device; tied ones stay tied.
+def _allocate(model: Any, home: torch.device, device: torch.device) -> None:
+    """Replaces all tensors on ``meta`` by uninitialized ones; tied ones stay tied.
+
+    Parameters are at ``home``, buffers on the device.
 
     Those that a state dict has are marked, so that transformers initializes none of them, nor any
     that is not on ``meta``, such as an adapter's.
     """
     made: dict[int, tuple[Any, Any]] = {}  # the old one too: its id may not be used again
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
+        places: Any = ((module._parameters, home), (module._buffers, device))
+        for tensors, where in places:
             for key, old in tensors.items():
                 if old is None:
                     continue
                 if id(old) not in made:
-                    made[id(old)] = old, _uninitialized(old, device) if old.is_meta else old
+                    made[id(old)] = old, _uninitialized(old, where) if old.is_meta else old
                 tensors[key] = made[id(old)][1]
                 if key not in module._non_persistent_buffers_set:
                     tensors[key]._is_hf_initialized = True
