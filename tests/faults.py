@@ -8,15 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 from hypothesis import strategies as st
 
 from async_opd.accounting.audit import Audit
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt, Rollout
 from async_opd.grading.graders import GradeError
-from async_opd.pipeline import Pipeline
-from tests.test_pipeline import TEACHERS, FakePrompts, World
+from tests.test_pipeline import TEACHERS, FakePrompts, MortalQueue, World
 
 AMONG = 12  # prompts
 
@@ -72,23 +70,23 @@ class Faults:
             student.worker._grade = grade
 
     @contextmanager
-    def striking(self, pipeline: Callable[[], Pipeline]) -> Iterator[None]:
-        """What strikes while a run goes on; ``pipeline()`` is the one that runs now."""
-        striking = asyncio.create_task(self._strike(pipeline))
+    def striking(self, queue: Callable[[], MortalQueue]) -> Iterator[None]:
+        """What strikes while a run goes on; ``queue()`` is its queue now."""
+        striking = asyncio.create_task(self.strike(queue))
         try:
             yield
         finally:
             striking.cancel()
 
-    async def _strike(self, pipeline: Callable[[], Pipeline]) -> None:
+    async def strike(self, queue: Callable[[], MortalQueue]) -> None:
+        """Supervision makes the copies: between two pipelines nothing is issued for the first."""
         for turns, stroke in self.strokes:
             for _ in range(turns):
                 await asyncio.sleep(0)
             if stroke == "queue":
-                queue: Any = pipeline().stages.queue
-                queue.die()
+                queue().die()
             else:
-                await pipeline()._reissue()
+                queue().reissue.set()
 
 
 NO_FAULTS = Faults()

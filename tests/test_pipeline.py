@@ -120,14 +120,13 @@ class MortalQueue:
     def __init__(self, build: Callable[[], MessageQueue]) -> None:
         self._build = build
         self._queue, self._death = build(), asyncio.Event()
-        self.deaths = 0
-        self.died = asyncio.Event()
+        self.reissue = asyncio.Event()
+        """Supervision is to issue everything in flight again."""
 
     def die(self) -> None:
         self._death.set()
         self._queue, self._death = self._build(), asyncio.Event()
-        self.deaths += 1
-        self.died.set()
+        self.reissue.set()
 
     def __getattr__(self, name: str) -> Any:
         async def call(*args: Any, **named: Any) -> Any:
@@ -313,7 +312,7 @@ class World:
     teachers: dict[str, FakeTeacher]
     trainer: FakeTrainer
     sync: FakeSync
-    queue: MessageQueue
+    queue: MortalQueue
     log: FakeLog
     rollouter: RollouterStage
     scorer: ScorerStage
@@ -377,8 +376,8 @@ def world(
         reissue: Callable[[], Coroutine[Any, Any, None]], step: Callable[[], int]
     ) -> None:
         while True:
-            await queue.died.wait()
-            queue.died.clear()
+            await queue.reissue.wait()
+            queue.reissue.clear()
             await reissue()
 
     parts.supervise = supervise
@@ -820,7 +819,7 @@ def test_a_queue_that_dies_loses_nothing_and_doubles_nothing(
             for pause in deaths:
                 for _ in range(pause):
                     await asyncio.sleep(0)
-                made.queue.die()  # type: ignore[attr-defined]
+                made.queue.die()
 
         killer = asyncio.create_task(kill())
         await asyncio.wait_for(made.pipeline.run(), 20)
@@ -951,7 +950,7 @@ def test_whatever_cannot_be_scored_every_other_sample_is_trained_once(
 
 async def test_a_lease_that_expires_is_told_in_the_log() -> None:
     run = world()
-    queue = run.queue._queue  # type: ignore[attr-defined]
+    queue = run.queue._queue
     await queue.put("rollouts/a", Batch.pack([make_rollout("lost/0", "a")]))
     lease = await queue.get("rollouts/a", 1, consumer="somebody")
     queue._topics["rollouts/a"]._leases._expire(lease.id)

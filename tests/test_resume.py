@@ -163,7 +163,7 @@ class Life:
         Then it is killed, or a signal or the failure of a stage ends it, with a last checkpoint.
         """
         work = asyncio.create_task(self.pipeline.run())
-        with self.faults.striking(lambda: self.pipeline):
+        with self.faults.striking(lambda: self.world.queue):
             return await self._live(work, ticks, end)
 
     async def live_until(self, step: int) -> None:
@@ -444,7 +444,7 @@ def test_a_queue_that_dies_before_a_resume_has_pushed_its_weights_reissues_nothi
             push, queue = life.world.sync.push, life.world.queue
 
             async def dies_before() -> Any:
-                queue.die()  # type: ignore[attr-defined]
+                queue.die()
                 for _ in range(300):
                     await asyncio.sleep(0)
                 life.world.sync.push = push  # type: ignore[method-assign]

@@ -22,6 +22,7 @@ from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
 from async_opd.core.errors import GuardrailExceeded, ProcessDied
+from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
 from async_opd.job import Job
 from async_opd.observability.run_log import RunLog
@@ -131,7 +132,7 @@ async def train(
             training = Training(job, stages, text)  # type: ignore[arg-type]
             killer = asyncio.create_task(kill())
             try:
-                with faults.striking(lambda: training.pipeline):
+                with faults.striking(lambda: stages.queue):
                     await training.run()
             finally:
                 killer.cancel()
@@ -176,6 +177,7 @@ def test_whatever_fails_and_has_copies_while_the_trainer_dies_every_sample_has_o
 
 
 SHAPE = {"seed": 1, "steps": 6, "n": 2, "k": 2, "s": 0.5}
+COPIES = Faults(strokes=((0, "copies"),))
 
 
 @pytest.fixture(autouse=True)
@@ -187,6 +189,24 @@ async def test_before_the_first_checkpoint_the_run_starts_again(tmp_path: Path) 
     stages = await train(tmp_path, [5], SHAPE)
     assert stages.rewinds == 1
     assert stages.synced[0] == (0, True)
+
+
+async def test_nothing_of_a_pipeline_that_has_ended_is_issued_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rewind, queued = Mortal.rewind, []
+
+    async def struck(stages: Mortal, error: ProcessDied) -> None:
+        await COPIES.strike(lambda: stages.queue)
+        await rewind(stages, error)
+        await COPIES.strike(lambda: stages.queue)
+        for _ in range(20):
+            await asyncio.sleep(0)
+        queued.append(await stages.queue.headers(PROMPTS))
+
+    monkeypatch.setattr(Mortal, "rewind", struck)
+    await train(tmp_path, [80], SHAPE)
+    assert queued == [()]
 
 
 async def test_a_trainer_that_dies_too_often_ends_the_run_with_its_error(tmp_path: Path) -> None:
