@@ -85,7 +85,17 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
         nonlocal exact
         exact = check_student(fill_student(student, config, device, spec), longest)
 
-    rank = Rank(student.model, objective, config.train, device, heads, mesh, wire_dtype, fill)
+    rank = Rank(
+        student.model,
+        objective,
+        config.train,
+        device,
+        heads,
+        mesh,
+        wire_dtype,
+        fill,
+        config.timeouts.collective_s,
+    )
     check_rank(rank, exact, longest)
     if config.rollout.host is not None:
         rank.offload()  # until its first turn

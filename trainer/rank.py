@@ -105,13 +105,14 @@ class Rank:
         mesh: DeviceMesh | None = None,
         wire_dtype: torch.dtype = torch.float32,
         fill: Callable[[], None] | None = None,
+        collective_s: float = 600,
     ) -> None:
         """``heads`` are the teachers', for objectives over the whole vocabulary.
 
         ``wire_dtype``: that of the engines' weights, in which ``weights`` returns parameters.
         With a ``mesh`` the student is sharded over it, and ``train.context_parallel`` of its ranks
         share each row: collectives, which all its ranks call. ``fill`` reads the weights of a model
-        on ``meta``, after it is sharded.
+        on ``meta``, after it is sharded. ``collective_s`` bounds each exchange of shared rows.
         """
         self.train = train
         self.device = device
@@ -136,7 +137,7 @@ class Rank:
             halve_frozen(model)
         self.model = model.to(device) if mesh is None else model
         compute = torch.bfloat16 if half else None
-        self._context = context = Context.join(mesh, train.context_parallel)
+        self._context = context = Context.join(train.context_parallel, collective_s)
         over_ranks = None if context is None else context.sum
         self._student_loss = StudentLoss(model, objective, heads or {}, compute, over_ranks)
         if train.routing == "replay":

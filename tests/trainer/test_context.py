@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -12,16 +14,24 @@ import torch
 from async_opd.config.loss import ForwardKLConfig
 from async_opd.config.train import TrainConfig
 from async_opd.core.errors import StageError
+from benchmarks.local_ranks import in_processes
+from tests.checks.inputs import config
 from tests.trainer import families
-from tests.trainer.models import tiny_model
+from tests.trainer.models import random_sample, tiny_model
 from tests.trainer.processes import spread
 from trainer.batches.packing import Row
+from trainer.build import build_follower, build_learner
+from trainer.learner import Learner
 from trainer.losses import build_objective
+from trainer.parallel.context import Context
 from trainer.rank import Rank
+from trainer.rank_group import RankGroup
+from trainer.rank_spec import RankSpec
 from trainer.student.attention_probe import platform_of
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import set_attention
 from trainer.student.rotary import pin_rotary
+from trainer.student.sharding import join_mesh
 
 
 def pinned() -> Any:
@@ -95,6 +105,37 @@ def test_in_bfloat16_only_rounding_differs(found: Any) -> None:
     expected = rank_of(tiny_model(), dtype="bfloat16").logits(ROW)
     assert float((found[0]["bfloat16"] - expected).abs().max()) < 0.1
     assert torch.equal(found[0]["bfloat16"], found[1]["bfloat16"])
+
+
+def bounds(rank: int) -> list[float]:
+    """Seconds that bound a collective: of a context's group, and of a mesh's two dimensions."""
+    context = Context.join(RANKS, 7.0)
+    spec = RankSpec(rank, RANKS, "", 0, 5.0, 5.0, b"")
+    assert context is not None
+    joined = patch.multiple("torch.distributed", init_process_group=Mock(), TCPStore=Mock())
+    with joined, patch("trainer.student.sharding.all_know_secret", return_value=True):
+        mesh = join_mesh(spec, CPU, replicate=RANKS)
+    groups = [context.group, *mesh.get_all_groups()]
+    return [group._get_backend(CPU).options._timeout.total_seconds() for group in groups]
+
+
+def test_the_groups_of_each_dimension_have_the_bound_of_collectives(tmp_path: Path) -> None:
+    assert spread(RANKS, bounds, tmp_path) == [[7.0, 5.0, 5.0]] * RANKS
+
+
+@pytest.mark.slow
+def test_ranks_built_from_a_config_train_as_one_does() -> None:
+    batch = [random_sample(i, size, k=6) for i, size in enumerate([30, 4, 11, 2])]
+    ranks = ("train.ranks=4", "train.context_parallel=2", "train.replicate=2")
+
+    def losses(learner: Learner) -> list[float]:
+        return [learner.train_batch(batch).metrics["loss/total"] for _ in range(2)]
+
+    def lead(spec: RankSpec | None, rank_group: RankGroup) -> list[float]:
+        return losses(build_learner(config(*ranks), "cpu", spec, rank_group))
+
+    found = in_processes(4, lead, lambda spec: build_follower(config(*ranks), "cpu", spec), 120)
+    assert found == pytest.approx(losses(build_learner(config(), "cpu")), rel=1e-5)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -23,6 +23,7 @@ from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
+from trainer.student.recomputation import recompute_activations
 from trainer.student.sharding import full_tensor, join_mesh
 from trainer.teacher_heads import TeacherHead
 
@@ -58,7 +59,7 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
         "support": "full_vocab",
         "importance": "sequence",
     },
-    "supervised": {"kind": "forward_kl"},
+    **{key: {"kind": "forward_kl"} for key in ("supervised", "recomputed", "recomputed in part")},
     "reward": {"kind": "k2", "weight": 0},
     "reward beside full vocabulary": {"kind": "jsd", "support": "full_vocab"},
 }
@@ -67,6 +68,7 @@ SIZES = [(3, 29), (2, 1), (3, 5), (4, 3), (1, 0), (3, 8), (2, 2), (5, 6)]
 TEACHERS = {"wide": 3.0, "narrow": 0.5}
 TRAIN = {"tokens_per_micro_batch": 24, "max_grad_norm": 0.05, "warmup_steps": 0, "lr": 1e-3}
 OF_THE_DIVISION = {"compute_s", "train/micro_batches", "train/compute_s", "train/tflops"}
+RECOMPUTED: dict[str, Any] = {"recomputed": "full", "recomputed in part": "selective"}
 Seen = tuple[dict[str, float], dict[str, torch.Tensor]]
 """Metrics of a step, and its gradients after clipping."""
 
@@ -109,7 +111,10 @@ def rank_of(name: str, layout: dict[str, int], mesh: Any = None) -> Rank:
     train = TrainConfig.model_validate({**TRAIN, **layout, "ranks": 1 if mesh is None else RANKS})
     objective = build_objective(loss, reward, 1.25 if "weighed" in name else 1.0)
     needed = heads() if score_kind(loss) == "hidden" else {}
-    rank = Rank(tiny_model().double(), objective, train, CPU, needed, mesh)
+    model = tiny_model().double()
+    if name in RECOMPUTED:
+        recompute_activations(model, RECOMPUTED[name])
+    rank = Rank(model, objective, train, CPU, needed, mesh)
     rank.optimizer.register_step_pre_hook(partial(keep_gradients, rank))
     return rank
 

@@ -9,8 +9,9 @@ Ranks of a context are consecutive, so that those of a node exchange with each o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,9 +29,6 @@ from trainer.student.attention import (
     varlen,
 )
 
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
 ACROSS = "packed_across_ranks"
 """Name in transformers' registry."""
 KERNELS: dict[str, Kernel] = {VARLEN: varlen, FLASH: flash_attn}
@@ -46,14 +44,15 @@ class Context:
     size: int
 
     @classmethod
-    def join(cls, mesh: DeviceMesh | None, size: int) -> Context | None:
-        """This rank's place among ``size`` ranks of the mesh; None for 1. A collective."""
-        if mesh is None or size == 1:
-            return None
-        from torch.distributed.device_mesh import init_device_mesh
+    def join(cls, size: int, timeout_s: float) -> Context | None:
+        """This rank's place among ``size`` ranks; None for 1. All ranks of a trainer call it.
 
-        shape, names = (mesh.size() // size, size), ("data", "context")
-        group = init_device_mesh(mesh.device_type, shape, mesh_dim_names=names).get_group("context")
+        An exchange that lasts longer than ``timeout_s`` seconds is an error.
+        """
+        if size == 1:
+            return None
+        bound = timedelta(seconds=timeout_s)
+        group, _ = dist.new_subgroups(size, timeout=bound)  # type: ignore[no-untyped-call]
         return cls(group, dist.get_rank(group), size)
 
     def set_attention(self, model: Any) -> None:

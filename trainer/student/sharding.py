@@ -56,7 +56,10 @@ def join_mesh(spec: RankSpec, device: torch.device, replicate: int = 1) -> Devic
     if replicate == 1:
         return init_device_mesh(device.type, (spec.ranks,))
     shape, names = (replicate, spec.ranks // replicate), ("replicate", "shard")
-    return init_device_mesh(device.type, shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    for of_ranks in mesh.get_all_groups():
+        of_ranks.set_timeout(bound)  # else torch's own, 10 or 30 minutes
+    return mesh
 
 
 def await_ranks(spec: RankSpec, what: str) -> None:
