@@ -168,12 +168,36 @@ def _check(arguments: argparse.Namespace) -> int:
         each += f", {pool.shares}'s" if pool.shares else ""
         table.add_row(pool.name, str(pool.replicas), each, pool.model)
     terminal_on(None).print(table)
+    _print_memory(config, device)
     for note in inputs.notes:
         print(indented(arguments.redacted(f"note: {note}")))
     print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
     training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
     print(f"{training} training prompts, {evaluation} evaluation prompts")
     return OK
+
+
+def _print_memory(config: RunConfig, device: Device) -> None:
+    """A table with the bytes of each pool's processes, as far as models are on this machine."""
+    from rich.table import Table
+
+    from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
+    from async_opd.models.hub import with_cached
+    from async_opd.models.model_files import ModelError
+    from async_opd.observability.console import terminal_on
+
+    machine = this_machine(config, device)
+    title = "memory of each process at its peak"
+    if machine.total is not None:
+        title += f" ({'each GPU' if device == 'cuda' else 'this host'}: {in_gib(machine.total)})"
+    table = Table("pool", "processes", "of", "bytes", "terms", title=title)
+    try:
+        for row in memory_rows(with_cached(config, [])[0], machine):
+            table.add_row(*row)
+    except ModelError as error:  # of the hub, and not in its cache
+        print(escaped(f"memory: unknown, {error.message}"))
+        return
+    terminal_on(None).print(table)
 
 
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:

@@ -86,6 +86,7 @@ BELOW_THE_STAGES = (
     "weight_sync",
     "queue",
     "data",
+    "memory",
     "models",
     "processes",
     "config",

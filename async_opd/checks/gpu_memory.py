@@ -7,43 +7,28 @@
     └───────────────────────────────┘
 
 A trainer whose rollout engines are on its GPUs is offloaded while they work: it keeps its context,
-and the heads of teachers. One process of each works at a time (``teachers.time_sharing``). The
-bytes of contexts and sleeping engines are bounds, not measurements. vLLM compares an engine's share
-with the memory that is free when it starts (``vllm.v1.worker.utils.request_memory``), and fills it
-with KV cache.
+and the heads of teachers. One process of each works at a time (``teachers.time_sharing``).
+``async_opd.memory`` has the bytes; those of contexts and sleeping engines are bounds. vLLM compares
+an engine's share with the memory that is free when it starts
+(``vllm.v1.worker.utils.request_memory``), and fills it with KV cache.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from async_opd.checks.gpu_plan import table
 from async_opd.checks.resources import guests_of, pools
-from async_opd.config.device_defaults import recomputation
-from async_opd.config.loss import score_kind
-from async_opd.config.run_config import RolloutConfig, RunConfig
-from async_opd.config.teachers import EngineTeacher
-from async_opd.models.engine_args import engine_dtype, share_left
+from async_opd.config.run_config import RunConfig
+from async_opd.memory.pools import CONTEXT, GIB, Machine, Sizes, memory_of, resting
+from async_opd.models.engine_args import share_left
 from async_opd.models.model_size import ModelSize
 
-GIB = 1 << 30
-CONTEXT = GIB
-"""Bytes of a process that no allocator counts: CUDA context, loaded kernels, buffers of NCCL and
-cuBLAS. vLLM's own is not in its share: it exists before vLLM looks at the free memory."""
 ASLEEP = 2 * GIB
 """Bytes of an engine at sleep level 1: its weights, its CUDA graphs' buffers and its KV cache are
 gone from the GPU (``CuMemBackend.suspend``); its context and the graphs themselves stay."""
-LEAST = GIB
-"""Bytes of KV cache and activations without which an engine is of no use."""
-STATES, RESTING = 16, 12
-"""The trainer's bytes for each parameter: float32 weights, gradients and AdamW's two moments; and
-between two steps, without gradients."""
-CHUNK = 2 * GIB
-"""Bytes of a chunk of logits and what the objective makes of it (``trainer.losses.chunked``)."""
-
-Sizes = Callable[[str], ModelSize]
-"""The size of a local model by its directory."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +54,9 @@ def beside(config: RunConfig, pool: str, sizes: Sizes = ModelSize.read) -> int:
 
     They are its own context, and what all others keep there while it works.
     """
-    host = _host(config, pool)
+    host = host_of(config, pool)
     rests = (ASLEEP for name in guests_of(config, host) if name != pool)
-    resting = 0 if host == pool else _rests(config, host, sizes)
+    resting = 0 if host == pool else _rests(config, host, Machine("cuda", sizes=sizes))
     return CONTEXT + resting + sum(rests)
 
 
@@ -80,27 +65,12 @@ def faults(
 ) -> Iterator[tuple[str, str, str]]:
     """What cannot fit GPUs of ``total`` bytes that several pools share: (key, fault, remedy)."""
     for host in sorted({pool.shares for pool in pools(config) if pool.shares}):
-        tenants = _tenants(config, host, sizes)
+        tenants = _tenants(config, host, Machine("cuda", total, sizes))
         for tenant in tenants:
             rest = sum(other.rests for other in tenants if other is not tenant)
             fault = _fault(tenant, total, rest)
             if fault:
                 yield tenant.key, f"{fault}\n{_shown(tenants, total)}", REMEDY
-
-
-def notes(config: RunConfig, total: int, sizes: Sizes = ModelSize.read) -> Iterator[str]:
-    """A note if a rank on a GPU of its own may need more than ``total`` bytes. It is no fault.
-
-    The bytes of activations are a bound.
-    """
-    works = _works(config, sizes)
-    if works > total and not guests_of(config, "train"):
-        needed, has = (f"{nbytes / GIB:.1f}" for nbytes in (works, total))
-        yield (
-            f"train: a rank may need {needed} GiB in a step, and its GPU has {has}: more "
-            "train.ranks, a smaller train.tokens_per_micro_batch or "
-            "train.gradient_checkpointing need less"
-        )
 
 
 REMEDY = "set gpu_memory_utilization to auto, take fewer teachers on these GPUs, or more GPUs"
@@ -129,82 +99,33 @@ def _shown(tenants: Sequence[Tenant], total: int) -> str:
     return "\n".join(table([(head, "works with", "rests with", "share"), *rows]))
 
 
-def _tenants(config: RunConfig, host: str, sizes: Sizes) -> list[Tenant]:
+def _tenants(config: RunConfig, host: str, machine: Machine) -> list[Tenant]:
     """The host, and its guests."""
-    engines = [*([host] if host == "rollout" else []), *guests_of(config, host)]
-    trainer = [Tenant("train", _works(config, sizes), _rests(config, "train", sizes))]
-    return [*(trainer if host == "train" else []), *(_engine(config, n, sizes) for n in engines)]
+    return [
+        Tenant(
+            name,
+            sum(memory_of(config, name, machine).gpu.values()),
+            _rests(config, name, machine),
+            None if name == "train" else share_of(config, name),
+        )
+        for name in (host, *guests_of(config, host))
+    ]
 
 
-def _engine(config: RunConfig, name: str, sizes: Sizes) -> Tenant:
-    pool: RolloutConfig | EngineTeacher = config.rollout
-    model = config.student.model
+def share_of(config: RunConfig, name: str) -> float | None:
+    """The configured share of an engine; None for ``auto``."""
+    pool: Any = config.rollout
     if name != "rollout":
-        teacher = config.teachers[name.removeprefix("teachers.")]
-        assert isinstance(teacher, EngineTeacher)
-        pool, model = teacher, config.teacher_model(name.removeprefix("teachers."))
-    dtype, share = engine_dtype(pool.engine, "cuda"), pool.engine.gpu_memory_utilization
-    works = sizes(model).engine_bytes(dtype) // pool.tensor_parallel + LEAST + CONTEXT
-    return Tenant(name, works, ASLEEP, None if share == "auto" else share)
+        pool = config.teachers[name.removeprefix("teachers.")]
+    share: float | str = pool.engine.gpu_memory_utilization
+    return None if isinstance(share, str) else share
 
 
-def _rests(config: RunConfig, host: str, sizes: Sizes) -> int:
-    """Bytes that a host keeps on its GPUs while its teachers work."""
-    if host != "train":
-        return ASLEEP
-    kept = CONTEXT + _heads(config, sizes)
-    if config.rollout.host == "train":
-        return kept  # all else is offloaded
-    size = sizes(config.student.model)
-    return kept + RESTING * size.floats // config.train.shards + _copy(config, size)
+def _rests(config: RunConfig, name: str, machine: Machine) -> int:
+    """Bytes that a pool keeps on its GPUs while others work there."""
+    return sum(resting(config, machine).values()) if name == "train" else ASLEEP
 
 
-def _copy(config: RunConfig, size: ModelSize) -> int:
-    """Bytes of the weights that rank 0 sends, until the next ones.
-
-    For colocated engines they are in host memory.
-    """
-    if config.rollout.host == "train":
-        return 0
-    return size.engine_bytes(engine_dtype(config.rollout.engine, "cuda"))
-
-
-def _heads(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of the teachers' heads, which every rank keeps for ``support: full_vocab``."""
-    if score_kind(config.loss) != "hidden":
-        return 0
-    heads = {
-        (config.teacher_model(name), engine_dtype(teacher.engine, "cuda"))
-        for name, teacher in config.teachers.items()
-        if isinstance(teacher, EngineTeacher)
-    }
-    return sum(sizes(model).head_bytes(dtype) for model, dtype in heads)
-
-
-def _works(config: RunConfig, sizes: Sizes) -> int:
-    """Bytes of a rank in a step, which has the copy of the weights that is being sent."""
-    size, train = sizes(config.student.model), config.train
-    half = train.dtype != "float32"
-    autocast = 2 * size.floats if half and train.ranks == 1 else 0
-    states = STATES * size.floats // train.shards + _copy(config, size)
-    kept = states + autocast + _heads(config, sizes)
-    return CONTEXT + kept + CHUNK + _activations(config, size, 2 if half else 4)
-
-
-def _activations(config: RunConfig, size: ModelSize, itemsize: int) -> int:
-    """Bytes of a micro-batch's activations: of every layer, or of one and all layers' inputs.
-
-    A layer keeps about 6 values of the hidden and 3 of the inner width for each token: for a 4B
-    student of 36 layers and 16,384 tokens 53 GB, where 46 GB were measured.
-    """
-    train = config.train
-    layer = (6 * size.hidden + 3 * size.inner) * itemsize
-    kept = {"none": layer, "selective": 5 * size.hidden * itemsize + 2 * size.inner * itemsize}
-    each = kept.get(recomputation(train, "cuda"), size.hidden * itemsize)
-    whole = layer + size.layers * each
-    return whole * train.row_tokens_of_rank
-
-
-def _host(config: RunConfig, pool: str) -> str:
+def host_of(config: RunConfig, pool: str) -> str:
     """The pool whose GPUs a pool has: its own, or its host's."""
     return next((one.shares for one in pools(config) if one.name == pool), None) or pool

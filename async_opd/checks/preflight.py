@@ -12,14 +12,16 @@ from dataclasses import dataclass, field
 from async_opd.checks.adapters import check_adapters
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
-from async_opd.checks.gpu_memory import faults, notes
+from async_opd.checks.gpu_memory import faults
+from async_opd.checks.memory_fit import faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
-from async_opd.checks.resources import gpu_bytes, gpu_count, misplaced, pools, resolve_device
+from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
+from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
 from async_opd.queue.sizes import payloads, refused, traffic
 
@@ -124,20 +126,28 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         if config.train.attention not in ("auto", "sdpa"):
             message = f"{config.train.attention} computes on GPUs only, this run is on a CPU"
             found.add("train.attention", message, "set it to auto")
+        _memory(config, found, models, "cpu")
         return
-    if config.cluster.address:
-        return  # only Ray knows the GPUs of the cluster that the run joins
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
-    if total > gpus:
+    if total > gpus and not config.cluster.address:  # of a cluster to join only Ray knows the GPUs
         terms = " + ".join(pool.term for pool in wanted)
         found.add(
             "cluster",
             f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
             "take fewer replicas, or join a larger cluster with cluster.address",
         )
-    total_bytes = gpu_bytes()
-    if total_bytes is not None and not found.problems and not models.partial:
-        found.notes.extend(notes(config, total_bytes))
-        for key, fault, remedy in faults(config, total_bytes):
-            found.add(key, fault, remedy)
+    _memory(config, found, models, "cuda")
+
+
+def _memory(config: RunConfig, found: Findings, models: ModelChecks, device: Device) -> None:
+    """Checks that every pool fits its GPUs, or the host, as far as their memory is known."""
+    if found.problems or models.partial or (device == "cpu" and config.cluster.address):
+        return
+    machine = this_machine(config, device)
+    for problem in faults_of_memory(config, machine):
+        found.add(*problem)
+    if device == "cuda" and machine.total is not None:
+        found.notes.extend(near(config, machine))
+        for problem in faults(config, machine.total):
+            found.add(*problem)

@@ -43,8 +43,17 @@ def gpu_count() -> int:
     return sum(line.startswith("GPU ") for line in listed.stdout.splitlines())
 
 
-def gpu_bytes() -> int | None:
-    """Bytes of the smallest GPU of this machine; None if nvidia-smi does not say it."""
+def gpu_bytes(config: RunConfig) -> int | None:
+    """Bytes of the smallest GPU, as ``cluster.gpu_memory_gib`` or nvidia-smi says it.
+
+    None if neither does; nvidia-smi knows nothing of a cluster that the run joins.
+    """
+    if config.cluster.gpu_memory_gib is not None:
+        return int(config.cluster.gpu_memory_gib * (1 << 30))
+    return None if config.cluster.address else _smallest_gpu()
+
+
+def _smallest_gpu() -> int | None:
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S)

@@ -164,6 +164,10 @@ class ClusterConfig(Section):
     """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of all pools; ``auto``: GPUs if there are any."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
+    default what nvidia-smi says on this machine; a check of other machines' GPUs needs it (an H100
+    of 80 GB has 79.6)."""
     interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
     """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
     connect; every node needs it. By default that of the node's address in Ray; NCCL chooses for

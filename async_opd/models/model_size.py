@@ -1,9 +1,13 @@
-"""How large a model is, by the headers of its safetensors files: no torch, no weight is read."""
+"""How large a model is and how its layers are built, by its config.json and file headers.
+
+config.json, headers of *.safetensors ──► ModelSize      no torch; no weight is read
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,31 @@ from async_opd.models.tokenizer import read_json, text_settings
 FLOATS = ("F64", "F32", "F16", "BF16")
 """Stored types that an engine casts to its own; others (quantized weights) it keeps."""
 STORED_BYTES = {"F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1, "I16": 2, "I64": 8}
+NOT_RECOMPUTED = frozenset(
+    ("cpmant", "ctrl", "gpt_neox_japanese", "openai-gpt", "reformer", "xlm", "xlnet")
+)
+"""Model types of transformers without layers whose activations can be recomputed."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Keys under which configs have the number of a layer's experts."""
+LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
+TABLES = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight$")
+FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
+
+Tensor = tuple[str, tuple[int, ...], str]
+"""Name, shape and stored type."""
 
 
 @dataclass(frozen=True)
 class ModelSize:
     """``floats`` entries in floating point and ``others`` bytes of other types, as stored.
 
-    ``hidden``, ``inner`` and ``layers`` are the widths and the depth of the decoder, ``vocabulary``
-    is the number of rows of its head.
+    Widths: ``hidden`` of the residual stream, ``inner`` of the feed-forward part (of one expert in
+    a mixture), ``query`` and ``key`` of all heads of queries and of keys in a layer.
+    ``vocabulary`` is the number of rows of the head, ``embeddings`` those of embedding and head
+    together: both are one matrix if it is tied. ``norms`` of the hidden width are in a layer,
+    ``query_norms``: queries and keys are normalized too. ``gated``: the feed-forward part has two
+    input matrices. ``active`` of ``experts`` compute a token; both 0 without a mixture.
+    ``recomputable``: transformers can recompute the layers.
     """
 
     floats: int
@@ -32,25 +53,78 @@ class ModelSize:
     inner: int
     layers: int
     vocabulary: int
+    embeddings: int = 0
+    query: int = 0
+    key: int = 0
+    heads: int = 1
+    norms: int = 2
+    query_norms: bool = False
+    gated: bool = True
+    experts: int = 0
+    active: int = 0
+    recomputable: bool = True
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
         """Of a local directory. ModelError if its files cannot be read."""
         path = Path(model)
         try:
-            floats = others = 0
-            for _, shape, kind in tensors_of(path):
-                floats += math.prod(shape) * (kind in FLOATS)
-                others += math.prod(shape) * (kind not in FLOATS) * STORED_BYTES.get(kind, 4)
-            settings = text_settings(read_json(path / "config.json"))
-            hidden = int(settings.get("hidden_size") or settings.get("n_embd") or 0)
-            inner = int(settings.get("intermediate_size") or 4 * hidden)
-            layers = int(settings.get("num_hidden_layers") or settings.get("n_layer") or 0)
-            vocabulary = int(settings.get("vocab_size") or 0)
+            return cls.of(read_json(path / "config.json"), tensors_of(path))
         except Exception as error:  # safetensors has an exception of its own, without a base
             message = f"the size of {path} cannot be read: {type(error).__name__}: {error}"
             raise ModelError(message, "save the model again") from error
-        return cls(floats, others, hidden, inner, layers, vocabulary)
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], tensors: Iterable[Tensor]) -> ModelSize:
+        """By a config.json and all tensors. ValueError or TypeError for a value that is no size."""
+        tensors = list(tensors)
+        floats = sum(math.prod(shape) for _, shape, kind in tensors if kind in FLOATS)
+        others = sum(
+            math.prod(shape) * STORED_BYTES.get(kind, 4)
+            for _, shape, kind in tensors
+            if kind not in FLOATS
+        )
+        first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
+        given = text_settings(config)
+        hidden = _number(given, "hidden_size", "n_embd")
+        heads = _number(given, "num_attention_heads", "n_head") or 1
+        width = _number(given, "qk_head_dim", "head_dim") or hidden // heads
+        inner = _number(given, "moe_intermediate_size", "intermediate_size") or 4 * hidden
+        experts = _number(given, *EXPERTS)
+        return cls(
+            floats,
+            others,
+            hidden,
+            inner,
+            _number(given, "num_hidden_layers", "n_layer"),
+            _number(given, "vocab_size"),
+            embeddings=sum(math.prod(s) for n, s, _ in tensors if TABLES.search(n))
+            // (hidden or 1),
+            query=heads * width,
+            key=(_number(given, "num_key_value_heads") or heads) * width,
+            heads=heads,
+            norms=sum(
+                bool(re.search(r"(norm|ln_\d)\.weight$", n))
+                for n in first
+                if "." not in n.removesuffix(".weight")
+            )
+            or 2,
+            query_norms=any("q_norm" in name for name in first),
+            gated=any("gate_proj" in n or "gate_up" in n for n in first) or not first,
+            experts=experts,
+            active=_number(given, "num_experts_per_tok") if experts else 0,
+            recomputable=given.get("model_type") not in NOT_RECOMPUTED,
+        )
+
+    @property
+    def block(self) -> int:
+        """Entries of one layer of the decoder."""
+        return (self.floats - self.embeddings * self.hidden) // max(self.layers, 1)
+
+    @property
+    def tied(self) -> bool:
+        """Whether embedding and head are one matrix."""
+        return self.embeddings <= self.vocabulary
 
     def head_bytes(self, dtype: str) -> int:
         """Bytes of the head's weight in ``dtype``."""
@@ -61,7 +135,12 @@ class ModelSize:
         return self.floats * (4 if dtype == "float32" else 2) + self.others
 
 
-def tensors_of(path: Path) -> list[tuple[str, tuple[int, ...], str]]:
+def _number(settings: Mapping[str, Any], *names: str) -> int:
+    """The first of these that is set; 0 if none is."""
+    return next((int(settings[name]) for name in names if settings.get(name)), 0)
+
+
+def tensors_of(path: Path) -> list[Tensor]:
     """Name, shape and stored type of each tensor: of the files that the index names, or of all."""
     index: Mapping[str, Any] = read_json(path / "model.safetensors.index.json").get(
         "weight_map", {}

@@ -182,6 +182,7 @@ def _affordable(setting: Setting, split: Split, gpus: int) -> list[Split]:
         move
         for move in _moves(split)
         if move.apply(setting).gpus <= gpus
+        and move.ranks >= setting.least_ranks
         and all(
             old == new or not held
             for old, new, held in zip(split.teachers, move.teachers, fixed, strict=True)
@@ -239,8 +240,9 @@ def _split_for(
 
 
 def _least(setting: Setting) -> Split:
-    """One replica of each pool, and all external servers."""
-    return Split(1, tuple(1 if t.gpus else t.replicas for t in setting.teachers), 1)
+    """One replica of each pool, all external servers, and the ranks that hold the student."""
+    teachers = tuple(1 if t.gpus else t.replicas for t in setting.teachers)
+    return Split(1, teachers, setting.least_ranks)
 
 
 def _replicas_for(rate: float, limit: float) -> int:
@@ -259,7 +261,7 @@ def _ranks_for(setting: Setting, rate: float) -> int | None:
         return None
     tokens = setting.batch_size * (setting.prompt_tokens + setting.response_tokens)
     speedup = tokens / tokens_s / train.tokens_per_s
-    return max(1, 1 + math.ceil((speedup - 1) / train.scaling - 1e-9))
+    return max(setting.least_ranks, 1 + math.ceil((speedup - 1) / train.scaling - 1e-9))
 
 
 def _by_rollout(

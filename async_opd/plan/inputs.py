@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from async_opd.checks.memory_fit import fewest_ranks, this_machine
 from async_opd.config.device_defaults import engine_sizes
 from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.models.hub import with_cached
+from async_opd.models.model_files import ModelError
 from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
 from rollouter.slots import first_limit
@@ -16,7 +19,8 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
 
     ConfigError if the speeds are incomplete or ``gpus`` too few; ``where`` is the speeds' file.
     """
-    problems = [*_problems(config, plan, where), *_too_few(config, gpus)]
+    least = least_ranks(config)
+    problems = [*_problems(config, plan, where), *_too_few(config, gpus, least)]
     if problems:
         raise ConfigError(problems)
     rollout, shares = config.rollout, _shares(config, plan)
@@ -54,7 +58,19 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         evaluation_every=config.eval.every if config.data.eval else 0,
         evaluation_s=plan.evaluation_s,
         outside_s=plan.outside_s,
+        least_ranks=least,
     )
+
+
+def least_ranks(config: RunConfig) -> int:
+    """Ranks that hold the student; 1 where the memory of GPUs or the student's size is unknown."""
+    if config.cluster.device == "cpu":
+        return 1
+    machine = this_machine(config, "cuda")
+    try:
+        return (machine.total and fewest_ranks(with_cached(config, [])[0], machine)) or 1
+    except ModelError:
+        return 1
 
 
 def slots_of(config: RunConfig) -> int:
@@ -89,11 +105,11 @@ def _shares(config: RunConfig, plan: PlanConfig) -> dict[str, float]:
     return {name: share / total for name, share in shares.items()}
 
 
-def _too_few(config: RunConfig, gpus: int | None) -> list[Problem]:
-    """The problem that ``gpus`` are fewer than one replica of each pool and one rank need."""
+def _too_few(config: RunConfig, gpus: int | None, least_ranks: int) -> list[Problem]:
+    """The problem that ``gpus`` are fewer than one replica of each pool and the trainer need."""
     needs = {"rollout": config.rollout.tensor_parallel}
     needs |= {f"teacher {name}": t.gpus for name, t in config.teachers.items()}
-    needs["train"] = 1
+    needs["train"] = least_ranks
     least = sum(needs.values())
     if gpus is None or gpus >= least:
         return []

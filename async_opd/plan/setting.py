@@ -56,6 +56,7 @@ class TeacherPoolSpec:
 class Setting:
     """Everything on which a prediction depends. ``ranks`` are the trainer's, one GPU each.
 
+    ``least_ranks``: fewer do not hold the student in their GPUs' memory, as far as that is known.
     ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` is sampled
     again (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
     ``evaluation_every`` versions (0: never) an evaluation occupies the rollout replicas for
@@ -80,6 +81,7 @@ class Setting:
     evaluation_every: int = 0
     evaluation_s: float = 0.0
     outside_s: float = 0.0
+    least_ranks: int = 1
 
     @property
     def gpus(self) -> int:

@@ -75,8 +75,11 @@ def _advice(setting: Setting, advice: Advice) -> RenderableType:
     ):
         table.add_row(*row)
     scaling = setting.train.scaling
+    least = setting.least_ranks
+    memory = f"memory      {least} trainer ranks hold the student, {least // 2} do not"
     return Group(
         table,
+        *([memory] if least > 1 else []),
         f"samples/s   {advice.prediction.samples_per_s:.4g} at s = {advice.threshold:g}, "
         f"the smallest threshold with {ENOUGH:.0%} of the throughput at a large one",
         f"            split as it is: s = {advice.threshold_now:g} is enough "

@@ -53,16 +53,22 @@ def test_rows_are_handed_on_to_the_run() -> None:
     assert (len(inputs.checked[0]), sum(map(len, inputs.eval))) == (6000, 512)
 
 
-def test_pools_that_do_not_fit_the_gpu_that_they_share_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_pools_that_do_not_fit_the_gpu_that_they_share_are_refused() -> None:
     shared = [f"teachers.sort.{key}" for key in ("placement=colocated", "with=rollout")]
-    monkeypatch.setattr("async_opd.checks.preflight.gpu_bytes", lambda: 24 << 30)
+    shared.append("cluster.gpu_memory_gib=24")
     assert found(*shared, gpus=8) == []
     fixed = "teachers.sort.engine.gpu_memory_utilization=0.95"
     problem = one(*shared, fixed, gpus=8)
     assert problem.where.endswith("c.yaml")
     assert "at most 0.87 beside the others on it" in problem.message
+
+
+def test_a_pool_that_needs_more_than_its_gpu_is_refused_with_its_terms() -> None:
+    fault = found("cluster.gpu_memory_gib=1.001", "train.batch_size=2000", gpus=8)
+    assert {problem.key for problem in fault} == {
+        "train", "rollout", "teachers.sort", "teachers.reverse",
+    }  # fmt: skip
+    assert "(CUDA context 1.0 GiB" in fault[0].message
 
 
 @pytest.mark.parametrize("moments", ["bfloat16", "8bit"])

@@ -10,6 +10,7 @@ import pytest
 
 from async_opd.checks import resources
 from async_opd.core.errors import ConfigError
+from tests.checks.inputs import config
 
 
 @pytest.fixture
@@ -67,7 +68,7 @@ def test_the_memory_of_the_smallest_gpu_is_read(
         return subprocess.CompletedProcess(args, 0, lines, "")
 
     bare.setattr(subprocess, "run", listed)
-    assert resources.gpu_bytes() == nbytes
+    assert resources.gpu_bytes(config()) == nbytes
 
 
 def test_without_nvidia_smi_the_memory_is_not_known(bare: pytest.MonkeyPatch) -> None:
@@ -75,4 +76,12 @@ def test_without_nvidia_smi_the_memory_is_not_known(bare: pytest.MonkeyPatch) ->
         raise FileNotFoundError("nvidia-smi")
 
     bare.setattr(subprocess, "run", missing)
-    assert resources.gpu_bytes() is None
+    assert resources.gpu_bytes(config()) is None
+
+
+def test_the_config_says_the_memory_of_gpus_that_this_machine_does_not_have(
+    bare: pytest.MonkeyPatch,
+) -> None:
+    bare.setattr(subprocess, "run", None)
+    assert resources.gpu_bytes(config("cluster.gpu_memory_gib=40")) == 40 << 30
+    assert resources.gpu_bytes(config("cluster.address=auto")) is None

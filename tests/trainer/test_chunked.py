@@ -199,6 +199,17 @@ def test_the_backward_pass_only_scales() -> None:
     assert torch.allclose(3 * one[0], three[0])
 
 
+def test_the_gradients_are_handed_on_and_not_kept_as_long_as_the_loss() -> None:
+    """The head's is the largest tensor of a step: 3 GB of a 32B student."""
+    hidden, weight, bias, x = problem("topk")
+    loss = loss_of("topk", hidden, weight, bias, x)
+    node: Any = loss.grad_fn
+    kept = [g.data_ptr() for g in node.gradients if g is not None]
+    (gradient,) = torch.autograd.grad(3 * loss, weight)
+    assert gradient.data_ptr() in kept
+    assert node.gradients == ()
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_bfloat16_products_stay_close_to_float64(name: str) -> None:
     hidden, weight, bias, x = problem(name)

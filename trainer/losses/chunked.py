@@ -113,8 +113,9 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        gradients = (None if g is None else g * scale.to(g.dtype) for g in ctx.gradients)
-        return *gradients, None
+        # In place, and out of ctx, which lives as long as the loss: the head's is the largest one.
+        gradients, ctx.gradients = ctx.gradients, ()
+        return *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients), None
 
 
 @dataclass

@@ -1,0 +1,198 @@
+"""Bytes of each pool of a config: of a GPU at its peak, and of host memory, term by term.
+
+    config, sizes of its models ──► train: peak(step_of), engines: weights and KV cache
+
+Where a number is a bound and no formula, its constant says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from async_opd.config.device_defaults import recomputation, reduces_once
+from async_opd.config.loss import score_kind
+from async_opd.config.run_config import RolloutConfig, RunConfig
+from async_opd.config.teachers import EngineTeacher
+from async_opd.memory.step import Step, Terms, peak, states
+from async_opd.models.adapted import trained_entries
+from async_opd.models.engine_args import Device, engine_dtype
+from async_opd.models.model_size import ModelSize
+from async_opd.models.moments import moment_bytes
+
+GIB = 1 << 30
+CONTEXT = GIB
+"""Bytes of a process that no allocator counts: CUDA context, loaded kernels, communicators of NCCL,
+cuBLAS's buffers. A bound. vLLM's own is not in its share: it exists before vLLM looks at the free
+memory."""
+LEAST = GIB
+"""Bytes of KV cache and activations without which an engine is of no use. A bound."""
+SAMPLE = (4096, 256)
+"""A matrix, by which the moments of all are counted."""
+CPU_ROW_TOKENS = 512
+"""Longest packed row of short samples on a CPU (``trainer.learner``)."""
+RANK_PROCESS, ENGINE_PROCESS = 5 * GIB // 8, 5 * GIB // 4
+"""Host memory of a process's code: torch and transformers; vLLM. Bounds of what CPU runs have."""
+
+ON_HOST = {
+    "none": frozenset[str](),
+    "moments": frozenset({"moments"}),
+    "parameters": frozenset({"parameters", "gradients", "moments"}),
+}
+"""Terms that ``train.offload`` keeps in host memory."""
+
+Sizes = Callable[[str], ModelSize]
+"""The size of a local model by its directory."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a run is: its device, bytes of each GPU (of the host for CPUs) if they are known."""
+
+    device: Device
+    total: int | None = None
+    sizes: Sizes = ModelSize.read
+
+
+@dataclass(frozen=True)
+class PoolMemory:
+    """A pool of ``processes``: bytes of each one's GPU, and of its part of the host's memory."""
+
+    name: str
+    processes: int
+    gpu: Terms
+    host: Terms
+
+
+def pool_memory(config: RunConfig, machine: Machine) -> list[PoolMemory]:
+    """All pools that the run has on its own machines. ModelError for a model that is not local."""
+    names = ["train", "rollout", *(f"teachers.{n}" for n, t in config.teachers.items() if t.gpus)]
+    return [memory_of(config, name, machine) for name in names]
+
+
+def memory_of(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
+    """One pool, by the name of its config section."""
+    return _trainer(config, machine) if name == "train" else _engine(config, name, machine)
+
+
+def step_of(config: RunConfig, machine: Machine) -> Step:
+    """The largest step of a rank."""
+    train, device = config.train, machine.device
+    size = machine.sizes(config.student.model)
+    wanted = recomputation(train, device)
+    if train.gradient_checkpointing == "auto" and not size.recomputable:
+        wanted = "none"
+    trained = trained_entries(config.student.model, train.lora) if train.lora else None
+    entries, memory = size.floats if trained is None else trained, machine.total or 0
+    teachers = config.teachers if score_kind(config.loss) == "hidden" else ()
+    columns = (machine.sizes(config.teacher_model(name)).vocabulary for name in teachers)
+    tokens = _row_tokens(config, device)
+    return Step(
+        size,
+        device,
+        ranks=train.ranks,
+        copies=train.replicate,
+        tokens=tokens,
+        responses=tokens,
+        half=train.dtype == "bfloat16" or (train.dtype == "auto" and device == "cuda"),
+        recompute=wanted,
+        mask=train.attention == "sdpa",
+        trained=trained,
+        moment_bytes=moment_bytes(train.moments, SAMPLE) / math.prod(SAMPLE),
+        teacher_vocabulary=max(columns, default=0),
+        on_host=ON_HOST[train.offload] if device == "cuda" else frozenset(),
+        reduces_once=train.ranks > 1 and reduces_once(train, entries, memory),
+        kept=_kept(config, machine, trained),
+    )
+
+
+def _row_tokens(config: RunConfig, device: Device) -> int:
+    """A rank's tokens of the longest row: the budget, a longer sample, but no more than a batch."""
+    longest = config.rollout.max_tokens + (config.data.max_prompt_tokens or 0)
+    budget = config.train.tokens_per_micro_batch
+    if device == "cpu":
+        budget = min(budget, CPU_ROW_TOKENS)
+    tokens = max(longest, min(budget, config.train.batch_size * longest))
+    return -(-tokens // config.train.context_parallel)
+
+
+def resting(config: RunConfig, machine: Machine) -> Terms:
+    """What a rank keeps on its GPU between two steps; beside colocated engines it is offloaded."""
+    kept = _heads(config, machine) | {"CUDA context": CONTEXT}
+    if config.rollout.host == "train":
+        return kept
+    step = step_of(config, machine)
+    return states(replace(step, on_host=step.on_host | {"gradients"})) | kept
+
+
+def _kept(config: RunConfig, machine: Machine, trained: int | None) -> Terms:
+    """Rank 0's copy of the weights that are sent, and the teachers' heads.
+
+    For engines on the trainer's GPUs the copy is in host memory.
+    """
+    if config.rollout.host == "train" and machine.device == "cuda":
+        return _heads(config, machine)
+    size, lora = machine.sizes(config.student.model), config.train.lora
+    if lora is not None and lora.sync == "adapter":
+        size = replace(size, floats=trained or 0, others=0)
+    dtype = engine_dtype(config.rollout.engine, machine.device)
+    return {"snapshot": size.engine_bytes(dtype), **_heads(config, machine)}
+
+
+def _heads(config: RunConfig, machine: Machine) -> Terms:
+    """The teachers' heads, which every rank has for objectives over the whole vocabulary."""
+    if score_kind(config.loss) != "hidden":
+        return {}
+    heads = {
+        (config.teacher_model(name), engine_dtype(teacher.engine, machine.device))
+        for name, teacher in config.teachers.items()
+        if isinstance(teacher, EngineTeacher)
+    }
+    sizes = [machine.sizes(model).head_bytes(dtype) for model, dtype in heads]
+    return {"teachers' heads": sum(sizes)}
+
+
+def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
+    """Host memory of a rank has its part of a checkpoint, a copy of weights and moments."""
+    step = step_of(config, machine)
+    terms, ranks = peak(step), config.train.ranks
+    state = states(replace(step, kept={}, on_host=frozenset()))
+    host = {"process": RANK_PROCESS, "checkpoint": state["parameters"] + state["moments"]}
+    away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
+    if machine.device == "cuda":
+        host |= {term: nbytes for term, nbytes in state.items() if term in away}
+    if machine.device == "cpu":
+        return PoolMemory("train", ranks, {}, terms | host)
+    return PoolMemory("train", ranks, terms | {"CUDA context": CONTEXT}, host)
+
+
+def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
+    """Each of an engine's GPUs has a shard of its weights."""
+    pool, model = _engine_section(config, name)
+    parallel = pool.tensor_parallel
+    weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
+    host = {"process": ENGINE_PROCESS}
+    if machine.device == "cpu":
+        host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
+        return PoolMemory(name, pool.replicas, {}, host)
+    terms = {"weights": weights // parallel, "least KV cache": LEAST, "CUDA context": CONTEXT}
+    return PoolMemory(name, pool.replicas * parallel, terms, host)
+
+
+def _engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | EngineTeacher, str]:
+    """The section of a pool of engines, and their model."""
+    if name == "rollout":
+        return config.rollout, config.student.model
+    teacher = config.teachers[name.removeprefix("teachers.")]
+    assert isinstance(teacher, EngineTeacher)
+    return teacher, config.teacher_model(name.removeprefix("teachers."))
+
+
+def cache_tokens(config: RunConfig, name: str, machine: Machine, nbytes: int) -> int:
+    """Tokens whose keys and values fit into ``nbytes`` on each GPU of an engine."""
+    pool, model = _engine_section(config, name)
+    size = machine.sizes(model)
+    itemsize = 4 if engine_dtype(pool.engine, machine.device) == "float32" else 2
+    width = max(size.key // pool.tensor_parallel, size.query // size.heads)
+    return nbytes // max(2 * itemsize * size.layers * width, 1)

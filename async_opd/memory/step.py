@@ -1,0 +1,184 @@
+"""Bytes of one rank of the trainer in a step, term by term: pure functions of ``Step``.
+
+    always    parameters, gradients, moments, what ``Step.kept`` names
+    forward   activations ──► the loss: a chunk of logits, the head's gradient
+    backward  activations, a layer's gradients, parameters gathered from the other ranks
+
+The peak is the larger of the loss and the backward pass. Gradients are there from the first of
+several micro-batches on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from async_opd.config.device_defaults import Recomputation
+from async_opd.memory.activations import Precision, layer_bytes, layer_gradients, products_bytes
+from async_opd.models.model_size import ModelSize
+
+MIB = 1 << 20
+CHUNK = {"cpu": 256 * MIB, "cuda": 1024 * MIB}
+"""Bytes of the logits in memory at a time (``trainer.losses.chunked.CHUNK_BYTES``)."""
+TILE = {"cpu": 16 * MIB, "cuda": 256 * MIB}
+"""Bytes that an objective works on at a time (``trainer.losses.compiled.TILE_BYTES``)."""
+
+Terms = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rank's memory depends on.
+
+    ``ranks`` share the student, with ``copies`` of all shards. ``tokens`` are a rank's of its
+    longest row, of which ``responses`` reach the head. ``half``: it computes in bfloat16.
+    ``recompute``: which activations it computes again. ``mask``: attention has a mask of the whole
+    row. ``trained``: entries of adapters, None if all weights are trained. ``moment_bytes``: of
+    both moments of an entry. ``on_host``: terms that are in host memory instead.
+    ``teacher_vocabulary``: columns of a teacher's logits in the trainer. ``reduces_once``: each
+    rank sums its gradients before they are sharded. ``kept``: further bytes that are there all the
+    time, by term.
+    """
+
+    size: ModelSize
+    device: Literal["cpu", "cuda"] = "cuda"
+    ranks: int = 1
+    copies: int = 1
+    tokens: int = 16384
+    responses: int = 16384
+    half: bool = True
+    recompute: Recomputation = "full"
+    mask: bool = False
+    trained: int | None = None
+    moment_bytes: float = 8
+    on_host: frozenset[str] = frozenset()
+    teacher_vocabulary: int = 0
+    reduces_once: bool = False
+    kept: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether several ranks share the student."""
+        return self.ranks > 1
+
+    @property
+    def precision(self) -> Precision:
+        """FSDP gathers parameters in the type of products, and frozen ones have it.
+
+        Autocast leaves all but products float32.
+        """
+        compute = 2 if self.half else 4
+        return Precision(compute, compute if self.sharded or self.frozen else 4)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether adapters are trained in place of the student's own weights."""
+        return self.trained is not None
+
+
+def states(step: Step) -> Terms:
+    """What a rank has in every phase of a step: its share of weights, gradients and moments."""
+    size, shards = step.size, step.ranks // step.copies
+    trained = size.floats if step.trained is None else step.trained
+    frozen = 0 if step.trained is None else (2 if step.half else 4) * size.floats
+    found = {
+        "parameters": (frozen + 4 * trained) // shards,
+        "gradients": 4 * trained // (1 if step.reduces_once else shards),
+        "moments": int(step.moment_bytes * trained) // shards,
+        **step.kept,
+    }
+    return {term: nbytes for term, nbytes in found.items() if term not in step.on_host}
+
+
+def peak(step: Step) -> Terms:
+    """All terms at the moment with the most bytes; their sum is the peak."""
+    phases = [states(step) | of(step) for of in (loss, backward)]
+    return max(phases, key=lambda terms: sum(terms.values()))
+
+
+def loss(step: Step) -> Terms:
+    """While the head's gradient is computed."""
+    compute, size = step.precision.compute, step.size
+    root = size.embeddings - (0 if size.tied else size.vocabulary)
+    gathered = compute * size.hidden * (root + (0 if size.tied else 2 * size.vocabulary))
+    states_ = step.precision.residual * size.hidden * (step.tokens + step.responses)
+    final = step.precision.norm(size.hidden) * step.tokens
+    return {
+        "activations": kept_activations(step) + final + states_,
+        "logits": _logits(step),
+        **({"gathered parameters": gathered} if step.sharded else _casts(step)),
+    }
+
+
+def backward(step: Step) -> Terms:
+    """In the backward pass of the decoder's last layer, or of the one before it."""
+    layer = layer_gradients(step.size, step.precision) * step.tokens
+    if step.recompute != "none":
+        layer += _layer(step)
+    if step.recompute == "selective":
+        layer -= products_bytes(step.size, step.precision) * step.tokens
+    found = {"activations": kept_activations(step), "one layer": layer}
+    if step.sharded:
+        return found | _gathered(step)
+    if step.size.tied and not step.frozen:  # autograd adds the embedding's before it accumulates
+        found["head's gradient"] = 4 * step.size.vocabulary * step.size.hidden
+    return found | _casts(step, one_layer=step.recompute != "none")
+
+
+def kept_activations(step: Step) -> int:
+    """Bytes that the forward pass of the decoder's layers leaves for the backward pass."""
+    each = _layer(step)
+    if step.recompute != "none":
+        each = step.precision.residual * step.size.hidden * step.tokens
+    if step.recompute == "selective":
+        each += products_bytes(step.size, step.precision) * step.tokens
+    rotary = 2 * step.precision.residual * step.size.query // step.size.heads
+    return step.size.layers * each + rotary * step.tokens + (step.tokens**2 if step.mask else 0)
+
+
+def _layer(step: Step) -> int:
+    """Activations of one layer, with the mask in the type of its scores."""
+    mask = step.precision.compute * step.tokens**2 if step.mask else 0
+    return layer_bytes(step.size, step.precision, step.mask) * step.tokens + mask
+
+
+def _logits(step: Step) -> int:
+    """A chunk of logits, what is computed of it, and gradients of head and hidden rows."""
+    size, vocabulary = step.size, step.size.vocabulary
+    row = 4 * (vocabulary + step.teacher_vocabulary)
+    rows = max(min(CHUNK[step.device] // row, step.responses), 1)
+    head = 0 if step.frozen else vocabulary * size.hidden
+    copy, cast = (2 * head, 2 * rows * vocabulary) if step.half else (0, 0)
+    # The head's gradient: of a product with a result in 16 bits, which a GPU has no need of; or
+    # as the type of a gathered weight. Autocast has a copy of the weight beside.
+    product = cast + (copy if step.device == "cpu" else 0)
+    work = max(product, min(TILE[step.device], rows * row), copy if step.sharded else 0)
+    weight = copy if step.precision.casts else 0
+    return rows * row + work + 4 * (head + size.hidden * step.responses) + weight
+
+
+def _casts(step: Step, one_layer: bool = False) -> Terms:
+    """The copies in 16 bits that autocast makes of all matrices of the decoder, or of a layer's."""
+    if not step.precision.casts or step.frozen:
+        return {}
+    return {"bfloat16 copies": 2 * step.size.block * (1 if one_layer else step.size.layers)}
+
+
+def _gathered(step: Step) -> Terms:
+    """The root's parameters, a layer's and those of the one that is next; and gradients.
+
+    Of the head there is all of it: in 16 bits until the end if the root has it, else float32 until
+    the next reduction. Gradients of a layer take no more than what its activations leave.
+    """
+    size, compute = step.size, step.precision.compute
+    head = size.vocabulary * size.hidden
+    root = size.hidden * size.embeddings - (0 if size.tied else head)
+    found = {"gathered parameters": compute * (root + 2 * size.block)}
+    if step.frozen:
+        return found
+    reduced = 0 if size.tied else 4 * head
+    if step.recompute != "none":
+        reduced = max(reduced, 4 * size.block) + compute * size.block // 2
+    return found | {"gathered gradients": reduced + (compute * root if size.tied else 0)}

@@ -1,0 +1,152 @@
+"""What the memory planner says of a rank, over what torch's memory tracker counts.
+
+    async_opd.memory.step ──planned──┐
+    MemTracker, FSDPMemTracker ──────┴──► ratios by term
+
+The tracker (``torch.distributed._tools``) shares no code with the planner. ``real``: steps on CPU
+tensors, with one rank, and with two over gloo. ``fake``: 4B to 32B students and a 30B mixture with
+3B active, on fake tensors and as many fake ranks as named. ``worst_ratio`` is planned over measured
+of the term that is furthest from 1, of those that are 2 % of the peak at least.
+
+``python -m benchmarks.memory`` prints one JSON object last. ``--layers`` cuts the depth of the fake
+students, whose layers are alike. Where ``benchmarks.load_memory`` exists, its figures stand beside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from async_opd.config.train import TrainConfig
+from benchmarks.memory_step import Case, fake_ranks, gloo_ratios, ratios
+
+VOCABULARY = 151_936
+DENSE = {
+    "4B": (2560, 9728, 36, 32, True),
+    "8B": (4096, 12288, 36, 32, False),
+    "14B": (5120, 17408, 40, 40, False),
+    "32B": (5120, 25600, 64, 64, False),
+}
+"""Hidden and inner width, layers, heads, tied head: of Qwen3. All have 8 heads of keys of 128."""
+FAKE_RANKS = {"4B": (1, 8), "8B": (2, 64), "14B": (4, 32), "32B": (8, 64), "30B-A3B": (8, 64)}
+TOKENS, RESPONSES = 16384, 1024
+
+
+def dense(name: str, layers: int | None) -> Any:
+    """The config of a dense student."""
+    from transformers import Qwen3Config
+
+    hidden, inner, depth, heads, tied = DENSE[name]
+    return Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers or depth,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=tied,
+    )
+
+
+def mixture(layers: int | None) -> Any:
+    """Qwen3-30B-A3B: 128 experts, of which 8 compute a token."""
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=2048,
+        moe_intermediate_size=768,
+        num_hidden_layers=layers or 48,
+        num_attention_heads=32,
+        num_key_value_heads=4,
+        head_dim=128,
+        num_experts=128,
+        num_experts_per_tok=8,
+        tie_word_embeddings=False,
+    )
+
+
+def small(family: str, **settings: Any) -> Any:
+    """A student of a few million parameters."""
+    import transformers
+
+    sizes = {
+        "vocab_size": 4096,
+        "hidden_size": 256,
+        "intermediate_size": 768,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    }
+    return getattr(transformers, f"{family}Config")(**{**sizes, **settings})
+
+
+def real() -> Iterator[Case]:
+    """Small students of several families, by recomputation and dtype."""
+    for family in ("Qwen3", "Llama", "Qwen2", "Mistral"):
+        for kind in ("none", "selective", "full"):
+            train = TrainConfig(dtype="float32", gradient_checkpointing=kind)
+            yield Case(f"{family} {kind}", small(family), train)
+    train = TrainConfig(dtype="bfloat16", gradient_checkpointing="none")
+    yield Case("Qwen3 bfloat16", small("Qwen3", tie_word_embeddings=True), train)
+
+
+def fake(layers: int | None) -> Iterator[Case]:
+    """The students that a GPU trains, with the attention that it has."""
+    for name, counts in FAKE_RANKS.items():
+        for ranks in counts:
+            for kind in ("full", "selective"):
+                config = mixture(layers) if name == "30B-A3B" else dense(name, layers)
+                train = TrainConfig(ranks=ranks, dtype="bfloat16", gradient_checkpointing=kind)
+                title = f"{name} {kind}, {ranks} ranks"
+                yield Case(title, config, train, TOKENS, RESPONSES, ragged=True)
+
+
+def _shown(name: str, found: dict[str, float], started: float) -> float:
+    """Prints the ratios; returns the one furthest from 1."""
+    terms = ", ".join(f"{term} {ratio:.3f}" for term, ratio in found.items())
+    print(f"{name}: {terms} ({time.perf_counter() - started:.0f} s)", flush=True)
+    return max(found.values(), key=lambda ratio: abs(ratio - 1))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, help="of the fake students; all by default")
+    layers = parser.parse_args().layers
+    worst: dict[str, dict[str, float]] = {"real": {}, "fake": {}}
+    for case in real():
+        started = time.perf_counter()
+        worst["real"][case.name] = _shown(case.name, ratios(case), started)
+    for kind in ("none", "full"):
+        started = time.perf_counter()
+        train = TrainConfig(ranks=2, dtype="float32", gradient_checkpointing=kind)
+        case = Case(f"Qwen3 {kind}, 2 gloo ranks", small("Qwen3"), train)
+        worst["real"][case.name] = _shown(case.name, gloo_ratios(case), started)
+    for case in fake(layers):
+        started = time.perf_counter()
+        with fake_ranks(case.train.ranks) as mesh:
+            worst["fake"][case.name] = _shown(case.name, ratios(case, mesh), started)
+    furthest = {
+        kind: max(found.values(), key=lambda ratio: abs(ratio - 1)) for kind, found in worst.items()
+    }
+    result = {
+        "worst_ratio": round(max(furthest.values(), key=lambda r: abs(r - 1)), 3),
+        **{f"worst_{kind}": round(ratio, 3) for kind, ratio in furthest.items()},
+        "cases": sum(map(len, worst.values())),
+    }
+    if importlib.util.find_spec("benchmarks.load_memory") is not None:
+        result |= importlib.import_module("benchmarks.load_memory").figures()
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
