@@ -49,11 +49,11 @@ def test_a_student_that_its_gpus_do_not_hold_is_refused_with_its_terms_by_size()
 def test_the_remedies_name_what_each_leads_to_and_the_best_comes_first() -> None:
     ((_, _, remedy),) = faults_of_memory(config("4"), gpus(79))
     changes = remedy.split("; ")
-    assert changes[0].startswith("train.ranks: 2 (")
+    assert changes[0].startswith("train.offload: parameters (")
     needs = [float(change.split("(")[1].split()[0]) for change in changes]
     assert needs == sorted(needs)
     assert {change.split(":")[0] for change in changes} == {
-        "train.ranks", "train.moments", "train.tokens_per_micro_batch",
+        "train.ranks", "train.offload", "train.moments", "train.tokens_per_micro_batch",
     }  # fmt: skip
 
 
