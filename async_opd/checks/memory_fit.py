@@ -99,8 +99,12 @@ def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[Pro
 
 
 def _host_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[Problem]:
+    """Of all pools together; the bound of what code takes refuses nothing."""
     pools = pools_of(config, machine)
-    sums = {pool.name: pool.processes * sum(pool.host.values()) for pool in pools}
+    sums = {
+        pool.name: pool.processes * (sum(pool.host.values()) - pool.host["process"])
+        for pool in pools
+    }
     needed = sum(sums.values())
     if needed > total:
         largest = max(pools, key=lambda pool: sums[pool.name])
