@@ -107,15 +107,17 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, run: _ChunkPass) -> torch.Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
-            loss, ctx.gradients = run(hidden, weight, bias)
+            loss, gradients = run(hidden, weight, bias)
+        # Freed by the backward pass: attributes of ctx live as long as the loss, and the head's
+        # gradient is the largest tensor of a step.
+        ctx.save_for_backward(*gradients)
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        # In place, and out of ctx, which lives as long as the loss: the head's is the largest one.
-        gradients, ctx.gradients = ctx.gradients, ()
-        return *(None if g is None else g.mul_(scale.to(g.dtype)) for g in gradients), None
+        gradients = (None if g is None else g * scale.to(g.dtype) for g in ctx.saved_tensors)
+        return *gradients, None
 
 
 @dataclass
