@@ -76,8 +76,9 @@ def test_the_planner_counts_the_entries_that_are_trained(made: str, tmp_path: Pa
 
 
 def test_a_rank_that_no_engine_takes_is_refused_for_adapters_only() -> None:
-    problem = one("train.lora.rank=600", "train.lora.sync=adapter")
-    assert (problem.key, "up to rank 512" in problem.message) == ("train.lora.rank", True)
+    problems = found("train.lora.rank=600", "train.lora.sync=adapter")
+    assert [problem.key for problem in problems] == ["train.lora.sync", "train.lora.rank"]
+    assert "up to rank 512" in problems[1].message
     assert found("train.lora.rank=600") == []
 
 
@@ -97,7 +98,7 @@ def test_adapters_of_a_mixture_are_merged(tmp_path: Path) -> None:
     problems, lora = Findings("c.yaml"), config(LORA, "train.lora.sync=adapter")
     files = ModelFiles.read(str(tmp_path), weights=True)
     adapters.check_adapters(lora, files, problems)
-    assert [problem.key for problem in problems.problems] == ["train.lora.sync"]
+    assert [problem.key for problem in problems.problems] == ["train.lora.sync"] * 2
 
 
 def test_some_targets_have_fewer_entries() -> None:

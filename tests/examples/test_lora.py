@@ -1,4 +1,4 @@
-"""The quickstart with LoRA, from start to export; and with engines that apply the adapters."""
+"""The quickstart with LoRA, from start to export."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from async_opd.models.adapted import linear_layers
 from tests.cluster.test_run import Run, Running
 from tests.examples.test_quickstart_assets import QUICKSTART, accuracy
 
@@ -50,16 +49,3 @@ def test_the_peft_directory_computes_what_the_merged_export_computes(done: Run) 
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.allclose(both.eval()(ids).logits, merged.eval()(ids).logits, atol=1e-4)
-
-
-def test_engines_that_apply_adapters_get_nothing_else(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> None:
-    directory = tmp_path_factory.mktemp("runs") / "adapter"
-    adapters = ("train.lora.sync=adapter", "async.on_sync=recompute", "log.wandb=off")
-    run = Running(directory, *adapters, "sync.verify_every=1", example=EXAMPLE).end()
-    assert run.code == 0, run.output
-    tensors = 2 * len(linear_layers(QUICKSTART / "models" / "student"))
-    synced = [line for line in run.metrics if "sync/learned_parameters" in line]
-    assert [line["sync/learned_parameters"] for line in synced] == [tensors] * 3
-    assert run.summary["sync/wrong_weights"] == 0
