@@ -62,7 +62,11 @@ class Digests:
         return found
 
     def _sums(self, tensor: Any) -> Iterator[Any]:
-        """Both sums of each chunk, int64 [2], on the tensor's device; places begin at 1 in each."""
+        """Both sums of each chunk, int64 [2], on the tensor's device; places begin at 1 in each.
+
+        Several are allocated before the products: a small tensor that stays, made beside each
+        product, would keep the C library from using the product's memory again.
+        """
         torch = self._torch
         data = tensor.contiguous().view(-1).view(torch.uint8)
         if rest := -data.numel() % 4:
@@ -71,8 +75,13 @@ class Digests:
         if words is None:  # a view of another dtype has to be aligned
             words = data.clone().view(torch.int32)
         factors = self._factors_on(tensor.device)
-        for part in words.split(_chunk_words(tensor.device)):
-            yield (part * factors[:, : part.numel()]).sum(1)
+        parts = words.split(_chunk_words(tensor.device))
+        if len(parts) == 1:
+            yield (parts[0] * factors[:, : words.numel()]).sum(1)
+            return
+        sums = torch.empty((len(parts), 2), dtype=torch.int64, device=tensor.device)
+        for part, both in zip(parts, sums, strict=True):
+            yield torch.sum(part * factors[:, : part.numel()], 1, out=both)
 
     def _factors_on(self, device: Any) -> Any:
         """Ones, and the places from 1 on, int64 [2, words of a chunk], until ``values``."""
