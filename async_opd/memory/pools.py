@@ -103,7 +103,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         teacher_vocabulary=max(columns, default=0),
         on_host=ON_HOST[train.offload] if device == "cuda" else frozenset(),
         reduces_once=train.ranks > 1 and reduces_once(train, entries, memory),
-        kept=_kept(config, machine, trained),
+        kept=_heads(config, machine),
     )
 
 
@@ -126,18 +126,12 @@ def resting(config: RunConfig, machine: Machine) -> Terms:
     return states(replace(step, on_host=step.on_host | {"gradients"})) | kept
 
 
-def _kept(config: RunConfig, machine: Machine, trained: int | None) -> Terms:
-    """Rank 0's copy of the weights that are sent, and the teachers' heads.
-
-    For engines on the trainer's GPUs the copy is in host memory.
-    """
-    if config.rollout.host == "train" and machine.device == "cuda":
-        return _heads(config, machine)
-    size, lora = machine.sizes(config.student.model), config.train.lora
+def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
+    """The weights that rank 0 sends, in host memory."""
+    lora = config.train.lora
     if lora is not None and lora.sync == "adapter":
-        size = replace(size, floats=trained or 0, others=0)
-    dtype = engine_dtype(config.rollout.engine, machine.device)
-    return {"snapshot": size.engine_bytes(dtype), **_heads(config, machine)}
+        return (step.trained or 0) * 4
+    return step.size.engine_bytes(engine_dtype(config.rollout.engine, device))
 
 
 def _heads(config: RunConfig, machine: Machine) -> Terms:
@@ -159,6 +153,7 @@ def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
     terms, ranks = peak(step), config.train.ranks
     state = states(replace(step, kept={}, on_host=frozenset()))
     host = {"process": RANK_PROCESS, "checkpoint": state["parameters"] + state["moments"]}
+    host["snapshot"] = _snapshot(config, step, machine.device)
     away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
     if machine.device == "cuda":
         host |= {term: nbytes for term, nbytes in state.items() if term in away}

@@ -54,9 +54,9 @@ def test_a_gpus_context_and_the_others_that_sleep_there_are_not_an_engines_to_ta
 
 def test_a_teacher_beside_the_trainer_gets_what_weights_and_optimizer_leave() -> None:
     made = config("2", a=guest("4", "train"))
-    trainer = CONTEXT + (12 + 2) * 2 * BILLION
+    trainer = CONTEXT + 12 * 2 * BILLION
     assert beside(made, "teachers.a", sizes) == CONTEXT + trainer
-    assert share(made, "teachers.a") == pytest.approx((H100 - 2 * CONTEXT - 28e9) / H100, abs=0.01)
+    assert share(made, "teachers.a") == pytest.approx((H100 - 2 * CONTEXT - 24e9) / H100, abs=0.01)
     assert beside(made, "rollout", sizes) == CONTEXT
 
 

@@ -38,16 +38,16 @@ def gpus(gib: float | None) -> Machine:
 
 
 def test_a_student_that_its_gpus_do_not_hold_is_refused_with_its_terms_by_size() -> None:
-    ((key, fault, _),) = faults_of_memory(config("4"), gpus(79))
+    ((key, fault, _),) = faults_of_memory(config("4"), gpus(70))
     assert key == "train"
     assert fault.startswith("a rank needs ")
     shown = fault[fault.index("(") :]
     assert shown.startswith("(moments 29.8 GiB, parameters 14.9 GiB, gradients 14.9 GiB, ")
-    assert fault.endswith("its GPU has 79.0 GiB")
+    assert fault.endswith("its GPU has 70.0 GiB")
 
 
 def test_the_remedies_name_what_each_leads_to_and_the_best_comes_first() -> None:
-    ((_, _, remedy),) = faults_of_memory(config("4"), gpus(79))
+    ((_, _, remedy),) = faults_of_memory(config("4"), gpus(70))
     changes = remedy.split("; ")
     assert changes[0].startswith("train.offload: parameters (")
     needs = [float(change.split("(")[1].split()[0]) for change in changes]
@@ -58,18 +58,18 @@ def test_the_remedies_name_what_each_leads_to_and_the_best_comes_first() -> None
 
 
 def test_with_enough_ranks_it_fits() -> None:
-    assert fewest_ranks(config("4"), gpus(79)) == 2
-    assert list(faults_of_memory(config("4", {"ranks": 2}), gpus(79))) == []
+    assert fewest_ranks(config("4"), gpus(70)) == 2
+    assert list(faults_of_memory(config("4", {"ranks": 2}), gpus(70))) == []
 
 
 def test_no_number_of_ranks_holds_a_row_that_is_too_long() -> None:
     long = {"tokens_per_micro_batch": 4_000_000, "batch_size": 4096}
-    assert fewest_ranks(config("4", long), gpus(79)) is None
+    assert fewest_ranks(config("4", long), gpus(70)) is None
 
 
 def test_an_engine_that_its_gpu_does_not_hold_is_refused_with_the_gpus_that_do() -> None:
     small = config("1", {"ranks": 8}, teachers={"a": {"model": "40"}})
-    ((key, fault, remedy),) = faults_of_memory(small, gpus(79))
+    ((key, fault, remedy),) = faults_of_memory(small, gpus(70))
     assert key == "teachers.a"
     assert "(weights 74.5 GiB" in fault
     assert remedy.startswith("teachers.a.tensor_parallel: 8 (")
@@ -81,7 +81,7 @@ def test_where_the_memory_is_not_known_nothing_is_refused() -> None:
 
 def test_a_rank_that_nearly_fills_its_gpu_is_noted() -> None:
     two = config("4", {"ranks": 2})
-    (needed,) = [row[3] for row in memory_rows(two, gpus(79)) if row[0] == "train"][:1]
+    (needed,) = [row[3] for row in memory_rows(two, gpus(70)) if row[0] == "train"][:1]
     gib = float(needed.split()[0])
     assert list(near(two, gpus(2 * gib))) == []
     (note,) = near(two, gpus(gib + 1))
@@ -105,8 +105,8 @@ def test_gradients_that_are_reduced_once_a_step_are_whole_on_every_rank() -> Non
         ]
         return next(one for one in terms.split(", ") if one.startswith("gradients"))
 
-    assert gradients("step", 79) == "gradients 14.9 GiB"
-    assert gradients("auto", 79) == gradients("micro_batch", 79) == "gradients 1.9 GiB"
+    assert gradients("step", 70) == "gradients 14.9 GiB"
+    assert gradients("auto", 70) == gradients("micro_batch", 70) == "gradients 1.9 GiB"
     assert gradients("auto", 141) == "gradients 14.9 GiB"
 
 
