@@ -71,7 +71,7 @@ def make_replicas(path: Path) -> list[Any]:
     from rollouter.spec import StudentEngineSpec
 
     kwargs = engine_kwargs(
-        EngineConfig(max_num_seqs=4, cpu_kv_cache_mib=64, max_model_len=2048),
+        EngineConfig(max_num_seqs=4, cpu_kv_cache_mib=256, max_model_len=2048),
         model=str(path),
         device="cpu",
         tensor_parallel=1,
