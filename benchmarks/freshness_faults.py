@@ -42,7 +42,9 @@ def at_source(w: World, change: Callable[[list[tuple[str, Any]]], list[tuple[str
 
 def old_snapshot(w: World) -> Any:
     """The sender sends the snapshot before."""
-    before, send = w.publisher._snapshot, w.publisher.send
+    # copies: the buffers are the next snapshot's, too
+    before = [(name, tensor.clone()) for name, tensor in w.publisher._snapshot]
+    send = w.publisher.send
 
     def faulty(group: int) -> float:
         with mock.patch.object(w.publisher, "_snapshot", before):

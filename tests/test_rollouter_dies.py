@@ -21,7 +21,7 @@ from async_opd.cluster.rollouter_actor import (
     build_rollouter,
 )
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SyncReport
+from async_opd.core.stages import Progress, SyncReport
 from async_opd.waiting.race import race
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
@@ -97,6 +97,9 @@ class Sender:
         await self.trainer.pace.wait()
         return 0.0
 
+    async def progress(self) -> Progress:
+        return await self.trainer.progress()
+
     async def snapshot(self, version: int, compare: bool = False) -> WeightMeta:
         await self.trainer.pace.wait()
         self.trainer.version = version
@@ -116,7 +119,7 @@ class MortalRollouter:
         self._service: RollouterService | None = None
 
     async def build(self) -> None:
-        parts: list[Any] = [self.run_.queue, Sender(self.run_.trainer), None]
+        parts: list[Any] = [self.run_.queue, Sender(self.run_.trainer), self.run_.scorer]
         replicas: list[Any] = [StartedReplica(replica, 1) for replica in self.replicas]  # type: ignore[arg-type]
         before = Predecessor(self.newest, behind=self.snapshots)
         self._service = await build_rollouter(self.run_.pipeline.config, replicas, *parts, before)

@@ -23,6 +23,7 @@ from async_opd.core.errors import Problem
 from async_opd.core.row import Row
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
+from async_opd.models.model_files import ModelError
 from async_opd.queue.sizes import payloads, refused, traffic
 
 
@@ -145,7 +146,16 @@ def _memory(config: RunConfig, found: Findings, models: ModelChecks, device: Dev
     if found.problems or models.partial or (device == "cpu" and config.cluster.address):
         return
     machine = this_machine(config, device)
-    for problem in faults_of_memory(config, machine):
+    try:
+        problems = list(faults_of_memory(config, machine))
+    except ModelError as error:  # its weights: its other files are checked
+        keys = {"student.model": config.student.model} | {
+            f"teachers.{name}.model": config.teacher_model(name) for name in config.teachers
+        }
+        key = next((key for key, model in keys.items() if model in error.message), "student.model")
+        found.add(key, error.message, error.remedy)
+        return
+    for problem in problems:
         found.add(*problem)
     if device == "cuda" and machine.total is not None:
         found.notes.extend(near(config, machine))

@@ -134,7 +134,7 @@ def kept_activations(step: Step) -> int:
         each = step.precision.residual * step.size.hidden * step.tokens
     if step.recompute == "selective":
         each += products_bytes(step.size, step.precision) * step.tokens
-    rotary = 2 * step.precision.residual * step.size.query // step.size.heads
+    rotary = 2 * step.precision.residual * step.size.query // max(step.size.heads, 1)
     return step.size.layers * each + rotary * step.tokens + (step.tokens**2 if step.mask else 0)
 
 

@@ -89,7 +89,9 @@ def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list
     """The same of the student as the trainer loads it."""
     import torch
 
+    from trainer.batches.packing import Row
     from trainer.losses.logits import shape_logits
+    from trainer.student.attention import row_lengths
     from trainer.student.loading import load_student
     from trainer.student.loss_module import DecoderAndHead
 
@@ -104,11 +106,13 @@ def trainers(path: Path, length: int | None, sequences: list[list[int]]) -> list
     modules = DecoderAndHead.of(load_student(config, torch.device("cpu")))
 
     def of(ids: list[int]) -> np.ndarray:
-        row = torch.tensor([ids])
+        row = Row.of([np.array(ids)], [np.arange(len(ids))])
+        lengths = row_lengths(modules.decoder.config._attn_implementation, row)
         with torch.no_grad():
-            states = modules.decoder(input_ids=row, use_cache=False).last_hidden_state[0]
+            decoded = modules.decoder(input_ids=row.input_ids, use_cache=False, **lengths)
+            states = decoded.last_hidden_state[0]
             logits = shape_logits(modules.linear(states), modules.shape).log_softmax(-1)
-        return logits[:-1].gather(-1, row[0, 1:, None])[:, 0].numpy()
+        return logits[:-1].gather(-1, row.input_ids[0, 1:, None])[:, 0].numpy()
 
     return [of(ids) for ids in sequences]
 
