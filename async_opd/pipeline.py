@@ -33,7 +33,7 @@ from async_opd.checkpoint.store import Checkpoint
 from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import StageError, first_cause
+from async_opd.core.errors import CheckpointError, StageError, first_cause
 from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import (
     DEAD,
@@ -80,6 +80,8 @@ class Pipeline:
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
         self._issued = self.start is None
+        self._past_cold_start = self.cold_start is None
+        self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
         self._coroutines = asyncio.TaskGroup()
         evaluated = 0 if self.evaluation is None else len(self.evaluation.prompts)
@@ -137,8 +139,12 @@ class Pipeline:
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
 
-        Raises if the trainer does not answer, or if its state does not match the run state.
+        Raises if the trainer does not answer, or if its state does not match the run state;
+        CheckpointError in a cold start, which a resume would skip, and once the run is rewound.
         """
+        if self.rewound or not self._past_cold_start:
+            cause = "the run is being rewound" if self.rewound else "the cold start is not over"
+            raise CheckpointError("checkpoint", cause)
         if self.checkpointer is not None:
             await self.checkpointer.settled()
             await self.checkpointer.take(self.run_state.cut)
@@ -168,6 +174,7 @@ class Pipeline:
         if self.cold_start is not None:
             stages = self.stages.trainer, self.stages.scorer
             await self.cold_start.run(*stages, self._bounded)
+            self._past_cold_start = True
         if self.again or self.cold_start is not None:
             await self.stages.sync.snapshot(0, again=True)
             await self._bounded("the first weight sync", self.stages.sync.push())

@@ -19,6 +19,7 @@ from typing import Any
 import uvloop
 
 from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.accounting.roll_backs import ROLL_BACKS
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
 from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
@@ -29,6 +30,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
+    GuardrailExceeded,
     Problem,
     ProcessDied,
     StageError,
@@ -48,7 +50,7 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 
-RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, "model", "best")
+RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS, "model", "best")
 """The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -250,6 +252,9 @@ async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: R
         log.message("no checkpoint at the end, --resume takes the one before: the trainer died")
         return
     log.message(f"the run has failed: {str(cause) or type(cause).__name__}")
+    if isinstance(cause, GuardrailExceeded):
+        log.message("no checkpoint of weights beyond the guardrail: --resume takes the one before")
+        return
     bound_s = pipeline.state_s
     keeping = asyncio.create_task(
         _checkpoint_at_end(pipeline, log, bound_s, "checkpoint.timeout_s")

@@ -74,12 +74,13 @@ class Training:
         job, config = self.job, self.job.config.guardrail
         if config.mode != "roll_back" or len(read_roll_backs(job.run_dir)) >= config.max_roll_backs:
             raise error
+        self.pipeline.rewound = True
+        await self._settle()
+        # first: a run that is killed in between goes back all the same, and may do so again
+        await asyncio.to_thread(job.store.roll_back, error.step - config.window)
         count = add_roll_back(job.run_dir, RollBack(error.step, error.found))
-        job.message(
-            f"rollback {count} of at most {config.max_roll_backs}: learning rates are multiplied "
-            f"by {config.roll_back_lr**count:g} from here on"
-        )
-        await self._rewind(error, error.step - config.window)
+        job.message(f"rollback {count} of at most {config.max_roll_backs}")
+        await self._rewind(error)
 
     def _pipeline(self, again: bool = False) -> Pipeline:
         """The next pipeline, which has read what its first prompts need.
@@ -100,25 +101,34 @@ class Training:
             again,
             last_evaluation(job.run_dir) if job.start else -1,
             cold_start_of(job, self.text),
-            job.config.guardrail.roll_back_lr ** len(read_roll_backs(job.run_dir)),
+            self._lr_factor(),
         )
         prompts.read_ahead()
         return made
 
-    async def _rewind(self, error: StageError, before: int | None = None) -> None:
-        """Takes everything but the engines back to the newest checkpoint, or to the start.
+    def _lr_factor(self) -> float:
+        """Of all learning rates, after the rollbacks so far; logged if it is not 1."""
+        count = len(read_roll_backs(self.job.run_dir))
+        factor = self.job.config.guardrail.roll_back_lr**count
+        if count:
+            self.job.message(f"learning rates are multiplied by {factor:g}: {count} rollbacks")
+        return float(factor)
 
-        Checkpoints after the step ``before`` are removed; the oldest one stays.
-        """
-        job = self.job
-        bound = job.config.supervision.timeout_s
+    async def _settle(self) -> None:
+        """Waits for the checkpoint that is being written, or gives it up."""
+        bound = self.job.config.supervision.timeout_s
         try:
             async with asyncio.timeout(bound):
                 await self._checkpointer.settled()
         except TimeoutError:
-            job.message(f"a checkpoint that was not written within {bound:g} s is abandoned")
-        if before is not None:
-            await asyncio.to_thread(job.store.roll_back, before)
+            message = f"a checkpoint that was not written within {bound:g} s is abandoned"
+            self.job.message(message)
+
+    async def _rewind(self, error: StageError) -> None:
+        """Takes everything but the engines back to the newest checkpoint, or to the start."""
+        job = self.job
+        self.pipeline.rewound = True
+        await self._settle()
         notes: list[str] = []
         start = await asyncio.to_thread(job.store.newest, notes.append)
         for note in notes:
@@ -166,6 +176,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         shuffle=config.data.shuffle,
         graded=True,
         limit=job.inputs.max_prompt_tokens,
+        templates=config.prompt_templates if settings.answers == "teacher" else None,
     )
     turn, ends = text.turn_end(), text.response_ends()
     return ColdStart(

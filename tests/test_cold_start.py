@@ -15,7 +15,7 @@ from async_opd.cold_start import ColdStart
 from async_opd.config.data import ColdStartConfig
 from async_opd.config.load import load_config
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import StageError
+from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
@@ -198,6 +198,16 @@ async def test_the_replicas_get_the_cold_starts_weights_before_anything_is_sampl
     run.pipeline.cold_start = cold = Cold(run)  # type: ignore[assignment]
     await run.pipeline.run()
     assert (cold.before, synced[:2]) == ((0, 0), [(0, True), (1, False)])
+
+
+async def test_no_checkpoint_is_taken_before_the_cold_start_is_over() -> None:
+    run = world()
+    run.pipeline.cold_start = Cold(run)  # type: ignore[assignment]
+    run.pipeline.__post_init__()
+    with pytest.raises(CheckpointError, match="the cold start is not over"):
+        await run.pipeline.checkpoint()
+    await run.pipeline.run()
+    await run.pipeline.checkpoint()
 
 
 async def test_a_resumed_run_has_no_cold_start(tmp_path: Path) -> None:

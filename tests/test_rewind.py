@@ -21,7 +21,7 @@ from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
-from async_opd.core.errors import GuardrailExceeded, ProcessDied
+from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied
 from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
 from async_opd.job import Job
@@ -272,6 +272,14 @@ async def test_the_run_goes_back_to_before_the_window_that_exceeds_the_limit(
     stages = await train(tmp_path, [], shape)
     (version,) = (version for version, again in stages.synced if again)
     assert version * LONG["k"] <= 8 - 3
+
+
+async def test_a_rewound_pipeline_takes_no_checkpoint(tmp_path: Path) -> None:
+    stages = Mortal(SHAPE, None)
+    pipeline = stages.world.pipeline
+    pipeline.rewound = True
+    with pytest.raises(CheckpointError, match="the run is being rewound"):
+        await pipeline.checkpoint()
 
 
 async def test_a_run_that_degenerates_once_too_often_ends_with_what_was_found(

@@ -154,7 +154,8 @@ class Rank:
                 park(self._student_loss)
         if context is not None:
             context.set_attention(model)
-        self._reduces_once = mesh is not None and all_reduce_once(train, self._student_loss, device)
+        several = self.ranks > 1  # a single one has nothing to add up, also where FSDP offloads it
+        self._reduces_once = several and all_reduce_once(train, self._student_loss, device)
         self.optimizer = adamw(model, train, offload)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:

@@ -41,7 +41,11 @@ class Guardrail:
     """The state after the last step; a checkpoint has it."""
 
     def observe(self, metrics: Mapping[str, float]) -> list[str]:
-        """Sentences about the limits that this step exceeds and the step before did not."""
+        """Sentences about the limits that this step exceeds and the step before did not.
+
+        If they end the run, or take it back, about all that it exceeds: a resumed run may have
+        exceeded them before.
+        """
         if self.config.mode == "off" or "train/mean_response_tokens" not in metrics:
             return []
         values = {
@@ -57,7 +61,8 @@ class Guardrail:
         }
         exceeded = sorted(key for key, limit in self._limits.items() if means[key] > limit)
         self.state = replace(before, means=means, exceeded=tuple(exceeded))
-        return [self._sentence(key) for key in exceeded if key not in before.exceeded]
+        known = before.exceeded if self.config.mode == "warn" else ()
+        return [self._sentence(key) for key in exceeded if key not in known]
 
     def enforce(self, step: int, findings: Sequence[str]) -> None:
         """GuardrailExceeded if a step has findings and the run may not go on with them."""

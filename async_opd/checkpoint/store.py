@@ -101,8 +101,14 @@ class Checkpoints:
         return EvaluatedSteps(self.folder / EVALUATED)
 
     def best(self) -> int | None:
-        """The evaluated checkpoint with the largest value, the newest of equal ones."""
-        values = self.evaluated.values()
+        """The evaluated checkpoint with the largest value, the newest of equal ones.
+
+        None if there is none, or if the values cannot be read.
+        """
+        try:
+            values = self.evaluated.values()
+        except CheckpointError:  # ``newest`` and evaluations report it
+            return None
         return max(
             (step for step in self.steps() if step in values),
             key=lambda step: (values[step], step),
@@ -133,7 +139,10 @@ class Checkpoints:
         CheckpointError if the folder is a link.
         """
         found = self._newest(notify)
-        self.evaluated.forget_after(found.cut.step if found else -1)
+        try:
+            self.evaluated.forget_after(found.cut.step if found else -1)
+        except CheckpointError as error:
+            notify(str(error))
         return found
 
     def _newest(self, notify: Callable[[str], None]) -> Checkpoint | None:

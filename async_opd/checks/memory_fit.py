@@ -48,8 +48,11 @@ def near(config: RunConfig, machine: Machine) -> Iterator[str]:
 
 
 def fewest_ranks(config: RunConfig, machine: Machine) -> int | None:
-    """The smallest power of two of ranks that hold the student; None if none of them does."""
-    ranks = 1
+    """The smallest number of ranks that hold the student; None if none that is tried does.
+
+    From the ranks of one shard on, twice as many each time.
+    """
+    ranks = config.train.replicate * config.train.context_parallel
     while ranks <= MOST_RANKS:
         changed = _with(config, "train", {"ranks": ranks})
         if _sum(changed, "train", machine) <= (machine.total or 0):

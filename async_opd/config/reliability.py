@@ -20,10 +20,10 @@ class CheckpointConfig(Section):
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
     keep: PositiveInt = 2
     """Number of the newest checkpoints that are kept."""
-    keep_best: str | None = Field(default=None, pattern=r"^eval/[^/]+/[^/]+$")
-    """A metric of evaluations, such as ``eval/gsm8k/accuracy``; ``eval/*/accuracy`` is the mean
-    over data sources. The checkpoint with its highest value is kept too, each evaluated version has
-    one, and a completed run has that student in ``best/``. By default only the newest are kept."""
+    keep_best: str | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
+    """Accuracy by which the best checkpoint is kept too: ``eval/gsm8k/accuracy``, or
+    ``eval/*/accuracy``, the mean over data sources. Evaluated versions then have checkpoints, and a
+    completed run has the best student in ``best/``. By default only the newest are kept."""
     on_exit: bool = True
     """Takes a checkpoint also when a signal or an error ends the run, if the trainer answers."""
     timeout_s: float = Field(default=600, gt=0)
@@ -44,7 +44,8 @@ class GuardrailConfig(Section):
 
     mode: Literal["warn", "stop", "roll_back", "off"] = "warn"
     """An exceeded limit gives a message (``warn``), ends the run with exit code 1 (``stop``), or
-    takes the run back to a checkpoint from at least ``window`` steps before (``roll_back``)."""
+    takes the run back to the newest checkpoint from at least ``window`` steps before, or the
+    oldest that is left (``roll_back``)."""
     max_roll_backs: PositiveInt = 2
     """Maximum of rollbacks of a run; the next exceeded limit ends it with exit code 1."""
     roll_back_lr: float = Field(default=0.5, gt=0, le=1)

@@ -286,6 +286,12 @@ class RunConfig(Section):
             missing = "eval.every is 0" if self.data.eval else "data.eval has no source"
             fault = f"found {best}, but {missing}: no two checkpoints are compared"
             yield "checkpoint.keep_best", fault, "evaluate during training, or remove it"
+        if self.guardrail.mode == "roll_back" and not self.supervision.max_restarts:
+            fault = "found roll_back, which rebuilds the trainer, but supervision.max_restarts is 0"
+            yield "guardrail.mode", fault, "raise supervision.max_restarts"
+        if self.rollout.host == "train" and self.train.offload == "parameters":
+            fault = "found parameters: with rollout on its GPUs a rank is offloaded between turns"
+            yield "train.offload", fault, "set it to moments or none"
         if self.guardrail.mode == "roll_back" and not (self.checkpoint.every or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"

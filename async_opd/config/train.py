@@ -208,6 +208,9 @@ class TrainConfig(Section):
             product = f"train.replicate × train.context_parallel ({whole})"
             fault = f"found {self.ranks}, expected a multiple of {product}"
             yield "train.ranks", fault, f"for example {-(-self.ranks // whole) * whole}"
+        if self.lora is not None and self.offload == "parameters":
+            fault = "found parameters with train.lora: adapters are merged where the weights are"
+            yield "train.offload", fault, "set it to moments or none"
 
 
 class AsyncConfig(Section):

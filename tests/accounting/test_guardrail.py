@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from async_opd.accounting.guardrail import Guardrail
 from async_opd.config.reliability import GuardrailConfig
 
@@ -33,6 +35,14 @@ def test_truncated_responses_are_told_with_their_share_and_the_limit() -> None:
 def test_a_limit_that_stays_passed_is_told_once() -> None:
     guard = guardrail()
     assert len([t for _ in range(4) for t in guard.observe(step(truncated=0.9))]) == 1
+
+
+@pytest.mark.parametrize("mode", ["stop", "roll_back"])
+def test_a_resumed_run_that_exceeded_a_limit_before_is_stopped_again(mode: str) -> None:
+    before = guardrail()
+    before.observe(step(truncated=0.9))
+    resumed = Guardrail(GuardrailConfig(mode=mode, window=1), before.state)  # type: ignore[arg-type]
+    assert len(resumed.observe(step(truncated=0.9))) == 1
 
 
 def test_a_limit_that_is_passed_again_is_told_again() -> None:

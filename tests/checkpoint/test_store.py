@@ -73,6 +73,17 @@ def test_the_best_is_one_that_has_a_checkpoint(tmp_path: Path) -> None:
     assert store.best() == 2
 
 
+def test_values_that_cannot_be_read_are_reported_and_no_checkpoint_is_lost(tmp_path: Path) -> None:
+    store = written(tmp_path, 2, keep=1)
+    (tmp_path / "evaluated.json").write_text("damaged")
+    said: list[str] = []
+    written(tmp_path, 4, keep=1)
+    newest = store.newest(said.append)
+    assert newest is not None
+    assert (newest.cut.step, store.steps(), store.best()) == (4, [4], None)
+    assert "evaluated.json cannot be read" in said[0]
+
+
 def test_evaluations_after_the_newest_checkpoint_are_forgotten_with_their_weights(
     tmp_path: Path,
 ) -> None:

@@ -114,3 +114,8 @@ def test_gradients_that_are_reduced_once_a_step_are_whole_on_every_rank() -> Non
 def test_engines_say_what_is_left_for_their_kv_cache(gib: float | None, tokens: bool) -> None:
     (row,) = [one for one in memory_rows(config(), gpus(gib)) if one[:3:2] == ("rollout", "GPU")]
     assert ("; KV cache of at most " in row[4]) == tokens
+
+
+def test_the_fewest_ranks_hold_whole_copies_and_whole_rows() -> None:
+    shared = {"ranks": 12, "replicate": 2, "context_parallel": 3}
+    assert fewest_ranks(config("4", shared), gpus(500)) == 6

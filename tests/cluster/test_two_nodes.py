@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from async_opd.cluster.actor_shell import ActorPlacement, Remote
 from async_opd.cluster.gpu_bundles import GpuBundles, gpu_nodes, reserve
 from async_opd.cluster.node_checks import check_nodes
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import ConfigError
+from async_opd.core.errors import ConfigError, EngineStartError
 
 pytestmark = pytest.mark.engine
 
@@ -177,13 +178,21 @@ async def test_a_student_on_the_trainers_gpu_starts_before_it_and_gets_it_again(
         student.kill()
         again = await made.student(0, nothing, 1)
         assert await again.remote.call("gpus") == ",".join(at.gpus)
-        await trainer.end(30)  # Ray starts another process, which builds it again
-        await trainer.build()
+        await trainer.end(30)
+        await _built_again(trainer)
         assert await place(trainer.remote) == at
     finally:
         for remote in made.started:
             remote.kill()
         await give_back(bundles)
+
+
+async def _built_again(trainer: Any, tries: int = 3) -> None:
+    """As supervision does it: a call may still reach the process that ends."""
+    for _ in range(tries - 1):
+        with suppress(EngineStartError):
+            return await trainer.build()
+    return await trainer.build()
 
 
 async def test_gpus_of_others_are_waited_for(cluster: None) -> None:

@@ -53,6 +53,21 @@ def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
     assert problem.key == "guardrail.mode"
 
 
+def test_a_rollback_needs_restarts_of_the_trainer(tmp_path: Path) -> None:
+    sections = "guardrail: {mode: roll_back}\nsupervision: {max_restarts: 0}"
+    assert problems(tmp_path, sections)[0].key == "guardrail.mode"
+
+
+def test_adapters_are_not_merged_into_offloaded_parameters(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "train: {lora: {rank: 8}, offload: parameters}")
+    assert problem.key == "train.offload"
+
+
+def test_parameters_are_not_offloaded_twice(tmp_path: Path) -> None:
+    shared = "rollout: {placement: colocated, with: train}\ntrain: {offload: parameters}"
+    assert "train.offload" in [problem.key for problem in problems(tmp_path, shared)]
+
+
 def test_broken_yaml_is_told_with_its_line(tmp_path: Path) -> None:
     assert problems(tmp_path, "name: [x")[0].where.startswith(f"{tmp_path}/c.yaml:")
 
