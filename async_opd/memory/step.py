@@ -147,7 +147,7 @@ def _layer(step: Step) -> int:
 def _logits(step: Step) -> int:
     """A chunk of logits, what is computed of it, and gradients of head and hidden rows."""
     size, vocabulary = step.size, step.size.vocabulary
-    row = 4 * (vocabulary + step.teacher_vocabulary)
+    row = max(4 * (vocabulary + step.teacher_vocabulary), 1)  # 0: the model is not here yet
     rows = max(min(CHUNK[step.device] // row, step.responses), 1)
     head = 0 if step.frozen else vocabulary * size.hidden
     copy, cast = (2 * head, 2 * rows * vocabulary) if step.half else (0, 0)
