@@ -59,7 +59,7 @@ models: .venv/installed
 		{ $(BIN)/pip install --quiet uv && \
 		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
 	if test -e .venv/unlocked; then \
-		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,dev]" && \
+		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,dev]" && \
 		$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
 	touch $@
