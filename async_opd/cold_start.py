@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from async_opd.config.data import ColdStartConfig
+from async_opd.config.sections.data import ColdStartConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample

@@ -27,8 +27,8 @@ import uvloop
 
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import TeacherProxy
-from async_opd.config.reliability import SupervisionConfig
-from async_opd.config.teachers import HealthConfig
+from async_opd.config.sections.reliability import SupervisionConfig
+from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
 from async_opd.core.stages import SamplingSpec, StageReport

@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.files.durable import written_file
 from benchmarks.load_memory import PrivatePeak
 from benchmarks.local_ranks import in_processes

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from async_opd.config.engine import EngineConfig
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.models.engine_args import adapter_kwargs, engine_kwargs
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from benchmarks.faulty_worker import WORKER
 
 if TYPE_CHECKING:
-    from async_opd.config.train import LoraConfig
+    from async_opd.config.sections.train import LoraConfig
     from rollouter.replica import StudentReplica
     from trainer.learner import Learner
 
@@ -48,8 +48,8 @@ def make_student(path: Path) -> Path:
 
 def make_learner(model: Any, dtype: str, lora: LoraConfig | None = None) -> Learner:
     """A learner of one rank, which sends its weights or adapters in the engines' ``dtype``."""
-    from async_opd.config.loss import ForwardKLConfig
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.loss import ForwardKLConfig
+    from async_opd.config.sections.train import TrainConfig
     from trainer.learner import Learner
     from trainer.losses import build_objective
     from trainer.rank import Rank

@@ -26,8 +26,8 @@ from typing import Any
 
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from benchmarks.random_model import make_model
 from trainer.losses import build_objective

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.memory_step import Case, fake_ranks, gloo_ratios, ratios
 
 VOCABULARY = 151_936

@@ -35,8 +35,8 @@ import uvloop
 
 from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import LaunchedStages, launch
-from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.core.samples import Prompt
 from async_opd.pipeline import Pipeline
 from async_opd.plan.measure.lengths import Lengths

@@ -23,7 +23,7 @@ from typing import Any
 
 import uvloop
 
-from async_opd.config.plan import PlanConfig
+from async_opd.config.sections.plan import PlanConfig
 from async_opd.plan.inputs import setting_of
 from async_opd.plan.setting import Setting
 from async_opd.plan.sim.simulation import simulate

@@ -24,8 +24,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
 from benchmarks.local_ranks import in_processes
 from trainer.learner import Learner

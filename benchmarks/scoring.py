@@ -37,7 +37,7 @@ from typing import Any, Protocol
 import numpy as np
 import psutil
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.models.engine_args import engine_env, engine_kwargs

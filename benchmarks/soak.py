@@ -39,8 +39,8 @@ from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import LaunchedStages, launch
-from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import Interval, Queue
 from async_opd.files.run_format import write_run_format

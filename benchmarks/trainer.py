@@ -28,8 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
 from trainer.batches.packing import Packed, pack
 from trainer.batches.token_weights import TokenWeight, TokenWeighting

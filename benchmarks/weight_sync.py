@@ -32,7 +32,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.models.engine_args import engine_env, engine_kwargs
 from async_opd.weight_sync.layout import WeightMeta, chunk_plan
 from benchmarks.bare_worker import WORKER
@@ -48,8 +48,8 @@ BOUND_S = 300.0
 
 def rank_of(path: Path, spec: RankSpec | None) -> Any:
     """A rank of the trainer, which loads its part."""
-    from async_opd.config.loss import ForwardKLConfig
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.loss import ForwardKLConfig
+    from async_opd.config.sections.train import TrainConfig
     from trainer.losses import build_objective
     from trainer.rank import Rank
     from trainer.student.empty import EmptyStudent
@@ -135,7 +135,7 @@ class Bare:
 
 async def measured(learner: Any, path: Path, repeats: int, chunk_bytes: int) -> dict[str, Any]:
     """The figures, after one sync that warms up."""
-    from async_opd.config.reliability import SupervisionConfig
+    from async_opd.config.sections.reliability import SupervisionConfig
     from async_opd.processes.members import MemberSet, Policy
     from async_opd.weight_sync.coordinator import BroadcastSync
     from rollouter.transports.gloo import GlooSender

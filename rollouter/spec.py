@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal
 
-from async_opd.config.loss import score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import score_kind, scored_top_k
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec

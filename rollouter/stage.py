@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageTimeout
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import PROMPTS, Events, Progress, Queue, SamplingSpec, StageReport

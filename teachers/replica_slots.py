@@ -16,8 +16,8 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar, cast
 
-from async_opd.config.reliability import SupervisionConfig
-from async_opd.config.teachers import EndpointHealth, HealthConfig
+from async_opd.config.sections.reliability import SupervisionConfig
+from async_opd.config.sections.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import StageReport

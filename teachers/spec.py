@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EngineTeacher, VllmTeacher
+from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
+from async_opd.config.sections.teachers import EngineTeacher, VllmTeacher
 from async_opd.models.engine_args import Device, engine_kwargs
 
 

@@ -21,8 +21,8 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 
-from async_opd.config.reliability import SupervisionConfig
-from async_opd.config.teachers import HealthConfig
+from async_opd.config.sections.reliability import SupervisionConfig
+from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.core.samples import Prompt
 from async_opd.models.engine_args import engine_env, engine_kwargs
 from async_opd.models.tokenizer import Text

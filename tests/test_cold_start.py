@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from async_opd.cold_start import ColdStart
-from async_opd.config.data import ColdStartConfig
 from async_opd.config.load import load_config
+from async_opd.config.sections.data import ColdStartConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.row import Row

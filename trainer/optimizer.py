@@ -24,7 +24,7 @@ from trainer.offload import HostMoments
 
 if TYPE_CHECKING:
     from async_opd.config.device_defaults import Offload
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.train import TrainConfig
 
 EPSILON = 1e-8
 FIRST, SECOND = "exp_avg", "exp_avg_sq"

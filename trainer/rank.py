@@ -53,7 +53,7 @@ from trainer.work_thread import WorkThread
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.train import TrainConfig
 
 P = ParamSpec("P")
 T = TypeVar("T")

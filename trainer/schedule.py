@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.train import TrainConfig
 
 
 def learning_rate(step: int, train: TrainConfig) -> float:

@@ -22,7 +22,7 @@ from trainer.losses.logits import PLAIN, shape_logits
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
-    from async_opd.config.teachers import EngineTeacher
+    from async_opd.config.sections.teachers import EngineTeacher
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def load_heads(config: RunConfig, vocabulary: int, device: torch.device) -> dict
 
     ``vocabulary`` is the student's. StageError for a model whose head cannot be read.
     """
-    from async_opd.config.loss import score_kind
-    from async_opd.config.teachers import EngineTeacher
+    from async_opd.config.sections.loss import score_kind
+    from async_opd.config.sections.teachers import EngineTeacher
 
     if score_kind(config.loss) != "hidden":
         return {}

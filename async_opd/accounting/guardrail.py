@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from async_opd.core.errors import GuardrailExceeded
 
 if TYPE_CHECKING:
-    from async_opd.config.reliability import GuardrailConfig
+    from async_opd.config.sections.reliability import GuardrailConfig
 
 GRAM = 8
 """Tokens of the pieces that ``train/repetition`` looks for twice in a response."""

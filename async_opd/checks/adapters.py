@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from async_opd.checks.findings import Findings
 from async_opd.config.run_config import RunConfig
-from async_opd.config.train import ENGINE_RANKS, LoraConfig
+from async_opd.config.sections.train import ENGINE_RANKS, LoraConfig
 from async_opd.models.adapted import linear_layers, mixture
 from async_opd.models.model_files import ModelError, ModelFiles
 

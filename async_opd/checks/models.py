@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from async_opd.checks.findings import Findings
-from async_opd.config.engine import EngineConfig
-from async_opd.config.loss import ScoreKind, cuts, score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import looks_like_a_variable
-from async_opd.config.teachers import EndpointTeacher, EngineTeacher, SelfTeacher
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.loss import ScoreKind, cuts, score_kind, scored_top_k
+from async_opd.config.sections.teachers import EndpointTeacher, EngineTeacher, SelfTeacher
 from async_opd.models.hub import named_models
 from async_opd.models.lm_head import HeadFiles, LogitShape
 from async_opd.models.model_files import ModelError, ModelFiles

@@ -22,7 +22,7 @@ from async_opd.cluster.network import shared_environment
 from async_opd.cluster.proxies import QueueProxy, StudentProxy, TeacherProxy
 from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers, TrainerActor
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.waiting.barriers import Barriers

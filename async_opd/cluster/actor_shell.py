@@ -23,7 +23,7 @@ import ray
 
 from async_opd.cluster.faults import last_error_lines, to_stage_error
 from async_opd.cluster.network import own_address
-from async_opd.config.run_config import ClusterConfig
+from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.core.errors import (
     EngineStartError,
     ProcessDied,

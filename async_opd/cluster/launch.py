@@ -32,7 +32,7 @@ from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import SelfTeacher
+from async_opd.config.sections.teachers import SelfTeacher
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import ray
 
-from async_opd.config.run_config import ClusterConfig
 from async_opd.config.secrets import without_secret_variables
+from async_opd.config.sections.cluster import ClusterConfig
 from async_opd.models.engine_args import LOOPBACK
 from async_opd.processes.listening import interface_address
 

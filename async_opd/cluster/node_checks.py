@@ -19,7 +19,7 @@ from async_opd.cluster.actor_shell import START_KEY
 from async_opd.cluster.faults import to_stage_error
 from async_opd.cluster.network import shared_environment
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EngineTeacher
+from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.files.safe_open import make_folder, regular_file
 from async_opd.models.engine_args import Device

@@ -11,9 +11,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
-    from async_opd.config.engine import EngineConfig
     from async_opd.config.run_config import RunConfig
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.engine import EngineConfig
+    from async_opd.config.sections.train import TrainConfig
 
 MAX_NUM_SEQS = {"cpu": 64, "cuda": 256}
 MAX_NUM_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
@@ -104,7 +104,7 @@ def resolved(config: RunConfig, device: str) -> RunConfig:
 
     ``train.gradient_checkpointing`` stays: what ``auto`` is depends on the student's layers, too.
     """
-    from async_opd.config.teachers import EngineTeacher
+    from async_opd.config.sections.teachers import EngineTeacher
 
     def sized(engine: EngineConfig) -> dict[str, EngineConfig]:
         return {"engine": engine.model_copy(update=engine_sizes(engine, device)._asdict())}

@@ -26,7 +26,7 @@ from async_opd.config.keys import (
 )
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
-from async_opd.config.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
+from async_opd.config.sections.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
 from async_opd.config.yaml_text import YamlError, dump_yaml, load_yaml
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import MAX_DEPTH

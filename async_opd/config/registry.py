@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field, PositiveInt
 
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig
+    from async_opd.config.sections.data import DataConfig
 
 SOURCES = {
     "file": "async_opd.data.files:FileSource",

@@ -10,24 +10,27 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from async_opd.config.data import ColdStartConfig, DataConfig
-from async_opd.config.engine import EngineConfig
-from async_opd.config.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults
-from async_opd.config.plan import PlanConfig
-from async_opd.config.reliability import (
+from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
+from async_opd.config.sections.data import ColdStartConfig, DataConfig
+from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
+from async_opd.config.sections.log import LogConfig
+from async_opd.config.sections.loss import ForwardKLConfig, Loss, RewardConfig, nucleus_faults
+from async_opd.config.sections.plan import PlanConfig
+from async_opd.config.sections.reliability import (
     CheckpointConfig,
     GuardrailConfig,
     ShutdownConfig,
     SupervisionConfig,
     TimeoutConfig,
 )
-from async_opd.config.section import ModelSection, Section
-from async_opd.config.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
-from async_opd.config.train import AsyncConfig, SyncConfig, TrainConfig
+from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
+from async_opd.config.sections.section import Section
+from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
+from async_opd.config.sections.train import AsyncConfig, SyncConfig, TrainConfig
 
 
 class SizesError(ValueError):
@@ -36,168 +39,6 @@ class SizesError(ValueError):
     def __init__(self, faults: list[tuple[str, str, str]]) -> None:
         super().__init__("; ".join(f"{key}: {message}" for key, message, _ in faults))
         self.faults = faults
-
-
-class StudentConfig(ModelSection):
-    """The model that is trained."""
-
-
-class RolloutConfig(Section):
-    """Sampling of the student's responses."""
-
-    replicas: int = Field(default=1, ge=1)
-    """Independent engines of the student."""
-    tensor_parallel: PositiveInt = 1
-    """GPUs of each engine."""
-    n: PositiveInt = 4
-    """Rollouts of each prompt (its group)."""
-    max_tokens: PositiveInt = 1024
-    """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
-    temperature: float = Field(default=1.0, gt=0, le=2)
-    """Sampling temperature; rollouts' log-probabilities are those of the tempered distribution."""
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    """Nucleus of the sampled distribution; 1 samples from all tokens."""
-    top_k: int = Field(default=0, ge=0)
-    """Number of the most probable tokens that are sampled from; 0: all."""
-    min_p: float = Field(default=0.0, ge=0, le=1)
-    """Samples from tokens at least this fraction as probable as the best one; 0: from all."""
-    reproducible: bool = False
-    """Samples every rollout with its own seed, from ``seed`` and its uid, so that it does not
-    depend on other requests. Sampling is slower; docs/reliability.md has the further conditions."""
-    concurrency: PositiveInt | Literal["auto"] = "auto"
-    """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
-    requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
-    than ``engine.max_num_seqs``."""
-    placement: Literal["dedicated", "colocated"] = "dedicated"
-    """``dedicated``: on GPUs of their own. ``colocated``: on the trainer's GPUs, alternating with
-    it: when a batch is scored the engines finish their responses and sleep, the trainer takes its
-    steps, its weights and optimizer move to host memory, and the engines wake (docs/cluster.md)."""
-    with_: Literal["train"] | None = Field(default=None, alias="with")
-    """The pool whose GPUs colocated engines share: each those of as many ranks as it has GPUs."""
-    engine: EngineConfig = EngineConfig()
-    """Settings of each engine."""
-
-    @property
-    def host(self) -> Literal["train"] | None:
-        """The pool whose GPUs the engines share, if they are colocated."""
-        return self.with_ if self.placement == "colocated" else None
-
-    @model_validator(mode="after")
-    def _colocated_has_a_pool(self) -> Self:
-        if (self.placement == "colocated") != (self.with_ is not None):
-            raise ValueError("'placement: colocated' and 'with: train' together")
-        return self
-
-
-class QueueConfig(Section):
-    """The message queue between the stages. Producers wait while it is full."""
-
-    max_samples: PositiveInt = 4096
-    """Maximum of samples in a topic, leased ones included."""
-    max_mib: PositiveInt = 4096
-    """Maximum size of a topic in MiB, leased samples included."""
-    lease_s: float = Field(default=600, gt=0)
-    """A stage that does not renew its leases for so long loses their samples to the next one. While
-    it lives it renews its leases, however long it works on them."""
-
-
-class EvalConfig(Section):
-    """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
-
-    every: int = Field(default=5, ge=0)
-    """Weight versions between two evaluations; 0: only before and after."""
-    max_prompts: PositiveInt | None = None
-    """Number of prompts of each data source, from the first on; by default all."""
-    temperature: float = Field(default=0.0, ge=0, le=2)
-    """Sampling temperature; 0 is greedy."""
-    max_tokens: PositiveInt | None = None
-    """Longest response; by default ``rollout.max_tokens``."""
-    grader: str = "exact"
-    """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
-    returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
-    teachers: bool = True
-    """Also measures each teacher on its own data sources once, before training."""
-
-
-class GradingConfig(Section):
-    """Bounds of graders, which run in separate processes, so that a hanging one can be ended."""
-
-    timeout_s: float = Field(default=60, gt=0)
-    """Timeout of grading one response. Its grader's process is ended then, and the response is a
-    dead letter; an evaluation counts it, and excludes it from the mean."""
-    processes: PositiveInt = 4
-    """Maximum of grader processes, and of responses graded at the same time, in each student
-    replica (for a reward) and in the driver (for evaluation). They start when they are needed."""
-    memory_gb: float = Field(default=16, gt=0)
-    """Memory bound of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: mapped
-    files do not count). A larger allocation fails, and the response is a dead letter. Each process
-    that a grader starts has the same bound."""
-    pass_env: list[str] = Field(default=[])
-    """Environment variables that graders get although they hold secrets, such as the key of a
-    judge. Graders inherit all variables that look like no secret by name and value."""
-    allow_eval: bool = False
-    """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
-    n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.
-    Otherwise ``check`` refuses graded rows of these tasks, and their responses are dead letters."""
-
-
-class LogConfig(Section):
-    """Destinations of metrics, besides ``metrics.jsonl``."""
-
-    console: Literal["auto", "live", "plain", "off"] = "auto"
-    """Live display, plain lines, or nothing; ``auto``: live on a terminal."""
-    wandb: Literal["auto", "online", "offline", "off"] = "auto"
-    """``auto``: online if you are logged in, else offline."""
-    project: str = "async_opd"
-    """wandb project."""
-
-    @field_validator("console", "wandb", mode="before")
-    @classmethod
-    def _off_is_a_word(cls, value: Any) -> Any:
-        return "off" if value is False else value  # YAML reads a bare off as false
-
-
-class ClusterConfig(Section):
-    """The Ray cluster of the run, and the device of its pools."""
-
-    address: str | None = None
-    """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of all pools; ``auto``: GPUs if there are any."""
-    gpu_memory_gib: float | None = Field(default=None, gt=0)
-    """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
-    default what nvidia-smi says on this machine; a check of other machines' GPUs needs it (an H100
-    of 80 GB has 79.6)."""
-    interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
-    """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
-    connect; every node needs it. By default that of the node's address in Ray; NCCL chooses for
-    itself. A local run listens on the loopback only."""
-    ports: str | None = Field(default=None, pattern=r"^\d{4,5}-\d{4,5}$")
-    """Ports, as ``20000-20099``, on which the run's own servers listen: the rendezvous of a weight
-    sync and that of ranks, on the trainer's node. By default any free port."""
-
-    @property
-    def port_range(self) -> range | None:
-        """The ports of ``ports``; None for any."""
-        if self.ports is None:
-            return None
-        low, high = map(int, self.ports.split("-"))
-        return range(low, high + 1)
-
-    @field_validator("ports")
-    @classmethod
-    def _are_ports(cls, value: str | None) -> str | None:
-        if value is not None:
-            low, high = map(int, value.split("-"))
-            if not 1024 <= low <= high <= 65535:
-                raise ValueError("two ports from 1024 to 65535, the lower one first")
-        return value
-
-    @model_validator(mode="after")
-    def _interface_is_of_a_cluster(self) -> Self:
-        if self.interface is not None and self.address is None:
-            raise ValueError("'interface' with 'address' only: a local run uses the loopback")
-        return self
 
 
 class RunConfig(Section):

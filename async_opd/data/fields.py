@@ -8,7 +8,7 @@ from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import Row
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig
+    from async_opd.config.sections.data import DataConfig
 
 MAX_ROW_BYTES = 16 << 20
 """Letters and bytes of a row, images of it included."""

@@ -17,7 +17,7 @@ from async_opd.core.row import Row
 from async_opd.data.fields import MAX_ROW_BYTES, row_of, too_large
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig
+    from async_opd.config.sections.data import DataConfig
 
 
 class FileSource(PromptSource):

@@ -12,7 +12,7 @@ from async_opd.core.errors import SourceError
 from async_opd.core.row import Row, Task
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig
+    from async_opd.config.sections.data import DataConfig
 
 
 class ReasoningGymSource(PromptSource):

@@ -16,7 +16,7 @@ from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig
+    from async_opd.config.sections.data import DataConfig
 
 
 class StoredRows(Sequence[Row]):

@@ -26,8 +26,9 @@ from typing import Annotated, Self
 
 import msgspec
 
-from async_opd.config.run_config import GradingConfig, RunConfig
+from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import named_variables, without_secret_variables
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_output import GraderOutput

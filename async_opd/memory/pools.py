@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from async_opd.config.device_defaults import recomputation, reduces_once
-from async_opd.config.loss import score_kind
-from async_opd.config.run_config import RolloutConfig, RunConfig
-from async_opd.config.teachers import EngineTeacher
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import score_kind
+from async_opd.config.sections.rollout import RolloutConfig
+from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.memory.step import Step, Terms, peak, states
 from async_opd.models.adapted import trained_entries
 from async_opd.models.engine_args import Device, engine_dtype

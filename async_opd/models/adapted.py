@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from async_opd.config.train import LoraConfig
+from async_opd.config.sections.train import LoraConfig
 from async_opd.models.model_files import ModelError
 from async_opd.models.model_size import tensors_of
 

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
-from async_opd.config.engine import EngineConfig
-from async_opd.config.train import LoraConfig
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.train import LoraConfig
 
 Device = Literal["cpu", "cuda"]
 

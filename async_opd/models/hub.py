@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import SelfTeacher, VllmTeacher
+from async_opd.config.sections.teachers import SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models.model_files import is_hub_id
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from async_opd.models.tokenizer import text_settings
 
 if TYPE_CHECKING:
-    from async_opd.config.engine import EngineConfig
+    from async_opd.config.sections.engine import EngineConfig
 
 PHI3_ORIGINAL = 4096
 """The original positions of Phi-3 if its config.json has none."""

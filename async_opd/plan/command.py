@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.config.load import load_config
-from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import PlanConfig
 from async_opd.config.yaml_text import dump_yaml
 from async_opd.core.printable import escaped, on_one_line
 from async_opd.files.safe_open import write_atomically

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from async_opd.checks.memory_fit import fewest_ranks, this_machine
 from async_opd.config.device_defaults import engine_sizes
-from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import PlanConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.models.hub import with_cached
 from async_opd.models.model_files import ModelError

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.plan.measure.lengths import Lengths
 
 

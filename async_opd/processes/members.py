@@ -34,7 +34,7 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import StageError
 from async_opd.processes.events import Event, State, one_line
 from async_opd.processes.restarts import Restarts

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 
 
 class Restarts:

@@ -19,9 +19,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from async_opd.config.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EngineTeacher
+from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
+from async_opd.config.sections.teachers import EngineTeacher
 from async_opd.core.batch import MESSAGE_BYTES, cut
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec

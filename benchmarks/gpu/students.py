@@ -57,7 +57,7 @@ COMMON: dict[str, Any] = {
 
 @dataclass
 class TrainSettings:
-    """The fields of ``async_opd.config.train.TrainConfig`` and their defaults, without pydantic."""
+    """The fields of ``TrainConfig`` (``config/sections/train.py``), without pydantic."""
 
     steps: int = 200
     batch_size: int = 128

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from async_opd.config.plan import RolloutPlan
+from async_opd.config.sections.plan import RolloutPlan
 from async_opd.core.samples import VersionSpan
 
 

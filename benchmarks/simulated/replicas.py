@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_opd.config.plan import RolloutPlan, TeacherPlan
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.samples import (
     Prompt,

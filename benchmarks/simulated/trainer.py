@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from async_opd.cluster.trainer_actor import build_batcher
-from async_opd.config.plan import TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import TrainPlan
 from async_opd.core.samples import Sample
 from async_opd.core.stages import Queue
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta

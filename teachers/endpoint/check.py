@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.batch import Batch
 from async_opd.core.errors import Problem, StageError
 from async_opd.core.samples import Prompt, Rollout

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from async_opd.config.loss import scored_top_k
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher
+from async_opd.config.sections.loss import scored_top_k
+from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import StageError
 from async_opd.models.tokenizer import Text, read_json
 

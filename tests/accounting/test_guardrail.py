@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from async_opd.accounting.guardrail import Guardrail
-from async_opd.config.reliability import GuardrailConfig
+from async_opd.config.sections.reliability import GuardrailConfig
 
 
 def guardrail(**limits: Any) -> Guardrail:

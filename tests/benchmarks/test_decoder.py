@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.plan import RolloutPlan
+from async_opd.config.sections.plan import RolloutPlan
 from async_opd.core.samples import VersionSpan
 from benchmarks.simulated.decoder import Decoder
 

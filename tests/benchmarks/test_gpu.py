@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch.nn.attention import varlen
 
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.gpu import all as runner
 from benchmarks.gpu import fsdp, rank, streams, tables
 from benchmarks.gpu.measuring import Report, Skip

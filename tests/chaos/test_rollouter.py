@@ -22,7 +22,7 @@ from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.cluster.actor_factory import Factory
 from async_opd.cluster.launch import LaunchedStages, launch
-from async_opd.config.plan import RolloutPlan
+from async_opd.config.sections.plan import RolloutPlan
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.pipeline import Pipeline

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.checks.preflight import preflight
-from async_opd.config.loss import RewardConfig
+from async_opd.config.sections.loss import RewardConfig
 from async_opd.core.errors import Problem
 from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
 

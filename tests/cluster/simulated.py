@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from async_opd.cluster.actor_factory import Factories, Factory
-from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.plan.measure.lengths import Lengths
 
 FACTORIES = Factories(

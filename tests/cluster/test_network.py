@@ -10,7 +10,7 @@ import ray
 
 from async_opd.cluster import network
 from async_opd.cluster.network import own_address, shared_environment
-from async_opd.config.run_config import ClusterConfig
+from async_opd.config.sections.cluster import ClusterConfig
 
 JOINED = ClusterConfig(address="auto")
 

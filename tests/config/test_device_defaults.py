@@ -16,11 +16,11 @@ from async_opd.config.device_defaults import (
     resolved,
     train_threads,
 )
-from async_opd.config.engine import EngineConfig
 from async_opd.config.load import dump_config, load_config
-from async_opd.config.plan import PlanConfig
 from async_opd.config.run_config import RunConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.plan import PlanConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.models.engine_args import Device, engine_kwargs, trainer_env
 from async_opd.plan.inputs import setting_of
 

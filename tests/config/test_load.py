@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import ConfigError, Problem
 from tests.properties import examples
 

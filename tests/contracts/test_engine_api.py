@@ -17,7 +17,7 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.models.engine_args import engine_kwargs
 from tests.contracts import ROOT, contract, users
 

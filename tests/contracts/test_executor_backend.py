@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.models.engine_args import engine_kwargs
 
 pytestmark = pytest.mark.slow

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, WeightSyncError
 from async_opd.processes.members import MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync

@@ -14,7 +14,7 @@ from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 
 if TYPE_CHECKING:
-    from async_opd.config.data import DataConfig  # at run time it imports this module
+    from async_opd.config.sections.data import DataConfig  # at run time it imports this module
 
 
 class SquaresSource(PromptSource):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import StoredRows, read_source

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data import stored_rows
@@ -119,7 +119,7 @@ ROOM = 90 << 20
 LOOK = """
 import sys, threading
 import pyarrow, pyarrow.parquet
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.data.prompts import PromptStream
 from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import read_source

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from async_opd.checks.preflight import Inputs, preflight
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.core.samples import NO_TEACHER, DeadLetter, Prompt

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError, StageError
 from async_opd.core.row import Row
 from async_opd.data.files import FileSource

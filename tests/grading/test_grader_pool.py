@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec
@@ -178,7 +178,7 @@ async def test_the_graders_of_this_package_that_are_quick_need_no_process(made: 
 
 STARTER = """
 import asyncio, sys
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.core.row import Row
 

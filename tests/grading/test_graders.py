@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.memory import mixture, small
 from benchmarks.memory_step import Case, fake_ranks, gloo_ratios, ratios
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.engine import EngineConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.models.rope import Positions, max_model_len
 
 ROPE = {"rope_type": "longrope", "original_max_position_embeddings": 4096}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from async_opd.config.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
 from async_opd.plan.measure.lengths import Lengths
 from async_opd.plan.setting import RolloutPoolSpec, Setting, TeacherPoolSpec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.plan import PlanConfig
+from async_opd.config.sections.plan import PlanConfig
 from async_opd.core.errors import ConfigError
 from async_opd.files.run_format import FORMAT_FILE
 from async_opd.plan.inputs import setting_of

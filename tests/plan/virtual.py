@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from async_opd.config.plan import TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import TrainPlan
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import PROMPTS, SamplingSpec, StageReport, StepReport, topics
 from async_opd.pipeline import Pipeline

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, StageTimeout, first_cause
 from async_opd.processes.events import Event, State
 from async_opd.processes.members import LONGEST_PAUSE_S, MemberSet, Policy

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.processes.restarts import Restarts
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.config.loss import ScoreKind
+from async_opd.config.sections.loss import ScoreKind
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.samples import (
     CandidateLogprobs,

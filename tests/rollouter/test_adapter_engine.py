@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from async_opd.config.train import LoraConfig
+from async_opd.config.sections.train import LoraConfig
 from async_opd.core.samples import Prompt
 from async_opd.core.stages import SamplingSpec
 from tests.engines import reference_logprobs

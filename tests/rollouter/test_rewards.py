@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.core.samples import Rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from async_opd.config.run_config import RunConfig
-from async_opd.config.train import LoraConfig
+from async_opd.config.sections.train import LoraConfig
 from async_opd.core.stages import SamplingSpec
 from rollouter.spec import StudentEngineSpec
 

@@ -9,7 +9,7 @@ from threading import Thread
 
 import pytest
 
-from async_opd.config.data import DataConfig
+from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.data.files import FileSource

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from async_opd.config.load import load_config
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec

@@ -10,7 +10,6 @@ import pytest
 
 from async_opd.cli import main
 from async_opd.config.load import load_config
-from async_opd.config.run_config import GradingConfig
 from async_opd.config.secrets import (
     HIDDEN,
     Redactor,
@@ -21,6 +20,7 @@ from async_opd.config.secrets import (
     without_secret_variables,
     without_secrets,
 )
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_pool import Graders, GraderSpec

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken, Tokenizer
 
-from async_opd.config.engine import EngineConfig
 from async_opd.config.load import dump_config, load_config
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.core.errors import ConfigError
 from async_opd.models.engine_args import engine_kwargs

@@ -15,7 +15,7 @@ import pytest
 from async_opd.cluster.ray_folder import MAX_BYTES, environment, ray_folder
 from async_opd.cluster.session import ray_session
 from async_opd.config.load import load_config
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.files.private_folder import (
     COMPILE_CACHE,

@@ -16,9 +16,9 @@ import pytest
 
 from async_opd.checks.preflight import preflight
 from async_opd.cluster.session import ray_session
-from async_opd.config.engine import EngineConfig
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.models.engine_args import engine_kwargs
 

@@ -16,7 +16,8 @@ from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints, load
-from async_opd.config.run_config import LogConfig, RunConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.log import LogConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import DeadLetter, Header
 from async_opd.files.run_format import write_run_format

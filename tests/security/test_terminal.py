@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd import cli
-from async_opd.config.run_config import GradingConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import escaped, indented, on_one_line
 from async_opd.core.row import Row

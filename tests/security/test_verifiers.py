@@ -9,9 +9,10 @@ import pytest
 from reasoning_gym.factory import DATASETS
 
 from async_opd.checks.preflight import preflight
-from async_opd.config.data import DataConfig
 from async_opd.config.load import load_config
-from async_opd.config.run_config import GradingConfig, RunConfig
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.data import DataConfig
+from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.row import Row
 from async_opd.data.reasoning_gym import ReasoningGymSource
 from async_opd.data.stored_rows import read_source

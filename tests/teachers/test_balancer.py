@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import NoReplica
 from async_opd.processes.members import Member, MemberSet, Policy
 from teachers.balancer import Balancer, Reservation

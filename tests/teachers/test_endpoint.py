@@ -17,7 +17,7 @@ from aiohttp.test_utils import TestServer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.teachers import EndpointHealth
+from async_opd.config.sections.teachers import EndpointHealth
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Rollout, Sample, SampledLogprobs, TopK

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
-from async_opd.config.teachers import HealthConfig
+from async_opd.config.sections.reliability import SupervisionConfig
+from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import LoraConfig, TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import LoraConfig, TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.weight_sync.layout import WeightMeta
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model

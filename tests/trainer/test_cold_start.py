@@ -9,8 +9,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from async_opd.config.loss import Loss
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import Loss
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from async_opd.data.answers import supervised

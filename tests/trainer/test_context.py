@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from benchmarks.local_ranks import in_processes
 from tests.checks.inputs import config

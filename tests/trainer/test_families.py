@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from async_opd.config.device_defaults import Recomputation
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample, TopK
 from tests.trainer import attention, families

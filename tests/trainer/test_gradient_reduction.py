@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from async_opd.config.device_defaults import reduces_once
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model

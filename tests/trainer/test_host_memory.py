@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from async_opd.config.device_defaults import Offload, offloads
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from tests.trainer.states import restore, state_of

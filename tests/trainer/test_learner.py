@@ -12,8 +12,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from async_opd.config.loss import ForwardKLConfig, Loss
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig, Loss
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample

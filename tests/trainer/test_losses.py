@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.loss import (
+from async_opd.config.sections.loss import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,

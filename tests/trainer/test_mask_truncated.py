@@ -9,8 +9,8 @@ from typing import Any, get_args
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig, Reduction, RewardConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig, Reduction, RewardConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from tests.trainer.models import tiny_model
 from tests.trainer.test_token_weights import close, gradients, with_reward

@@ -12,8 +12,8 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from async_opd.config.loss import Loss, RewardConfig, score_kind
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import Loss, RewardConfig, score_kind
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import HiddenStates, Sample
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model

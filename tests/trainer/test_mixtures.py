@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer.families import made
 from tests.trainer.models import random_sample

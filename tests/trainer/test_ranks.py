@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
 from async_opd.weight_sync.freshness import held_rows

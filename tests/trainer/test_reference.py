@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.weight_sync.freshness import held_rows
 from async_opd.weight_sync.layout import Reference
 from tests.engines import reference_logprobs

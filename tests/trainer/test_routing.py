@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import LengthError, StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from tests.trainer.models import tiny_model
 from trainer.saving.export import export_dtype, save_model
 from trainer.saving.weight_files import write_weights

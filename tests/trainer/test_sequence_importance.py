@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from async_opd.config.loss import ForwardKLConfig, K1Config
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig, K1Config
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from async_opd.models.lm_head import LogitShape
 from benchmarks.local_ranks import in_processes

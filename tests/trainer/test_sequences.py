@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from async_opd.config.loss import (
+from async_opd.config.sections.loss import (
     ForwardKLConfig,
     JSDConfig,
     K1Config,
@@ -25,7 +25,7 @@ from async_opd.config.loss import (
     SampledConfig,
     score_kind,
 )
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import (
     CandidateLogprobs,
     HiddenStates,

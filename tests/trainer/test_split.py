@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from async_opd.config.loss import Loss
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import Loss
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner

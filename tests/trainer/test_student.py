@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.engine import EngineConfig
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.engine import EngineConfig
 from async_opd.core.errors import StageError
 from async_opd.models.lm_head import LogitShape
 from tests.trainer.models import random_sample, tiny_model

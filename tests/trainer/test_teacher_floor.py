@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.config.loss import Loss
+from async_opd.config.sections.loss import Loss
 from tests.trainer.oracle import Case, Tail, case, gradients, loss_of, outcomes, run
 from trainer.losses import build_objective
 

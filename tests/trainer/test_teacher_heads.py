@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig, JSDConfig, ReverseKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig, JSDConfig, ReverseKLConfig
+from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs
 from teachers.meter import ScoringMeter

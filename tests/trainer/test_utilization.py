@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from async_opd.config.loss import ForwardKLConfig
-from async_opd.config.train import TrainConfig
+from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.train import TrainConfig
 from tests.trainer.models import random_sample, tiny_model
 from trainer.flops import ModelSize
 from trainer.learner import Learner

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, StageError, TransferAborted, WeightSyncError
 from async_opd.core.stages import Progress
 from async_opd.processes.members import Member, MemberSet, Policy

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.config.reliability import SupervisionConfig
+from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import WeightSyncError, WrongWeights
 from async_opd.core.stages import Progress
 from async_opd.processes.members import Member, MemberSet, Policy

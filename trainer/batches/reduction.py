@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from async_opd.config.loss import Reduction
+    from async_opd.config.sections.loss import Reduction
 
 
 def token_weights(

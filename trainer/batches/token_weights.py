@@ -17,7 +17,7 @@ from trainer.batches.advantages import Normalize, advantages, groups_of, rewards
 from trainer.batches.reduction import token_weights
 
 if TYPE_CHECKING:
-    from async_opd.config.loss import Loss, Reduction, RewardConfig
+    from async_opd.config.sections.loss import Loss, Reduction, RewardConfig
 
 
 @dataclass(frozen=True)

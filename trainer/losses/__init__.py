@@ -25,14 +25,14 @@ from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import MetricsOnly, OnTopK, OnVocabulary, Sampled, Term
 
 if TYPE_CHECKING:
-    from async_opd.config.loss import DivergenceConfig, Loss, RewardConfig
+    from async_opd.config.sections.loss import DivergenceConfig, Loss, RewardConfig
 
 
 def build_objective(
     loss: Loss, reward: RewardConfig | None = None, temperature: float = 1.0
 ) -> Objective:
     """The objective that a config names; ``temperature`` is the one rollouts are sampled at."""
-    from async_opd.config.loss import corrects
+    from async_opd.config.sections.loss import corrects
 
     return Objective(
         _term(loss),

@@ -18,7 +18,7 @@ from trainer.saving.weight_files import FILE_BYTES, write_weights
 from trainer.student.adapters import LORA, write_adapter
 
 if TYPE_CHECKING:
-    from async_opd.config.train import ExportDtype
+    from async_opd.config.sections.train import ExportDtype
 
 ADAPTER_FOLDER = "adapter"
 NOT_COPIED = ("config.json", "*.index.json")

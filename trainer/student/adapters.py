@@ -22,7 +22,7 @@ from trainer.saving.state import Tensors, model_state
 from trainer.student.sharding import full_tensor, is_sharded
 
 if TYPE_CHECKING:
-    from async_opd.config.train import LoraConfig
+    from async_opd.config.sections.train import LoraConfig
 
 ADAPTER = "default"
 """peft's name of the adapter."""

@@ -24,7 +24,7 @@ from async_opd.core.errors import StageError
 from trainer.notes import note
 
 if TYPE_CHECKING:
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.train import TrainConfig
 
 KEPT = {
     "aten::mm",

@@ -17,7 +17,7 @@ import torch
 from async_opd.config.device_defaults import reduces_once
 
 if TYPE_CHECKING:
-    from async_opd.config.train import TrainConfig
+    from async_opd.config.sections.train import TrainConfig
     from trainer.student.loss_module import StudentLoss
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Fits the parameters of ``async_opd.config.plan`` to measured sums.
+"""Fits the parameters of ``async_opd.config.sections.plan`` to measured sums.
 
 Every fit keeps the measured total: noise affects the split into a fixed and a proportional part,
 but not the predicted total of the measured run.

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from async_opd.config.load import load_config
-from async_opd.config.plan import PlanConfig, TrainPlan
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import Field, PositiveInt
 
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 
 class CheckpointConfig(Section):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field, PositiveInt, model_validator
 
 from async_opd.config.registry import SOURCES, PromptSource
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 if TYPE_CHECKING:
     Source = PromptSource

@@ -10,8 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from async_opd.config.engine import EngineConfig
-from async_opd.config.section import ModelSection, Section
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.section import ModelSection, Section
 
 CALL_SAMPLES = 64
 """Most rollouts in one call to a replica of a teacher: with larger calls one replica would have all

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator
 
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 
 class EngineConfig(Section):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from async_opd.config.supervised_k1 import supervised_k1
+from async_opd.config.sections.supervised_k1 import supervised_k1
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.registry import TRANSPORTS
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 if TYPE_CHECKING:
     Backend = str

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 
 class RolloutPlan(Section):

@@ -12,7 +12,7 @@ from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import hosts_of, misplaced, pools
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.config.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
+from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"

@@ -9,7 +9,7 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
-from async_opd.config.section import Section
+from async_opd.config.sections.section import Section
 
 Reduction = Literal[
     "token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm"

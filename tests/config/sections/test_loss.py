@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
-from async_opd.config.loss import Loss, RewardConfig, corrects, nucleus_faults, score_kind
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import Loss, RewardConfig, corrects, nucleus_faults, score_kind
 
 
 def loss(**values: Any) -> Any:

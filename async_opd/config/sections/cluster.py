@@ -1,0 +1,64 @@
+"""The sections ``queue`` and ``cluster``: what stages share, and where they run."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, field_validator, model_validator
+
+from async_opd.config.sections.section import Section
+
+
+class QueueConfig(Section):
+    """The message queue between the stages. Producers wait while it is full."""
+
+    max_samples: PositiveInt = 4096
+    """Maximum of samples in a topic, leased ones included."""
+    max_mib: PositiveInt = 4096
+    """Maximum size of a topic in MiB, leased samples included."""
+    lease_s: float = Field(default=600, gt=0)
+    """A stage that does not renew its leases for so long loses their samples to the next one. While
+    it lives it renews its leases, however long it works on them."""
+
+
+class ClusterConfig(Section):
+    """The Ray cluster of the run, and the device of its pools."""
+
+    address: str | None = None
+    """An existing Ray cluster to join (``ray://`` is not supported); by default a local one."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device of all pools; ``auto``: GPUs if there are any."""
+    gpu_memory_gib: float | None = Field(default=None, gt=0)
+    """Memory of a GPU in GiB, which ``check`` and ``plan`` compare pools with (docs/memory.md). By
+    default what nvidia-smi says on this machine; a check of other machines' GPUs needs it (an H100
+    of 80 GB has 79.6)."""
+    interface: str | None = Field(default=None, pattern=r"^[\w.-]{1,15}$")
+    """Network interface (``eth0``) on which weight sync and ranks of a joined cluster listen and
+    connect; every node needs it. By default that of the node's address in Ray; NCCL chooses for
+    itself. A local run listens on the loopback only."""
+    ports: str | None = Field(default=None, pattern=r"^\d{4,5}-\d{4,5}$")
+    """Ports, as ``20000-20099``, on which the run's own servers listen: the rendezvous of a weight
+    sync and that of ranks, on the trainer's node. By default any free port."""
+
+    @property
+    def port_range(self) -> range | None:
+        """The ports of ``ports``; None for any."""
+        if self.ports is None:
+            return None
+        low, high = map(int, self.ports.split("-"))
+        return range(low, high + 1)
+
+    @field_validator("ports")
+    @classmethod
+    def _are_ports(cls, value: str | None) -> str | None:
+        if value is not None:
+            low, high = map(int, value.split("-"))
+            if not 1024 <= low <= high <= 65535:
+                raise ValueError("two ports from 1024 to 65535, the lower one first")
+        return value
+
+    @model_validator(mode="after")
+    def _interface_is_of_a_cluster(self) -> Self:
+        if self.interface is not None and self.address is None:
+            raise ValueError("'interface' with 'address' only: a local run uses the loopback")
+        return self

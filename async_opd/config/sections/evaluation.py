@@ -1,0 +1,47 @@
+"""The sections ``eval`` and ``grading``: accuracy during a run, and bounds of graders."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveInt
+
+from async_opd.config.sections.section import Section
+
+
+class EvalConfig(Section):
+    """Accuracy on ``data.eval``: before training, every ``every`` weight versions, and after."""
+
+    every: int = Field(default=5, ge=0)
+    """Weight versions between two evaluations; 0: only before and after."""
+    max_prompts: PositiveInt | None = None
+    """Number of prompts of each data source, from the first on; by default all."""
+    temperature: float = Field(default=0.0, ge=0, le=2)
+    """Sampling temperature; 0 is greedy."""
+    max_tokens: PositiveInt | None = None
+    """Longest response; by default ``rollout.max_tokens``."""
+    grader: str = "exact"
+    """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
+    returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
+    teachers: bool = True
+    """Also measures each teacher on its own data sources once, before training."""
+
+
+class GradingConfig(Section):
+    """Bounds of graders, which run in separate processes, so that a hanging one can be ended."""
+
+    timeout_s: float = Field(default=60, gt=0)
+    """Timeout of grading one response. Its grader's process is ended then, and the response is a
+    dead letter; an evaluation counts it, and excludes it from the mean."""
+    processes: PositiveInt = 4
+    """Maximum of grader processes, and of responses graded at the same time, in each student
+    replica (for a reward) and in the driver (for evaluation). They start when they are needed."""
+    memory_gb: float = Field(default=16, gt=0)
+    """Memory bound of a grader's process, in 1e9 bytes of its own data (``RLIMIT_DATA``: mapped
+    files do not count). A larger allocation fails, and the response is a dead letter. Each process
+    that a grader starts has the same bound."""
+    pass_env: list[str] = Field(default=[])
+    """Environment variables that graders get although they hold secrets, such as the key of a
+    judge. Graders inherit all variables that look like no secret by name and value."""
+    allow_eval: bool = False
+    """Allows reasoning-gym tasks whose verifiers evaluate responses as Python (puzzle24, countdown,
+    n_queens and others, see ``grading/verifiers.py``): a response can then run code as the user.
+    Otherwise ``check`` refuses graded rows of these tasks, and their responses are dead letters."""

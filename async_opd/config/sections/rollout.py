@@ -1,0 +1,61 @@
+"""The sections ``student`` and ``rollout``: the model that is trained, and how it is sampled."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+
+from async_opd.config.sections.engine import EngineConfig
+from async_opd.config.sections.section import ModelSection, Section
+
+
+class StudentConfig(ModelSection):
+    """The model that is trained."""
+
+
+class RolloutConfig(Section):
+    """Sampling of the student's responses."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Independent engines of the student."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs of each engine."""
+    n: PositiveInt = 4
+    """Rollouts of each prompt (its group)."""
+    max_tokens: PositiveInt = 1024
+    """Longest response in tokens; longer ones are cut off (``finish_reason: length``)."""
+    temperature: float = Field(default=1.0, gt=0, le=2)
+    """Sampling temperature; rollouts' log-probabilities are those of the tempered distribution."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the sampled distribution; 1 samples from all tokens."""
+    top_k: int = Field(default=0, ge=0)
+    """Number of the most probable tokens that are sampled from; 0: all."""
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    """Samples from tokens at least this fraction as probable as the best one; 0: from all."""
+    reproducible: bool = False
+    """Samples every rollout with its own seed, from ``seed`` and its uid, so that it does not
+    depend on other requests. Sampling is slower; docs/reliability.md has the further conditions."""
+    concurrency: PositiveInt | Literal["auto"] = "auto"
+    """Rollouts in flight on each replica. ``auto`` follows the load of its engine (waiting
+    requests, preemptions, KV cache). In both cases at most a sixteenth (and at least one) more
+    than ``engine.max_num_seqs``."""
+    placement: Literal["dedicated", "colocated"] = "dedicated"
+    """``dedicated``: on GPUs of their own. ``colocated``: on the trainer's GPUs, alternating with
+    it: when a batch is scored the engines finish their responses and sleep, the trainer takes its
+    steps, its weights and optimizer move to host memory, and the engines wake (docs/cluster.md)."""
+    with_: Literal["train"] | None = Field(default=None, alias="with")
+    """The pool whose GPUs colocated engines share: each those of as many ranks as it has GPUs."""
+    engine: EngineConfig = EngineConfig()
+    """Settings of each engine."""
+
+    @property
+    def host(self) -> Literal["train"] | None:
+        """The pool whose GPUs the engines share, if they are colocated."""
+        return self.with_ if self.placement == "colocated" else None
+
+    @model_validator(mode="after")
+    def _colocated_has_a_pool(self) -> Self:
+        if (self.placement == "colocated") != (self.with_ is not None):
+            raise ValueError("'placement: colocated' and 'with: train' together")
+        return self
