@@ -15,7 +15,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
+EXAMPLE = Path(__file__).parents[3] / "examples" / "quickstart.yaml"
 SERVER: dict[str, Any] = {
     "kind": "endpoint",
     "urls": ["http://one:8000"],
