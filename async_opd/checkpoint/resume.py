@@ -18,8 +18,9 @@ from async_opd.accounting.run_state import Cut
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
+from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.lines import whole_lines
-from async_opd.files.safe_open import read_text, regular_file, write_atomically
+from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
@@ -121,10 +122,10 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     The journal is cut where it is opened (``async_opd.accounting.journal``).
     """
     last, kept = dict[str, float](), []
-    for line, step, metrics in _logged(run_dir):
-        if cut is not None and step <= cut.step:
+    for line, row in _logged(run_dir):
+        if cut is not None and row.step <= cut.step:
             kept.append(line)
-            last |= metrics
+            last |= row.values
     if (run_dir / METRICS).exists():
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():
@@ -138,28 +139,17 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
 def last_evaluation(run_dir: Path) -> int:
     """The last step at which ``metrics.jsonl`` has an evaluation of the student; -1: none."""
     evaluated = (
-        step
-        for _, step, metrics in _logged(run_dir)
-        if any(key.startswith("eval/") for key in metrics)
+        row.step
+        for _, row in _logged(run_dir)
+        if any(key.startswith("eval/") for key in row.values)
     )
     return max(evaluated, default=-1)
 
 
-def _logged(run_dir: Path) -> Iterator[tuple[str, int, dict[str, float]]]:
-    """Line, step and metrics of each line of ``metrics.jsonl``, without lines torn by a kill."""
-    try:
-        lines = read_text(run_dir / METRICS, errors="replace").splitlines()
-    except FileNotFoundError:
-        return
-    for line in lines:
-        try:
-            entry = dict(json.loads(line))
-            step = int(entry.pop("step"))
-            entry.pop("time", None)
-            metrics = {key: float(value) for key, value in entry.items() if value is not None}
-        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
-            continue
-        yield line, step, metrics
+def _logged(run_dir: Path) -> Iterator[tuple[str, MetricsRow]]:
+    """Each line of ``metrics.jsonl`` with its row, without lines torn by a kill."""
+    if (run_dir / METRICS).exists():
+        yield from ((line, row) for line, row in metrics_rows(run_dir / METRICS) if row is not None)
 
 
 def _differing(was: dict[str, Any], now: dict[str, Any]) -> list[str]:

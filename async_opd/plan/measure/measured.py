@@ -17,6 +17,7 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import PlanConfig, TrainPlan
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
 from async_opd.plan.inputs import setting_of, slots_of
@@ -72,19 +73,19 @@ class RecordedSteps:
 
     def __init__(self, config: RunConfig, run_dir: Path) -> None:
         self._config = config
-        lines = _lines(run_dir / "metrics.jsonl")
-        steps = [line for line in lines if "perf/step_s" in line]
+        rows = _rows(run_dir / "metrics.jsonl")
+        steps = [row for row in rows if "perf/step_s" in row.values]
         versions = warmup_versions(config.async_.staleness_threshold)
         warm = min(config.async_.sync_steps * versions, len(steps) // 2)
         self._steps = steps[warm:]
         self._check(run_dir)
-        self._all_s = sum(line["perf/step_s"] for line in steps)
+        self._all_s = sum(row.values["perf/step_s"] for row in steps)
         self._elapsed = self._of("perf/step_s")
         self._seconds = float(self._elapsed.sum())
         self._evaluations = [
-            (line["time"] - line["eval/seconds"], line["time"])
-            for line in lines
-            if "eval/seconds" in line and line["step"] < config.train.steps
+            (row.time - row.values["eval/seconds"], row.time)
+            for row in rows
+            if "eval/seconds" in row.values and row.step < config.train.steps
         ]
         self._wall_s = _wall_s(run_dir / "summary.json")
 
@@ -122,7 +123,7 @@ class RecordedSteps:
                 "rollout": self._rollout(mean),
                 "teachers": {name: self._teacher(name) for name in self._config.teachers},
                 "train": self._train(),
-                "evaluation_s": _rounded(np.mean(held) if held else 0.0),
+                "evaluation_s": _rounded(float(np.mean(held)) if held else 0.0),
                 "outside_s": _rounded(max((self._wall_s or 0.0) - self._all_s, 0.0)),
             }
         )
@@ -202,7 +203,7 @@ class RecordedSteps:
         return np.maximum(self._of("rollout/busy_s") - self._of("rollout/paused_s"), 0.0)
 
     def _evaluated(self) -> Any:
-        ends = self._of("time")
+        ends = np.array([row.time for row in self._steps], dtype=np.float64)
         starts = ends - self._elapsed
         touched = np.zeros(len(ends), dtype=bool)
         for start, end in self._evaluations:
@@ -211,7 +212,7 @@ class RecordedSteps:
 
     def _of(self, key: str) -> Floats:
         """The metric's value at each step; 0 where it was not reported."""
-        return np.array([line.get(key) or 0.0 for line in self._steps], dtype=np.float64)
+        return np.array([row.values.get(key, 0.0) for row in self._steps], dtype=np.float64)
 
     def _check(self, run_dir: Path) -> None:
         where = str(run_dir / "metrics.jsonl")
@@ -222,7 +223,7 @@ class RecordedSteps:
             f"teacher/{name}/{key}" for name in self._config.teachers for key in PER_TEACHER
         )
         missing = [
-            key for key in (*NEEDED, *teachers) if not any(key in line for line in self._steps)
+            key for key in (*NEEDED, *teachers) if not any(key in row.values for row in self._steps)
         ]
         if missing:
             remedy = "an older version made the run: run again, or write a plan section"
@@ -244,10 +245,11 @@ NEEDED = (
 PER_TEACHER = ("busy_s", "batches_per_s", "tokens_per_s", "samples_per_s")
 
 
-def _lines(file: Path) -> list[dict[str, Any]]:
+def _rows(file: Path) -> list[MetricsRow]:
+    """The rows of a file of metrics; lines torn by a kill are left out."""
     try:
-        return [json.loads(line) for line in read_text(file).splitlines()]
-    except (OSError, ValueError) as error:
+        return [row for _, row in metrics_rows(file) if row is not None]
+    except OSError as error:
         remedy = "give the directory of a run"
         raise ConfigError([Problem(str(file), "", f"cannot be read: {error}", remedy)]) from None
 

@@ -1,0 +1,54 @@
+"""Reads files of JSON objects, one a line: metrics, dead letters, the journal.
+
+A kill may tear a line, which the next writer ends (``async_opd.files.lines``): such a line is no
+object, and stands last or where a run was continued.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from async_opd.files.safe_open import read_text
+
+
+@dataclass(frozen=True)
+class MetricsRow:
+    """One line of ``metrics.jsonl``. ``time`` is seconds since the epoch.
+
+    ``values`` has no entry for a metric that was not finite.
+    """
+
+    step: int
+    time: float
+    values: Mapping[str, float]
+
+
+def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
+    """Each line that is not empty, and its object; None if it is none. OSError."""
+    for line in read_text(path, errors="replace").splitlines():
+        if line.strip():
+            try:
+                yield line, dict(json.loads(line))
+            except (ValueError, TypeError, RecursionError):
+                yield line, None
+
+
+def metrics_rows(path: Path) -> Iterator[tuple[str, MetricsRow | None]]:
+    """Each line of a file of metrics, and its row; None if it is no such row. OSError."""
+    for line, entry in json_objects(path):
+        yield line, None if entry is None else _row(entry)
+
+
+def _row(entry: dict[str, Any]) -> MetricsRow | None:
+    try:
+        step, time = int(entry.pop("step")), float(entry.pop("time", 0.0))
+        values = {key: float(value) for key, value in entry.items() if value is not None}
+        values = {key: value for key, value in values.items() if math.isfinite(value)}
+    except (ValueError, LookupError, TypeError, ArithmeticError):
+        return None
+    return MetricsRow(step, time, values)

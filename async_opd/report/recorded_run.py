@@ -1,0 +1,174 @@
+"""Reads the directory of a run, which may be over, be interrupted, or be running now.
+
+    config.yaml   metrics.jsonl   run.log   summary.json   dead_letters.jsonl   roll_backs.json
+    ─────────────────────────────── read_recorded_run ───────────────────────────────► RecordedRun
+
+A file that a run of its age does not have yet is empty here, and a line that a kill has torn is
+left out. A resumed run cuts its metrics to the step at which it goes on, so that every step is
+there once; ``run.log`` has the messages of all parts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from async_opd.accounting.audit import Audit, audit
+from async_opd.accounting.roll_backs import RollBack, read_roll_backs
+from async_opd.config.load import load_config
+from async_opd.config.run_config import RunConfig
+from async_opd.files.json_lines import MetricsRow, json_objects, metrics_rows
+from async_opd.files.run_format import refuse_other_formats
+from async_opd.files.safe_open import read_text
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
+from async_opd.observability.sinks import Summary
+
+STEP_S = "perf/step_s"
+"""The metric that every row of a training step has, and no other row."""
+EVALUATIONS = ("eval/", "eval_initial/", "eval_teacher/")
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\s(.*)")
+
+
+@dataclass(frozen=True)
+class Message:
+    """A line of ``run.log`` with those indented below it. ``time`` is seconds since the epoch."""
+
+    time: float
+    text: str
+
+
+@dataclass(frozen=True)
+class RecordedDeadLetter:
+    """A line of ``dead_letters.jsonl``: a sample that will never be trained, and why."""
+
+    time: float
+    uid: str
+    teacher: str
+    tokens: int
+    stage: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """The files of a run directory. ``summary`` is None while the run is running, or if killed."""
+
+    folder: Path
+    config: RunConfig
+    rows: tuple[MetricsRow, ...]
+    messages: tuple[Message, ...]
+    summary: Summary | None
+    dead_letters: tuple[RecordedDeadLetter, ...]
+    roll_backs: tuple[RollBack, ...]
+
+    @cached_property
+    def steps(self) -> tuple[MetricsRow, ...]:
+        """The rows of training steps, in order."""
+        return tuple(row for row in self.rows if STEP_S in row.values)
+
+    @cached_property
+    def evaluations(self) -> tuple[MetricsRow, ...]:
+        """The rows of evaluations, of the student or of its teachers."""
+        return tuple(row for row in self.rows if any(k.startswith(EVALUATIONS) for k in row.values))
+
+    @cached_property
+    def keys(self) -> frozenset[str]:
+        """Every metric that some row has."""
+        return frozenset().union(*(row.values for row in self.rows))
+
+    @property
+    def pools(self) -> tuple[str, ...]:
+        """``rollout``, ``teacher/<name>`` of each teacher, and ``train``."""
+        return ("rollout", *(f"teacher/{name}" for name in self.config.teachers), "train")
+
+    @property
+    def status(self) -> str:
+        """The summary's status; ``running or killed`` without one."""
+        return self.summary.status if self.summary else "running or killed"
+
+    def series(self, key: str) -> list[tuple[int, float]]:
+        """(step, value) of each row that has the metric."""
+        return [(row.step, row.values[key]) for row in self.rows if key in row.values]
+
+    def audit(self) -> Audit:
+        """What became of each admitted sample. AuditError without a readable journal."""
+        return audit(self.folder)
+
+
+def read_recorded_run(folder: Path) -> RecordedRun:
+    """Reads a run directory. ConfigError if it is none, or one of another format; OSError."""
+    refuse_other_formats(folder)
+    config = load_config(folder / "config.yaml")
+    metrics = folder / METRICS
+    rows = (row for _, row in metrics_rows(metrics)) if metrics.exists() else ()
+    return RecordedRun(
+        folder=folder,
+        config=config,
+        rows=tuple(row for row in rows if row is not None),
+        messages=tuple(_messages(folder / RUN_LOG)),
+        summary=_summary(folder),
+        dead_letters=tuple(_dead_letters(folder / DEAD_LETTERS)),
+        roll_backs=tuple(read_roll_backs(folder)),
+    )
+
+
+def _messages(path: Path) -> Iterator[Message]:
+    """Each message of ``run.log``; a line without a time is a part of the message before it."""
+    last: Message | None = None
+    for line in read_text(path, errors="replace").split("\n") if path.exists() else ():
+        stamped = _STAMPED.match(line)
+        if stamped is None:
+            if last is not None and line.strip():
+                last = replace(last, text=f"{last.text}\n{line}")
+            continue
+        if last is not None:
+            yield last
+        last = Message(_moment(stamped[1]), stamped[2])
+    if last is not None:
+        yield last
+
+
+def _moment(text: str) -> float:
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _summary(folder: Path) -> Summary | None:
+    """``summary.json``; None without one, or if it is no summary."""
+    try:
+        content: dict[str, Any] = dict(json.loads(read_text(folder / SUMMARY)))
+        return Summary(
+            status=content["status"],
+            error=content.get("error"),
+            steps=int(content.get("steps", 0)),
+            seconds=float(content["seconds"]),
+            run_dir=folder,
+            metrics=_numbers(content),
+        )
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return None
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a summary, whose names have a slash."""
+    return {
+        key: float(value)
+        for key, value in content.items()
+        if "/" in key and isinstance(value, int | float)
+    }
+
+
+def _dead_letters(path: Path) -> Iterator[RecordedDeadLetter]:
+    for _, entry in json_objects(path) if path.exists() else ():
+        try:
+            yield RecordedDeadLetter(**entry)  # type: ignore[arg-type]
+        except TypeError:  # no object, or one with other fields
+            continue
