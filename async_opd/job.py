@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER, Journal
@@ -28,10 +29,10 @@ class Job:
         """See RunLog.message."""
         self.log.message(text)
 
-    @property
+    @cached_property
     def store(self) -> Checkpoints:
         """The run's checkpoints."""
-        return Checkpoints(self.run_dir / "checkpoints", self.config.checkpoint.keep)
+        return Checkpoints.of(self.config, self.run_dir, self.inputs.eval)
 
     def sizes(self) -> dict[str, int]:
         """Bytes of the complete lines of each file that only grows."""

@@ -21,7 +21,7 @@ import uvloop
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.roll_backs import ROLL_BACKS
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
-from async_opd.checkpoint.store import CONFIG, Checkpoint, Checkpoints, load
+from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
@@ -97,7 +97,7 @@ def _start(
 
     ConfigError if the run directory holds an earlier run, or a checkpoint of another config.
     """
-    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    store = Checkpoints.of(config, run_dir, inputs.eval)
     if not resume:
         found = _left(run_dir)
         if found:
@@ -118,12 +118,12 @@ def _start(
 def _left(run_dir: Path) -> list[str]:
     """What the directory holds of a run that has begun in it."""
     found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
-    return found + (["checkpoints"] if Checkpoints(run_dir / "checkpoints", 1).steps() else [])
+    return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
 
 
 def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:
     """ConfigError if the last checkpoint of a completed run has another config."""
-    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    store = Checkpoints.of(config, run_dir, inputs.eval)
     for step in store.steps()[-1:]:
         with suppress(OSError):
             before = read_text(store.folder / f"step_{step}" / CONFIG)

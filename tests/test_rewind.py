@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import tempfile
 import threading
 from collections import Counter
@@ -21,6 +22,7 @@ from async_opd import training as trainings
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
+from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied
 from async_opd.core.stages import PROMPTS
@@ -108,13 +110,14 @@ async def train(
     shape: dict[str, Any],
     tries: int | None = None,
     faults: Faults = NO_FAULTS,
+    keep: int = 2,
 ) -> Mortal:
     write_run_format(folder)
     stages = Mortal(shape, tries, faults)
     config = stages.world.pipeline.config
     config = config.model_copy(
         update={
-            "checkpoint": config.checkpoint.model_copy(update={"every": 1}),
+            "checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep": keep}),
             "log": config.log.model_copy(update={"console": "off", "wandb": "off"}),
         }
     )
@@ -275,6 +278,24 @@ async def test_the_run_goes_back_to_before_the_window_that_exceeds_the_limit(
         tmp_path, [], LONG | {"guardrail": LIMITS | {"window": 3, "max_truncated_share": 0.4}}
     )
     assert removed_after == [8 - 3]
+
+
+async def test_with_few_checkpoints_a_run_still_goes_back_before_the_window(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=9, until=0.5)
+    take = Checkpointer.take
+
+    async def never_skipped(made: Checkpointer, cut_of: Any) -> None:
+        await made.settled()
+        await take(made, cut_of)
+
+    monkeypatch.setattr(Checkpointer, "take", never_skipped)
+    limits = LIMITS | {"window": 5, "max_truncated_share": 0.3}
+    stages = await train(tmp_path, [], LONG | {"guardrail": limits}, keep=1)
+    assert stages.rewinds == 1
+    (back,) = re.findall(r"the run goes on after step (\d+)", (tmp_path / "run.log").read_text())
+    assert int(back) == 2  # the oldest one; step 4 is neither it nor the newest any more
 
 
 async def test_a_rewound_pipeline_takes_no_checkpoint(tmp_path: Path) -> None:

@@ -3,25 +3,48 @@
     eval/<source>/accuracy ──mean over what the metric's name matches──► {step: value}
 
 Larger values are better. A value stays after its checkpoint is removed, and becomes invalid where
-the run goes another way from an earlier step.
+the run goes another way from an earlier step, or is resumed with another metric or evaluation.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from statistics import fmean
 
 from pydantic import TypeAdapter, ValidationError
 
+from async_opd.checkpoint.resume import digest_of
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
+from async_opd.core.row import Row
 from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
 
-_Values = TypeAdapter(dict[int, float])
+WHEN = {"every", "teachers"}
+"""Settings of ``eval`` that do not change what an evaluation of the student measures."""
+
+
+@dataclass(frozen=True)
+class _Evaluated:
+    """The file's content: ``values`` by step, which are comparable under one ``measure``."""
+
+    measure: str = ""
+    values: dict[int, float] = field(default_factory=dict)
+
+
+_File = TypeAdapter(_Evaluated)
+
+
+def measure_of(config: RunConfig, rows: Sequence[Sequence[Row]]) -> str:
+    """Digest of what makes values comparable: the metric, settings of ``eval``, and its rows."""
+    how = config.eval.model_dump(mode="json", exclude=WHEN)
+    what = json.dumps([config.checkpoint.keep_best, how, digest_of(rows)], sort_keys=True)
+    return hashlib.sha256(what.encode()).hexdigest()
 
 
 def value_of(metric: str, metrics: Mapping[str, float]) -> float | None:
@@ -35,15 +58,37 @@ class EvaluatedSteps:
     """The file; every call reads it, since a run and its checkpointer share it."""
 
     path: Path
+    measure: str = ""
+    """See ``measure_of``. Values of another measure are not read."""
 
     def values(self) -> dict[int, float]:
         """Value by step. CheckpointError for a file that was changed or damaged."""
+        found = self._read()
+        return found.values if found.measure == self.measure else {}
+
+    def add(self, step: int, value: float) -> None:
+        """Adds the value of a step, or replaces it. CheckpointError or OSError."""
+        self._write(self.values() | {step: value})
+
+    def forget_after(self, step: int) -> int:
+        """Removes the values of later steps, whose weights the run does not reach again.
+
+        It removes all values of another measure, and returns their number.
+        """
+        found = self._read()
+        others = len(found.values) if found.measure != self.measure else 0
+        kept = {at: value for at, value in self.values().items() if at <= step}
+        if kept != found.values:
+            self._write(kept)
+        return others
+
+    def _read(self) -> _Evaluated:
         try:
-            found = _Values.validate_json(read_bytes(self.path))
-            if not all(map(math.isfinite, found.values())):
+            found = _File.validate_json(read_bytes(self.path))
+            if not all(map(math.isfinite, found.values.values())):
                 raise ValueError("a value that is not finite")
         except FileNotFoundError:
-            return {}
+            return _Evaluated()
         except (OSError, ValueError) as error:
             cause = "values that are no numbers" if isinstance(error, ValidationError) else error
             raise CheckpointError(
@@ -53,17 +98,7 @@ class EvaluatedSteps:
             ) from error
         return found
 
-    def add(self, step: int, value: float) -> None:
-        """Adds the value of a step, or replaces it. CheckpointError or OSError."""
-        self._write(self.values() | {step: value})
-
-    def forget_after(self, step: int) -> None:
-        """Removes the values of later steps, whose weights the run does not reach again."""
-        values = self.values()
-        kept = {at: value for at, value in values.items() if at <= step}
-        if kept != values:
-            self._write(kept)
-
     def _write(self, values: dict[int, float]) -> None:
         make_folder(self.path.parent)
-        write_atomically(self.path, json.dumps(values))
+        content = _File.dump_json(_Evaluated(self.measure, values))
+        write_atomically(self.path, content.decode())

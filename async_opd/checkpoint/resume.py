@@ -46,12 +46,17 @@ def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
 
     Of a streamed source the digest has the rows that were checked (``Inputs.checked``).
     """
+    tree = config.model_dump(mode="json", by_alias=True)
+    return json.dumps({"config": tree, "data": digest_of(train)})
+
+
+def digest_of(sources: Sequence[Sequence[Row]]) -> str:
+    """SHA-256 of the prompts and answers of all rows."""
     digest = hashlib.sha256()
-    for rows in train:
+    for rows in sources:
         for row in rows:
             digest.update(repr((row.uid, row.data_source, row.prompt, row.answer)).encode())
-    tree = config.model_dump(mode="json", by_alias=True)
-    return json.dumps({"config": tree, "data": digest.hexdigest()})
+    return digest.hexdigest()
 
 
 def refuse_changes(before: str, now: str) -> None:

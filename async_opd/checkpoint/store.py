@@ -4,7 +4,8 @@
           │            the manifest; who writes a file flushes it to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
-          │ the newest ``keep`` stay, and the one with the best evaluation
+          │ the newest ``keep`` stay, the one with the best evaluation, and one from before the
+          │ guardrail's window if it may roll the run back
           ▼
     step_N.damaged/    a file is missing, unexpected or changed: skipped, kept for inspection
 
@@ -13,7 +14,7 @@ Calls block: callers use a thread. Files are JSON and safetensors; none is unpic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,10 @@ from pathlib import Path
 from pydantic import TypeAdapter, ValidationError
 
 from async_opd.accounting.run_state import Cut
-from async_opd.checkpoint.evaluated import EvaluatedSteps
+from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of
+from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError
+from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum, flush, written_file
 from async_opd.files.safe_open import (
@@ -36,7 +39,7 @@ from async_opd.files.safe_open import (
 )
 
 CUT, MANIFEST, CONFIG = "cut.json", "manifest.json", "config.json"
-EVALUATED = "evaluated.json"
+FOLDER, EVALUATED = "checkpoints", "evaluated.json"
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,26 @@ _Cut = TypeAdapter(Cut)
 class Checkpoints:
     """The folder ``checkpoints/`` of a run directory, with the newest ``keep`` checkpoints.
 
-    Of the steps in ``evaluated`` the best one that has a checkpoint is kept, too.
+    Of the steps in ``evaluated`` the best one that has a checkpoint is kept, too. ``window`` is
+    that of a guardrail that rolls back, in steps, else 0: see ``superseded``. ``measure`` is that
+    of ``evaluated``.
     """
 
     folder: Path
     keep: int
+    window: int = 0
+    measure: str = ""
+
+    @classmethod
+    def of(cls, config: RunConfig, run_dir: Path, rows: Sequence[Sequence[Row]]) -> Checkpoints:
+        """Those of a run; ``rows`` are those of ``data.eval``."""
+        guardrail = config.guardrail
+        return cls(
+            run_dir / FOLDER,
+            config.checkpoint.keep,
+            guardrail.window if guardrail.mode == "roll_back" else 0,
+            measure_of(config, rows),
+        )
 
     def begin(self, step: int) -> Path:
         """Makes an empty folder for the files of a checkpoint. OSError."""
@@ -90,7 +108,7 @@ class Checkpoints:
         part.rename(target)
         flush(self.folder)
         best = self.best()
-        for step in self.steps()[: -self.keep]:
+        for step in superseded(self.steps(), self.keep, self.window):
             if step != best:
                 remove_tree(self.folder / f"step_{step}")
         return target
@@ -98,7 +116,7 @@ class Checkpoints:
     @property
     def evaluated(self) -> EvaluatedSteps:
         """The evaluations that checkpoints are compared by; none unless the run keeps the best."""
-        return EvaluatedSteps(self.folder / EVALUATED)
+        return EvaluatedSteps(self.folder / EVALUATED, self.measure)
 
     def best(self) -> int | None:
         """The evaluated checkpoint with the largest value, the newest of equal ones.
@@ -135,12 +153,17 @@ class Checkpoints:
     def newest(self, notify: Callable[[str], None]) -> Checkpoint | None:
         """The newest valid checkpoint; ``notify`` gets a message about each damaged one.
 
-        Unfinished checkpoints are removed, and evaluations of later steps are forgotten.
-        CheckpointError if the folder is a link.
+        Unfinished checkpoints are removed, and evaluations of later steps, or by another measure,
+        are forgotten. CheckpointError if the folder is a link.
         """
         found = self._newest(notify)
         try:
-            self.evaluated.forget_after(found.cut.step if found else -1)
+            others = self.evaluated.forget_after(found.cut.step if found else -1)
+            if others:
+                notify(
+                    f"the values of {others} evaluated steps are not compared: checkpoint.keep_best"
+                    ", data.eval or settings of eval were others"
+                )
         except CheckpointError as error:
             notify(str(error))
         return found
@@ -163,6 +186,18 @@ class Checkpoints:
                 path.rename(damaged)
                 notify(f"{error.cause}: it is skipped, and is now {damaged.name}")
         return None
+
+
+def superseded(steps: Sequence[int], keep: int, window: int) -> list[int]:
+    """The steps (ascending) without the newest ``keep`` and those that a rollback needs.
+
+    A rollback goes back ``window`` steps from the newest one. It needs the newest checkpoint from
+    before that, and the one that follows, which is that checkpoint for later steps: at most two
+    windows are lost, however many checkpoints a window has.
+    """
+    before = sum(step <= steps[-1] - window for step in steps) if steps else 0
+    needed = {*steps[-keep:], *steps[max(before - 1, 0) : before + 1]}
+    return [step for step in steps if step not in needed]
 
 
 def load(folder: Path) -> Checkpoint:

@@ -167,7 +167,7 @@ def _refreshing(
         await scorer.load(teacher, weights)
 
     run_dir = Path(config.run_dir or ".").absolute()
-    store = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
+    store = Checkpoints.of(config, run_dir, ())
     copies = WeightCopies(
         run_dir / "teachers",
         Path(config.student.model),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from async_opd.checkpoint.evaluated import EvaluatedSteps, value_of
+from async_opd.checkpoint.evaluated import EvaluatedSteps, measure_of, value_of
 from async_opd.core.errors import CheckpointError
+from async_opd.core.row import Row
+from tests.checkpoint.test_store import config
 
 METRICS = {"eval/sort/accuracy": 0.5, "eval/reverse/accuracy": 0.9, "eval/seconds": 3.0}
 
@@ -46,7 +50,50 @@ def test_values_of_later_steps_are_forgotten_at_a_rewind(tmp_path: Path) -> None
     assert steps.values() == {4: 0.25}
 
 
-@pytest.mark.parametrize("content", ["no json", '{"4": "high"}', '{"4": NaN}', "[1]"])
+def test_values_of_another_measure_are_not_compared(tmp_path: Path) -> None:
+    EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
+    sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
+    assert sampled.values() == {}
+    sampled.add(8, 0.1)
+    assert sampled.values() == {8: 0.1}
+
+
+def test_values_of_another_measure_are_forgotten_and_counted_at_a_resume(tmp_path: Path) -> None:
+    EvaluatedSteps(tmp_path / "evaluated.json", "greedy").add(4, 0.9)
+    sampled = EvaluatedSteps(tmp_path / "evaluated.json", "sampled")
+    assert (sampled.forget_after(8), sampled.forget_after(8)) == (1, 0)
+
+
+ROW = Row("0:0", "sort", "sort 21=", "12", {})
+OTHERS: list[dict[str, Any]] = [
+    {
+        "checkpoint": {"keep_best": "eval/sort/accuracy"},
+        "data": {"train": "rows.jsonl", "eval": "rows.jsonl"},
+    },
+    {"eval": {"temperature": 1}},
+    {"eval": {"max_prompts": 1}},
+    {"eval": {"grader": "math_verify"}},
+]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=str)
+def test_another_metric_or_setting_of_evaluations_is_another_measure(other: Any) -> None:
+    assert measure_of(config(**other), [[ROW]]) != measure_of(config(), [[ROW]])
+
+
+def test_other_rows_are_another_measure() -> None:
+    other = replace(ROW, answer="21")
+    assert measure_of(config(), [[other]]) != measure_of(config(), [[ROW]])
+
+
+def test_how_often_a_run_evaluates_does_not_change_the_measure() -> None:
+    assert measure_of(config(eval={"every": 7}), [[ROW]]) == measure_of(config(), [[ROW]])
+
+
+BAD = ["no json", '{"values": {"4": "high"}}', '{"measure": "", "values": {"4": NaN}}', "[1]"]
+
+
+@pytest.mark.parametrize("content", BAD)
 def test_a_file_that_was_changed_is_refused_with_a_remedy(tmp_path: Path, content: str) -> None:
     path = tmp_path / "evaluated.json"
     path.write_text(content)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes
-from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load
+from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load, superseded
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.core.row import Row
@@ -27,8 +29,8 @@ def cut(step: int) -> Cut:
     return Cut(step, step // 4, 10, 10, ledger, files={"dead_letters.jsonl": 5})
 
 
-def written(folder: Path, *steps: int, keep: int = 2) -> Checkpoints:
-    store = Checkpoints(folder, keep)
+def written(folder: Path, *steps: int, keep: int = 2, window: int = 0) -> Checkpoints:
+    store = Checkpoints(folder, keep, window)
     for step in steps:
         part = store.begin(step)
         (part / "trainer.safetensors").write_bytes(bytes(range(100)))
@@ -94,6 +96,18 @@ def test_evaluations_after_the_newest_checkpoint_are_forgotten_with_their_weight
     assert store.evaluated.values() == {2: 0.1}
 
 
+def test_a_resume_tells_that_earlier_values_are_of_another_evaluation(tmp_path: Path) -> None:
+    written(tmp_path, 2).evaluated.add(2, 0.9)
+    said: list[str] = []
+    store = replace(written(tmp_path, 4), measure="another")
+    store.newest(said.append)
+    assert said == [
+        "the values of 1 evaluated steps are not compared: checkpoint.keep_best, data.eval or "
+        "settings of eval were others"
+    ]
+    assert store.best() is None
+
+
 def test_a_rollback_removes_the_checkpoints_after_its_step(tmp_path: Path) -> None:
     store = written(tmp_path, 2, 4, 6, keep=3)
     store.roll_back(4)
@@ -104,6 +118,32 @@ def test_a_rollback_before_the_oldest_checkpoint_leaves_that_one(tmp_path: Path)
     store = written(tmp_path, 4, 6)
     store.roll_back(2)
     assert store.steps() == [4]
+
+
+def test_a_run_that_may_roll_back_keeps_a_checkpoint_from_before_the_window(
+    tmp_path: Path,
+) -> None:
+    store = written(tmp_path, *range(1, 12), keep=2, window=10)
+    assert store.steps() == [1, 9, 10, 11]
+
+
+@given(
+    gaps=st.lists(st.integers(1, 5), min_size=1, max_size=60),
+    keep=st.integers(1, 3),
+    window=st.integers(1, 20),
+)
+def test_whenever_a_run_rolls_back_it_finds_a_checkpoint_at_most_two_windows_back(
+    gaps: list[int], keep: int, window: int
+) -> None:
+    steps: list[int] = []
+    for newest in itertools.accumulate(gaps):
+        steps.append(newest)
+        gone = superseded(steps, keep, window)
+        steps = [step for step in steps if step not in gone]
+        before = [step for step in steps if step <= newest - window]
+        if newest - window >= gaps[0]:
+            assert before[-1] >= newest - 2 * window - max(gaps)
+        assert len(steps) <= keep + 2
 
 
 def test_without_any_there_is_none(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     """Weight versions between two checkpoints; 0: only when a run ends or is interrupted. Training
     goes on while a checkpoint is written; one that is due before it is written is skipped."""
     keep: PositiveInt = 2
-    """Number of the newest checkpoints that are kept."""
+    """Number of the newest checkpoints that are kept; a run that may roll back keeps two more."""
     keep_best: str | None = Field(default=None, pattern=r"^eval/.+/accuracy$")
     """Accuracy by which the best checkpoint is kept too: ``eval/gsm8k/accuracy``, or
     ``eval/*/accuracy``, the mean over data sources. Evaluated versions then have checkpoints, and a
