@@ -74,6 +74,7 @@ class QueueProxy(Proxy):
 
     put = remote(MessageQueue.put, NO_TIMEOUT, again=True)
     get = remote(MessageQueue.get, NO_TIMEOUT, again=True)
+    fetch = remote(MessageQueue.fetch, again=True)
     ack = remote(MessageQueue.ack, again=True)
     renew = remote(MessageQueue.renew, again=True)
     headers = remote(MessageQueue.headers)

@@ -98,7 +98,12 @@ class Batch:
         return sum(row[1] for row in self.rows)
 
     def unpack(self) -> list[Item]:
-        """Decodes the items. They share no memory with the buffer."""
+        """Decodes the items. They share no memory with the buffer.
+
+        ValueError for a batch of headers alone.
+        """
+        if self.nbytes < sum(row[2] for row in self.rows):
+            raise ValueError(f"{len(self)} headers without payloads: Queue.fetch has these")
         view: memoryview = self.buffer.data
         items, start = [], 0
         for row in self.rows:
@@ -111,6 +116,11 @@ class Batch:
         """A batch of headers without payload, as topic ``stale`` has them."""
         rows = tuple((h.uid, h.tokens, 0, h.oldest_version, h.teacher) for h in headers)
         return cls(rows, np.empty(0, dtype=np.uint8))
+
+    @property
+    def without_payloads(self) -> Batch:
+        """The same headers with an empty buffer; each still tells the bytes of its payload."""
+        return Batch(self.rows, NOTHING.buffer)
 
     @property
     def headers(self) -> tuple[Header, ...]:
@@ -128,8 +138,8 @@ class Batch:
     @staticmethod
     def join(batches: Sequence[Batch]) -> Batch:
         """Several batches as one; copies nothing if there is only one."""
-        if len(batches) == 1:
-            return batches[0]
+        if len(batches) < 2:
+            return batches[0] if batches else NOTHING
         rows = tuple(row for batch in batches for row in batch.rows)
         return Batch(rows, np.concatenate([batch.buffer for batch in batches]))
 

@@ -11,6 +11,7 @@
     │   │   ├── WrongWeights
     │   │   └── SyncTimeout   (also a StageTimeout)
     │   ├── LeaseExpired
+    │   ├── NotLeased
     │   ├── NoReplica      a pool has no replica (left)
     │   ├── RolloutFault   a prompt or its grader fails, its process works on: a dead letter
     │   ├── CheckpointError
@@ -113,6 +114,21 @@ class LeaseExpired(StageError):
             "raise queue.lease_s above the longest time that the holder's event loop may block",
         )
         self.args = (topic, lease_id)
+
+
+class NotLeased(StageError):
+    """Samples were fetched under leases that do not have them; ``uids`` names them."""
+
+    def __init__(self, topic: str, uids: tuple[str, ...]) -> None:
+        some = ", ".join(uids[:3]) + (f" and {len(uids) - 3} more" if len(uids) > 3 else "")
+        super().__init__(
+            f"topic {topic}",
+            f"{some} cannot be fetched: the lease has expired, was acknowledged, or is of a queue "
+            "that died",
+            "lease them again: expired ones are in the topic; raise queue.lease_s if this recurs",
+        )
+        self.args = (topic, uids)
+        self.uids = uids
 
 
 class NoReplica(StageError):

@@ -12,7 +12,10 @@ Ack = int | tuple[int, ...] | None
 
 @dataclass(frozen=True)
 class Lease:
-    """Batches taken from a topic, which go back to it unless renewed or acknowledged in time."""
+    """Batches taken from a topic, which go back to it unless renewed or acknowledged in time.
+
+    Of a lease of headers they have no payloads, which the topic keeps (``Queue.fetch``).
+    """
 
     id: int
     batches: tuple[Batch, ...]

@@ -57,14 +57,20 @@ class Queue(Protocol):
         consumer: str = "",
         share: bool = False,
         tokens: int | None = None,
+        payloads: bool = True,
     ) -> Lease:
         """Waits for ``at_least`` samples and takes up to ``at_most``; acknowledges ``ack`` first.
 
         The lease has at most one message's bytes (``async_opd.core.batch``), even if these are
         fewer samples than ``at_least``; with ``share`` at most an even share of the ready samples
-        among all waiting consumers; at most ``tokens`` tokens, or one sample.
+        among all waiting consumers; at most ``tokens`` tokens, or one sample. Without ``payloads``
+        it has headers alone, of samples of any size.
         Raises QueueClosed or LeaseExpired.
         """
+        ...
+
+    async def fetch(self, topic: str, leased: Mapping[int, Sequence[Uid]]) -> Batch:
+        """The samples of these uids, by their leases; they stay leased. Raises NotLeased."""
         ...
 
     async def ack(self, topic: str, lease_id: int) -> None:

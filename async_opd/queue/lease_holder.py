@@ -39,6 +39,7 @@ class LeaseHolder:
         at_least: int = 1,
         ack: Ack = None,
         tokens: int | None = None,
+        payloads: bool = True,
     ) -> Lease:
         """See Queue.get. Raises also the error that ended the renewals."""
         if self._renewing is None:
@@ -47,7 +48,9 @@ class LeaseHolder:
             self._renewing.result()
         self._forget(topic, ack)
         consumer = self._consumer
-        lease = await self._queue.get(topic, at_most, at_least, ack, consumer, tokens=tokens)
+        lease = await self._queue.get(
+            topic, at_most, at_least, ack, consumer, tokens=tokens, payloads=payloads
+        )
         self._held[topic].add(lease.id)
         return lease
 

@@ -61,6 +61,11 @@ class LeaseTable:
                 entry.cancel()
                 self._leases[lease_id] = replace(entry, timer=self._started(lease_id))
 
+    def get(self, lease_id: int) -> Lease | None:
+        """The lease; None if there is none of this number."""
+        entry = self._leases.get(lease_id)
+        return None if entry is None else entry.lease
+
     def remove(self, lease_id: int) -> Lease | None:
         """Removes and returns the lease; None if there is none of this number."""
         entry = self._leases.pop(lease_id, None)

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
-from async_opd.core.errors import LeaseExpired
+from async_opd.core.errors import LeaseExpired, NotLeased
 from async_opd.core.lease import Ack, Lease, TopicStats
 from async_opd.core.samples import Header
 from async_opd.core.stages import Events
@@ -60,13 +60,23 @@ class MessageQueue:
         consumer: str = "",
         share: bool = False,
         tokens: int | None = None,
+        payloads: bool = True,
     ) -> Lease:
         """Acknowledges leases of the same topic first, in the same call; see Topic.get."""
         done = (ack,) if isinstance(ack, int) else ack or ()
         expired = [lease_id for lease_id in done if not self._topics[topic].ack(lease_id)]
         if expired:
             raise LeaseExpired(topic, expired[0])
-        return await self._topics[topic].get(at_most, at_least, consumer, share, tokens)
+        return await self._topics[topic].get(at_most, at_least, consumer, share, tokens, payloads)
+
+    async def fetch(self, topic: str, leased: Mapping[int, Sequence[Uid]]) -> Batch:
+        """See Topic.fetch, of several leases. Raises NotLeased with all that are not leased so."""
+        found = [self._topics[topic].fetch(*one) for one in leased.items()]
+        there = {row[0] for batch in found for row in batch.rows}
+        gone = tuple(uid for uids in leased.values() for uid in uids if uid not in there)
+        if gone:
+            raise NotLeased(topic, gone)
+        return Batch.join(found)
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Topic.ack. Raises LeaseExpired."""

@@ -15,7 +15,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
@@ -34,6 +34,7 @@ class _Getter:
     consumer: str
     share: bool
     tokens: int | None
+    payloads: bool
     future: asyncio.Future[Lease]
 
 
@@ -97,12 +98,14 @@ class Topic:
         consumer: str = "",
         share: bool = False,
         tokens: int | None = None,
+        payloads: bool = True,
     ) -> Lease:
         """Takes up to ``at_most`` samples; waits for ``at_least``, or for ``lease_bytes`` of them.
 
         So a lease of large samples may have fewer than ``at_least``. With ``share`` the lease has
         at most an even share of the ready samples among all waiting consumers; it has at most
-        ``tokens`` tokens, or one sample.
+        ``tokens`` tokens, or one sample. Without ``payloads`` the lease has the headers of any
+        bytes; the topic keeps the samples for ``fetch``, within its bounds, until ``ack``.
         ValueError if ``at_least`` exceeds ``at_most`` or ``max_samples``: it could wait for ever.
         """
         if not 1 <= at_least <= min(at_most, self.max_samples):
@@ -114,7 +117,7 @@ class Topic:
         if consumer in self._released:
             raise _released_consumer(consumer)
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
-        self._getters.append(_Getter(at_least, at_most, consumer, share, tokens, future))
+        self._getters.append(_Getter(at_least, at_most, consumer, share, tokens, payloads, future))
         self._settle()
         try:
             return await future
@@ -123,6 +126,13 @@ class Topic:
                 self.nack(future.result().id)  # granted in the turn in which it was cancelled
             self._settle()
             raise
+
+    def fetch(self, lease_id: int, uids: Collection[Uid]) -> Batch:
+        """The samples of these uids that the lease has; they stay leased."""
+        lease = self._leases.get(lease_id)
+        batches = () if lease is None else lease.batches
+        wanted = frozenset(uids)
+        return Batch.join([part for batch in batches for part in batch.only(wanted)])
 
     def ack(self, lease_id: int) -> bool:
         """Removes the lease's samples. False if it had expired or was settled before.
@@ -244,11 +254,12 @@ class Topic:
             waiting = 1 + sum(not other.future.done() for other in self._getters)
             even = -(-self._ready_count // waiting)  # rounded up
             at_most = min(at_most, max(getter.at_least, even))
-        getter.future.set_result(self._grant(at_most, getter.tokens, getter.consumer))
+        getter.future.set_result(self._grant(at_most, getter))
         return True
 
     def _has_enough(self, getter: _Getter) -> bool:
-        return self._ready_count >= getter.at_least or self._ready_bytes >= self.lease_bytes
+        full = getter.payloads and self._ready_bytes >= self.lease_bytes
+        return full or self._ready_count >= getter.at_least
 
     def _has_room(self, batch: Batch) -> bool:
         held = self._ready_count + len(self._leases)
@@ -262,9 +273,10 @@ class Topic:
         nbytes = self._nbytes + batch.nbytes
         return held + len(batch) <= self.max_samples and nbytes <= self.max_bytes
 
-    def _grant(self, at_most: int, tokens: int | None, consumer: str) -> Lease:
+    def _grant(self, at_most: int, getter: _Getter) -> Lease:
         batches: list[Batch] = []
-        count, room = at_most, self.lease_bytes
+        count, tokens = at_most, getter.tokens
+        room = self.lease_bytes if getter.payloads else self._ready_bytes
         while self._ready and count:
             fits = self._ready[0].first(count, room, tokens)
             if not fits and batches:
@@ -278,7 +290,10 @@ class Topic:
             tokens = None if tokens is None else tokens - batch.tokens
         self._ready_count -= at_most - count
         self._ready_bytes -= sum(batch.nbytes for batch in batches)
-        return self._leases.grant(tuple(batches), consumer)
+        lease = self._leases.grant(tuple(batches), getter.consumer)
+        if getter.payloads:
+            return lease
+        return replace(lease, batches=tuple(batch.without_payloads for batch in batches))
 
     def _expire(self, entry: LeaseEntry) -> None:
         self._expired += len(entry.lease)

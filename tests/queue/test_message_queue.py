@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import LeaseExpired
+from async_opd.core.errors import LeaseExpired, NotLeased
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
 from tests.timers import ManualTimer
@@ -102,3 +104,33 @@ async def test_an_expired_lease_is_news_with_its_topic() -> None:
     timer.advance(11)
     (line,) = (await messages.events(0)).lines
     assert line.startswith("topic t: 1 samples went back: x took them")
+
+
+async def test_one_fetch_has_the_samples_of_several_leases() -> None:
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, ManualTimer())
+    await messages.put("t", batch("a", "b", "c"))
+    first, second = [await messages.get("t", most, payloads=False) for most in (1, 2)]
+    found = await messages.fetch("t", {first.id: ["a"], second.id: ["c"]})
+    assert [header.uid for header in found.headers] == ["a", "c"]
+
+
+@pytest.mark.parametrize("end", ["expired", "acknowledged", "of a queue that died", "of others"])
+async def test_what_is_not_leased_cannot_be_fetched(end: str) -> None:
+    timer = ManualTimer()
+    messages = MessageQueue(("t",), 10, 1 << 20, 10.0, timer)
+    await messages.put("t", batch("a", "b"))
+    lease_id = (await messages.get("t", 1, payloads=False)).id
+    if end == "expired":
+        timer.advance(11)
+    elif end == "acknowledged":
+        await messages.ack("t", lease_id)
+    elif end == "of a queue that died":
+        lease_id = 1
+    with pytest.raises(NotLeased, match=r"(?s)cannot be fetched.*lease them again") as caught:
+        await messages.fetch("t", {lease_id: ["b" if end == "of others" else "a"]})
+    assert pickle.loads(pickle.dumps(caught.value)).uids == caught.value.uids
+
+
+async def test_headers_alone_cannot_be_decoded() -> None:
+    with pytest.raises(ValueError, match="without payloads"):
+        batch("a").without_payloads.unpack()

@@ -352,6 +352,49 @@ async def test_the_contents_of_some_samples_are_theirs_leased_or_ready() -> None
     assert found == ["a/0", "c/0", "e/0"]
 
 
+async def test_a_lease_of_headers_has_them_all_whatever_their_bytes_and_no_payload() -> None:
+    one = batch("a/0").nbytes
+    queue = topic(lease_bytes=2 * one)
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    lease = await queue.get(3, 3, payloads=False)
+    assert uids(lease) == ["a/0", "b/0", "c/0"]
+    assert [header.nbytes for b in lease.batches for header in b.headers] == [one] * 3
+    assert (lease.nbytes, queue.stats.nbytes) == (0, 3 * one)
+
+
+async def test_a_wait_for_headers_goes_on_when_a_lease_of_payloads_would_be_full() -> None:
+    queue = topic(lease_bytes=1)
+    await queue.put(batch("a/0"))
+    waiting = asyncio.create_task(queue.get(2, 2, payloads=False))
+    await settle()
+    assert not waiting.done()
+    await queue.put(batch("b/0"))
+    assert uids(await waiting) == ["a/0", "b/0"]
+
+
+async def test_payloads_are_fetched_under_their_lease_and_stay_there() -> None:
+    queue = topic()
+    await queue.put(batch("a/0", "b/0", "c/0"))
+    lease = await queue.get(3, payloads=False)
+    found = queue.fetch(lease.id, ["c/0", "a/0"])
+    assert [item.uid for item in found.unpack()] == ["a/0", "c/0"]
+    assert len(queue.fetch(lease.id, ["a/0"])) == 1
+    queue.ack(lease.id)
+    assert (len(queue.fetch(lease.id, ["a/0"])), queue.stats.nbytes) == (0, 0)
+
+
+async def test_leased_headers_hold_their_bytes_until_they_are_acknowledged() -> None:
+    one = batch("a/0")
+    queue = topic(max_bytes=one.nbytes)
+    await queue.put(one)
+    lease = await queue.get(1, payloads=False)
+    putting = asyncio.create_task(queue.put(batch("b/0")))
+    await settle()
+    assert not putting.done()
+    queue.ack(lease.id)
+    await putting
+
+
 @examples(100)
 @given(
     batches=st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=5), min_size=1, max_size=8),
