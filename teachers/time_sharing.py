@@ -31,6 +31,7 @@ from async_opd.core.errors import StageError, StageTimeout
 from async_opd.core.stages import Progress, SyncReport, WeightSync
 from async_opd.waiting.deadline import Deadline, Timer
 from async_opd.waiting.liveness import Ask, ProgressWatchdog
+from async_opd.waiting.race import race
 
 KEY = "timeouts.request_s"
 
@@ -73,6 +74,35 @@ class GpuGuests(Protocol):
     async def progress(self) -> Progress:
         """The tokens that the guests have computed."""
         ...
+
+
+class SeveralGuests:
+    """Guests of the same hosts as one: in a turn one after the other, in the order given."""
+
+    def __init__(self, *guests: GpuGuests) -> None:
+        self._guests = guests
+
+    async def wait_asleep(self, host: str) -> None:
+        """Returns when all of them sleep."""
+        await asyncio.gather(*(guest.wait_asleep(host) for guest in self._guests))
+
+    async def wait_for_work(self, host: str) -> None:
+        """Returns when one of them has work."""
+        await race(*(guest.wait_for_work(host) for guest in self._guests))
+
+    async def wait_for_backlog(self, host: str) -> None:
+        """Returns when the backlog of one of them is full."""
+        await race(*(guest.wait_for_backlog(host) for guest in self._guests))
+
+    async def take_turn(self, host: str) -> None:
+        """One without work wakes nothing."""
+        for guest in self._guests:
+            await guest.take_turn(host)
+
+    async def progress(self) -> Progress:
+        """The tokens of all of them."""
+        found = await asyncio.gather(*(guest.progress() for guest in self._guests))
+        return Progress(sum(one.tokens for one in found), sum(one.most for one in found))
 
 
 class GpuLock:

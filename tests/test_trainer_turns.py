@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,10 +19,24 @@ from async_opd.core.stages import TRAINER, Captured, Progress, SamplingSpec
 from async_opd.grading.evaluation import Evaluation
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.waiting.race import gather_or_cancel
-from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync
+from teachers.stage import ScorerStage
+from teachers.time_sharing import (
+    GpuGuests,
+    GpuLock,
+    GpuTimeSharing,
+    LockedSync,
+    SeveralGuests,
+)
 from tests.properties import examples
-from tests.test_pipeline import FakePrompts, FakeStudent, World, world
-from tests.test_time_sharing import Gpu, Shared, alive, gated, guard_sync
+from tests.test_pipeline import TEACHERS, FakePrompts, FakeStudent, World, world
+from tests.test_time_sharing import (
+    ColocatedTeacher,
+    Gpu,
+    Shared,
+    alive,
+    gated,
+    guard_sync,
+)
 
 
 class Trainer:
@@ -100,8 +114,17 @@ class Colocated:
     captures: Captures
 
 
-def colocated(*, linger_s: float = 0.0, deaths: Sequence[int] = (), **sizes: Any) -> Colocated:
-    """``deaths``: after so many turns of the loop the rollout stage dies, and starts anew."""
+def colocated(
+    *,
+    linger_s: float = 0.0,
+    deaths: Sequence[int] = (),
+    teachers: Collection[str] = (),
+    **sizes: Any,
+) -> Colocated:
+    """``deaths``: after so many turns of the loop the rollout stage dies, and starts anew.
+
+    ``teachers`` are on the same GPUs too.
+    """
     run = world(evaluation=evaluation(), **sizes)
     gpu = Gpu()
     hosts = [Shared(gpu) for _ in run.students]
@@ -110,10 +133,15 @@ def colocated(*, linger_s: float = 0.0, deaths: Sequence[int] = (), **sizes: Any
         student.generate = partial(answers, student, host)  # type: ignore[method-assign]
     trainer = Trainer(gpu, hosts, linger_s)
     guard_trainer(run, trainer)
+    parts: Any = run.pipeline.stages
+    guests: GpuGuests = trainer
+    if teachers:
+        parts.scorer = on_the_same_gpus(run, teachers, gpu, hosts)
+        guests = SeveralGuests(parts.scorer, trainer)
     sharing = GpuTimeSharing(
         "rollout",
         partial(alive, "rollout", hosts),
-        trainer,
+        guests,
         GpuLock("rollout", trainer.progress, 20),
         sleep_timeout_s=20,
         turn="the trainer's turn",
@@ -124,13 +152,35 @@ def colocated(*, linger_s: float = 0.0, deaths: Sequence[int] = (), **sizes: Any
         update={"checkpoint": run.pipeline.config.checkpoint.model_copy(update={"every": 1})}
     )
     run.pipeline.checkpointer = captures
-    parts: Any = run.pipeline.stages
     parts.sync = LockedSync(run.sync, replicas=sharing.lock, trainer=None)
     supervise = parts.supervise
     parts.supervise = lambda *arguments: gather_or_cancel(
         supervise(*arguments), dying(sharing, deaths)
     )
     return Colocated(run, trainer, hosts, sharing, captures)
+
+
+class Scorer(ScorerStage):
+    """A scoring stage in a process of its own: a scoring phase outlives its caller."""
+
+    async def take_turn(self, host: str) -> None:
+        await asyncio.shield(asyncio.create_task(super().take_turn(host)))
+
+
+def on_the_same_gpus(
+    run: World, names: Collection[str], gpu: Gpu, hosts: Sequence[Shared]
+) -> ScorerStage:
+    replicas: Any = {
+        name: [ColocatedTeacher(f"teacher {name}/0", inner, gpu, hosts) if name in names else inner]
+        for name, inner in run.teachers.items()
+    }
+    return Scorer(
+        replicas,
+        run.queue,
+        dict.fromkeys(run.teachers, 8),
+        hosts=dict.fromkeys(names, "rollout"),
+        backlog_size=run.pipeline.config.train.batch_size,
+    )
 
 
 async def dying(sharing: GpuTimeSharing, deaths: Sequence[int]) -> None:
@@ -188,8 +238,15 @@ async def test_it_trains_every_admitted_sample() -> None:
     assert set(made.trainer.gpu.users) == {"trainer"}
 
 
+async def test_teachers_engines_and_trainer_share_the_same_gpus() -> None:
+    made = colocated(teachers=TEACHERS)
+    run = await done(made)
+    assert run.pipeline.run_state.ledger.counts["trained"] == 24
+    assert set(made.trainer.gpu.users) == {"trainer", "teacher a/0", "teacher b/0"}
+
+
 async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version() -> None:
-    made = colocated(s=0.0, k=1, linger_s=0.01)
+    made = colocated(s=0.0, k=1, linger_s=0.05)
     run = await done(made)
     assert set(run.trainer.staleness) == {0}
     assert made.trainer.number == 6
@@ -197,7 +254,7 @@ async def test_exactly_on_policy_it_trains_nothing_stale_with_one_turn_a_version
 
 async def test_a_version_of_several_steps_is_one_turn_where_its_batches_are_complete() -> None:
     """s = 0: the engines finish all K batches before the trainer has the first one's turn."""
-    made = colocated(s=0.0, k=3, linger_s=0.01)
+    made = colocated(s=0.0, k=3, linger_s=0.05)
     await done(made)
     assert made.trainer.number < 6
 
@@ -255,6 +312,7 @@ async def test_a_trainer_that_dies_in_its_turn_ends_the_pipeline_as_the_trainers
     linger_s=st.sampled_from([0.0, 0.001]),
     deaths=st.lists(st.integers(0, 300), max_size=4),
     dead=st.booleans(),
+    teachers=st.sets(st.sampled_from(TEACHERS)),
 )
 def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
     seed: int,
@@ -267,6 +325,7 @@ def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
     linger_s: float,
     deaths: list[int],
     dead: bool,
+    teachers: set[str],
 ) -> None:
     size = n * groups
 
@@ -274,6 +333,7 @@ def test_never_both_work_nobody_waits_for_ever_and_every_sample_is_trained_once(
         made = colocated(
             linger_s=linger_s,
             deaths=deaths,
+            teachers=sorted(teachers),
             seed=seed,
             s=s,
             k=k,

@@ -104,7 +104,8 @@ def pools(config: RunConfig) -> list[Pool]:
 
     def teacher_pool(name: str) -> Pool:
         t, model = config.teachers[name], config.teacher_model(name)
-        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, t.host)
+        shares = t.host and (rollout.host or t.host)  # all on the trainer's, if engines are there
+        return Pool(f"teachers.{name}", t.replicas, t.gpus, model, shares)
 
     return [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),

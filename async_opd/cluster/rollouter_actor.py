@@ -48,6 +48,7 @@ from teachers.time_sharing import (
     GpuLock,
     GpuTimeSharing,
     LockedSync,
+    SeveralGuests,
     SharedLock,
     holding,
 )
@@ -326,7 +327,7 @@ class RollouterService:
         """
         guests = {str(t.host): teachers for t in config.teachers.values() if t.host is not None}
         if config.rollout.host is not None:
-            guests = {"rollout": cast(GpuGuests, trainer)}
+            guests = {"rollout": SeveralGuests(*guests.values(), cast(GpuGuests, trainer))}
         hosts, quiet_s = {TRAINER: cast(GpuHost, trainer)}, config.timeouts.stall_s
         gpus = {pool: GpuLock(pool, self._progress, quiet_s) for pool in sorted(guests)}
         sharing = [
@@ -337,7 +338,7 @@ class RollouterService:
                 lock,
                 sleep_timeout_s=config.timeouts.request_s,
                 held=True,
-                turn="a scoring phase" if guests[pool] is teachers else "the trainer's turn",
+                turn="a scoring phase" if guests[pool] is teachers else "a turn of the trainer",
             )
             for pool, lock in gpus.items()
         ]

@@ -143,12 +143,11 @@ class RunConfig(Section):
             fault = "found nccl, which refuses two processes on one GPU: the trainer and an engine"
             yield "sync.backend", fault, "set it to auto, which is gloo here"
         for name, teacher in self.teachers.items():
-            if teacher.host is not None:
+            if teacher.host == "train":
                 fault = (
-                    "found colocated, on GPUs that rollout engines and the trainer share already"
+                    "found train, whose GPUs rollout engines share: teachers are guests of these"
                 )
-                remedy = "set it to dedicated, or rollout.placement"
-                yield f"teachers.{name}.placement", fault, remedy
+                yield f"teachers.{name}.with", fault, "set it to rollout: the GPUs are the same"
 
     def teacher_of(self, data_source: str) -> str | None:
         """The name of the teacher that scores a data source, if there is one."""

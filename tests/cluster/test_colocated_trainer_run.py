@@ -1,4 +1,4 @@
-"""A run whose trainer takes turns with the rollout engines on the same GPUs; here on CPUs."""
+"""Runs whose trainer takes turns with the rollout engine on the same GPUs; here on CPUs."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from tests.cluster.test_run import ONE_TEACHER, Run, Running
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 COLOCATED = ("rollout.placement=colocated", "rollout.with=train")
+TEACHER_TOO = ("teachers.sort.placement=colocated", "teachers.sort.with=rollout")
+
+
+@pytest.fixture(scope="module", params=[(), TEACHER_TOO], ids=["two", "three"])
+def guests(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    """What makes the teacher share the GPUs too, or nothing."""
+    return tuple(request.param)
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def shared(guests: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "shared",
-        *(ONE_TEACHER, *COLOCATED, "checkpoint.every=1", "log.wandb=off"),
+        *(ONE_TEACHER, *COLOCATED, *guests, "checkpoint.every=1", "log.wandb=off"),
     )
     return running.end()
 
@@ -31,15 +38,18 @@ def test_the_engines_get_every_version(shared: Run) -> None:
     assert "step 6, version 3: eval/" in shared.output
 
 
-def test_the_engine_and_the_trainer_never_work_at_the_same_time(shared: Run) -> None:
+def test_what_shares_the_gpus_never_works_at_the_same_time(
+    guests: tuple[str, ...], shared: Run
+) -> None:
+    names = {"generate", "train"} | ({"score"} if guests else set())
     events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
     work = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
         for event in events
-        if event.get("ph") == "X" and event["name"] in ("generate", "train")
+        if event.get("ph") == "X" and event["name"] in names
     )
     late = [
         (one, two) for one, two in itertools.pairwise(work) if one[2] != two[2] and two[0] < one[1]
     ]
-    assert {name for _, _, name in work} == {"generate", "train"}
+    assert {name for _, _, name in work} == names
     assert late == []

@@ -507,12 +507,15 @@ class TestGpus:
 class TestTrainerOnTheStudentsGpus:
     """``rollout.placement: colocated``: the trainer is the students' guest."""
 
-    async def runs(self, world: World) -> tuple[RollouterService, TurnTakingTrainer]:
+    async def runs(
+        self, world: World, teachers: dict[str, Any] | None = None
+    ) -> tuple[RollouterService, TurnTakingTrainer]:
         trainer = TurnTakingTrainer(world.students)
         parts: list[Any] = [world.queue, trainer, world.teachers]
         replicas: Any = [StartedReplica(student, 1) for student in world.students]  # type: ignore[arg-type]
         rollout = {"placement": "colocated", "with": "train", "replicas": 2}
-        made = config(Path("run"), rollout=rollout, train={"ranks": 2})
+        teachers = teachers or {"t": {"model": "t"}}
+        made = config(Path("run"), rollout=rollout, train={"ranks": 2}, teachers=teachers)
         world.service = await build_rollouter(made, replicas, *parts, Predecessor())
         world.tasks.append(asyncio.create_task(world.service.run()))
         await settled()
@@ -528,6 +531,17 @@ class TestTrainerOnTheStudentsGpus:
         trainer.asleep.set()
         await settled()
         assert [student.asleep for student in world.students] == [False, False]
+        assert not service.gpus["rollout"].locked()
+
+    async def test_they_wake_when_teachers_on_the_same_gpus_sleep_too(self, world: World) -> None:
+        guest = {"model": "t", "placement": "colocated", "with": "rollout"}
+        service, trainer = await self.runs(world, {"t": guest})
+        assert service.gpus.keys() == {"rollout"}
+        trainer.asleep.set()
+        await settled()
+        assert service.gpus["rollout"].locked()
+        world.teachers.asleep.set()
+        await settled()
         assert not service.gpus["rollout"].locked()
 
     async def test_a_snapshot_is_taken_while_they_sleep_and_pushed_when_they_are_awake(

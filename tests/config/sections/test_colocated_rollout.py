@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from async_opd.checks.gpu_plan import units
-from async_opd.checks.resources import hosts_of, misplaced, pools
+from async_opd.checks.resources import guests_of, hosts_of, misplaced, pools
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from rollouter.spec import StudentEngineSpec
@@ -44,11 +44,14 @@ def test_weights_travel_over_gloo_there_also_between_gpus() -> None:
         chosen("nccl", "cpu")
 
 
-@pytest.mark.parametrize("host", ["rollout", "train"])
-def test_a_teacher_on_the_same_gpus_is_refused(host: str) -> None:
-    teachers = {"t": {"model": "t", "placement": "colocated", "with": host}}
-    with pytest.raises(ValidationError, match=r"teachers.t.placement: found colocated"):
+def test_a_teacher_on_the_same_gpus_is_a_guest_of_the_engines() -> None:
+    teachers = {"t": {"model": "t", "placement": "colocated", "with": "train"}}
+    with pytest.raises(ValidationError, match=r"teachers.t.with: found train, whose GPUs"):
         config(WITH_TRAIN, teachers=teachers)
+    teachers = {"t": {"model": "t", "placement": "colocated", "with": "rollout"}}
+    made = config(WITH_TRAIN, teachers=teachers)
+    assert guests_of(made, "train") == ["rollout", "teachers.t"]
+    assert sum(pool.gpus for pool in pools(made)) == 1
 
 
 def test_they_take_no_gpus_beside_the_trainers() -> None:
