@@ -70,6 +70,13 @@ def test_an_engine_beside_an_offloaded_trainer_gets_all_but_two_contexts() -> No
     assert beside(colocated(a={"model": "8"}), "rollout", sizes) == 2 * CONTEXT
 
 
+def test_engine_teacher_and_trainer_on_one_gpu_leave_each_other_what_the_others_keep() -> None:
+    made = colocated(a=guest("8"))
+    assert beside(made, "rollout", sizes) == 2 * CONTEXT + ASLEEP
+    assert beside(made, "teachers.a", sizes) == 2 * CONTEXT + ASLEEP
+    assert list(faults(made, H100, sizes)) == []
+
+
 def test_the_heads_of_teachers_stay_beside_an_engine_on_the_trainers_gpu() -> None:
     plain = colocated(a={"model": "8"})
     full = plain.model_copy(

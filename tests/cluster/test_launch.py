@@ -193,10 +193,13 @@ def with_train(start_s: float, **sections: Any) -> RunConfig:
     return RunConfig.model_validate(settings | sections)
 
 
-async def test_the_trainers_ranks_are_built_when_the_students_on_their_gpus_sleep(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("teacher", [False, True], ids=["alone", "with a teacher"])
+async def test_the_trainers_ranks_are_built_when_the_engines_on_their_gpus_sleep(
+    teacher: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = ActorFactory(with_train(5), "cuda", (), Factories(), print)
+    guest = {"model": "t", "placement": "colocated", "with": "rollout", "tensor_parallel": 4}
+    sections = {"teachers": {"t": guest}} if teacher else {}
+    made = ActorFactory(with_train(5, **sections), "cuda", (), Factories(), print)
     events: list[str] = []
 
     class Student:
@@ -219,16 +222,22 @@ async def test_the_trainers_ranks_are_built_when_the_students_on_their_gpus_slee
         )
         return Student(f"student/{index}")
 
+    async def start_teacher(name: str, index: int) -> Any:
+        place = made._shared_place(f"teachers.{name}", made._bundle(f"teachers.{name}", index)[1])
+        assert place == ActorPlacement("a", ("0", "1", "2", "3"))
+        return Student(f"teacher {name}/{index}")
+
     async def build(trainer: Any) -> None:
         events.append("trainer")
 
     monkeypatch.setattr(made, "create", create)
     monkeypatch.setattr(made, "student", start)
+    monkeypatch.setattr(made, "teacher", start_teacher)
     monkeypatch.setattr("async_opd.cluster.singleton_actors.TrainerActor.build", build)
     queue: Any = "queue"
     await asyncio.wait_for(made.trainer(queue), 5)
     assert sorted(events[:2]) == ["student/0 sleeps", "student/1 sleeps"]
-    assert events[2:] == ["trainer"]
+    assert events[2:] == (["teacher t/0 sleeps"] if teacher else []) + ["trainer"]
     assert made.colocated["rollout"].keys() == {0, 1}
 
 
