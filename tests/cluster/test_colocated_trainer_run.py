@@ -1,4 +1,4 @@
-"""Runs whose trainer takes turns with the rollout engine on the same GPUs; here on CPUs."""
+"""A run whose trainer and teacher take turns with the rollout engine on its GPUs; here on CPUs."""
 
 from __future__ import annotations
 
@@ -15,17 +15,11 @@ COLOCATED = ("rollout.placement=colocated", "rollout.with=train")
 TEACHER_TOO = ("teachers.sort.placement=colocated", "teachers.sort.with=rollout")
 
 
-@pytest.fixture(scope="module", params=[(), TEACHER_TOO], ids=["two", "three"])
-def guests(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    """What makes the teacher share the GPUs too, or nothing."""
-    return tuple(request.param)
-
-
 @pytest.fixture(scope="module")
-def shared(guests: tuple[str, ...], tmp_path_factory: pytest.TempPathFactory) -> Run:
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running = Running(
         tmp_path_factory.mktemp("runs") / "shared",
-        *(ONE_TEACHER, *COLOCATED, *guests, "checkpoint.every=1", "log.wandb=off"),
+        *(ONE_TEACHER, *COLOCATED, *TEACHER_TOO, "checkpoint.every=1", "log.wandb=off"),
     )
     return running.end()
 
@@ -38,10 +32,8 @@ def test_the_engines_get_every_version(shared: Run) -> None:
     assert "step 6, version 3: eval/" in shared.output
 
 
-def test_what_shares_the_gpus_never_works_at_the_same_time(
-    guests: tuple[str, ...], shared: Run
-) -> None:
-    names = {"generate", "train"} | ({"score"} if guests else set())
+def test_what_shares_the_gpus_never_works_at_the_same_time(shared: Run) -> None:
+    names = {"generate", "score", "train"}
     events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
     work = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
