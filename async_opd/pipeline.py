@@ -44,6 +44,7 @@ from async_opd.core.stages import (
     StepReport,
 )
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
+from async_opd.grading.evaluation_files import TEACHERS, of_step
 from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
@@ -84,7 +85,7 @@ class Pipeline:
         self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
         self._coroutines = asyncio.TaskGroup()
-        evaluated = 0 if self.evaluation is None else len(self.evaluation.prompts)
+        evaluated = 0 if self.evaluation is None else self.evaluation.requests
         self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
 
     async def run(self) -> None:
@@ -300,16 +301,19 @@ class Pipeline:
             measured = await self._bounded("the evaluation", work)
             if self.checkpointer is not None:
                 await self.checkpointer.evaluated(step, measured.metrics)
-            self._publish(measured, step)
+            await self._publish(measured, step, of_step(step))
 
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
             least_s = teachers_s(self.config, self.evaluation)
             measured = await self._bounded("the evaluation of the teachers", work, least_s)
-            self._publish(measured, 0)
+            await self._publish(measured, 0, TEACHERS)
 
-    def _publish(self, measured: EvaluationResult, step: int) -> None:
+    async def _publish(self, measured: EvaluationResult, step: int, name: str) -> None:
+        """Answers ──► their file; then metrics ──► the log."""
+        assert self.evaluation is not None
+        await asyncio.to_thread(self.evaluation.record, name, measured)
         self.run_state.supply.ungraded(measured.dead_letters)
         self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
 

@@ -40,6 +40,7 @@ from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, read_text, write_atomically
+from async_opd.grading.evaluation_files import EVALS
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
@@ -50,7 +51,7 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 
-RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS, "model", "best")
+RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS, "model", "best", EVALS)
 """The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 

@@ -9,24 +9,21 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.resume import cut_files, identity, last_evaluation
-from async_opd.checks.preflight import Inputs
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.cold_start import ColdStart
-from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
-from async_opd.core.samples import NO_TEACHER, Rollout
-from async_opd.core.stages import TRAINER, SamplingSpec
+from async_opd.core.samples import NO_TEACHER
+from async_opd.core.stages import TRAINER
 from async_opd.data.answers import GivenAnswers
-from async_opd.data.prompts import PromptStream, to_prompt
-from async_opd.grading.evaluation import Evaluation
-from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.data.prompts import PromptStream
+from async_opd.grading.evaluation_files import EVALS
+from async_opd.grading.evaluation_set import evaluation_of
 from async_opd.job import Job
 from async_opd.models.tokenizer import Text
 from async_opd.pipeline import Pipeline
@@ -42,7 +39,9 @@ class Training:
 
     def __post_init__(self) -> None:
         """Makes the first pipeline; see ``_pipeline``."""
-        self._evaluation = _evaluation(self.job.config, self.job.inputs, self.text)
+        job = self.job
+        folder = job.run_dir / EVALS
+        self._evaluation = evaluation_of(job.config, job.inputs.eval, self.text, folder)
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
 
@@ -200,33 +199,3 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         sizes=job.sizes,
         sync=job.journal.sync,
     )
-
-
-def _evaluation(config: RunConfig, inputs: Inputs, text: Text) -> Evaluation | None:
-    """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows."""
-    taken: dict[str, int] = {}
-    rows = {}
-    prompts = []
-    for row in chain.from_iterable(inputs.eval):
-        taken[row.data_source] = taken.get(row.data_source, 0) + 1
-        if config.eval.max_prompts is None or taken[row.data_source] <= config.eval.max_prompts:
-            prompt = to_prompt(
-                row, text.encode, config.teacher_of, templates=config.prompt_templates
-            )
-            rows[prompt.uid] = row
-            prompts.append(prompt)
-    if not prompts:
-        return None
-    graders = Graders(GraderSpec.of(config, config.eval.grader))
-
-    async def grade(rollout: Rollout) -> float:
-        response = text.decode(rollout.response_ids.tolist())
-        return await graders.grade(response, rows[rollout.prompt.uid])
-
-    sampling = SamplingSpec(
-        max_tokens=config.eval.max_tokens or config.rollout.max_tokens,
-        temperature=config.eval.temperature,
-        top_p=1.0,
-        n=1,
-    )
-    return Evaluation(tuple(prompts), sampling, grade, graders.close)

@@ -32,7 +32,7 @@ class RewardGrader:
             raise StageError("grader", f"rollout {rollout.uid} came without its prompt's row")
         try:
             text = self._text.decode(rollout.response_ids.tolist())
-            reward = await self._graders.grade(text, row)
+            reward = float(await self._graders.grade(text, row))
         except GradeError as error:
             cause = f"rollout {rollout.uid}: {error.cause}"
             raise GradeError(error.stage, cause, error.remedy) from error

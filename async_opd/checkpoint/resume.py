@@ -21,6 +21,7 @@ from async_opd.core.row import Row
 from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.lines import whole_lines
 from async_opd.files.safe_open import regular_file, write_atomically
+from async_opd.grading.evaluation_files import forget_others
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
@@ -123,14 +124,20 @@ def refuse_impossible(cut: Cut, config: RunConfig) -> None:
 def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     """Removes lines of steps after the checkpoint, which are not in its weights.
 
-    Without a checkpoint it removes all lines. Returns the last value of every metric that is left.
+    Without a checkpoint it removes all lines. So it does with evaluations that measured newer
+    weights too, and with the files of all evaluations that are not in the lines which are left.
+    Returns the last value of every metric that is left.
     The journal is cut where it is opened (``async_opd.accounting.journal``).
     """
-    last, kept = dict[str, float](), []
+    last, kept, evaluated = dict[str, float](), [], set[int]()
     for line, row in _logged(run_dir):
-        if cut is not None and row.step <= cut.step:
+        newest = row.values.get("eval/newest_version", 0)
+        if cut is not None and row.step <= cut.step and newest <= cut.version:
             kept.append(line)
             last |= row.values
+            if any(key.startswith(("eval/", "eval_initial/")) for key in row.values):
+                evaluated.add(row.step)
+    forget_others(run_dir, evaluated)
     if (run_dir / METRICS).exists():
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():

@@ -15,6 +15,7 @@ from async_opd.core.row import Row
 from async_opd.data.prompts import filled
 from async_opd.data.stored_rows import read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
+from async_opd.grading.accuracy import metric_names
 from async_opd.grading.graders import load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.tokenizer import Text
@@ -127,7 +128,7 @@ class DataChecks:
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""
         metric, sources = self.config.checkpoint.keep_best, sorted(self.parts["eval"].routes)
-        values = ("accuracy", "response_tokens", "truncated")
+        values = (*metric_names(self.config.eval.n), "response_tokens", "truncated")
         known = [f"eval/{source}/{value}" for source in sources for value in values]
         if metric is not None and sources and not any(fnmatchcase(one, metric) for one in known):
             have = ", ".join(f"eval/{source}/accuracy" for source in sources)

@@ -1,28 +1,59 @@
-"""Accuracy per data source, of the student or of the teachers, whose answers are graded alike."""
+"""Accuracy per data source, of the student or of the teachers, whose answers are graded alike.
+
+prompts ──answers──► rollouts ──grade──► answers with grades ──► metrics (accuracy.py)
+                                                 └──record──► evals/step_N.jsonl
+"""
 
 from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.grading.accuracy import measures
+from async_opd.grading.graders import Grade
 from async_opd.waiting.race import gather_or_cancel
 
 Answers = Callable[[Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
-Grade = Callable[[Rollout], Awaitable[float]]
+GradeRollout = Callable[[Rollout], Awaitable[float]]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A rollout with its grade, or the reason why it has none."""
+
+    rollout: Rollout
+    grade: Grade | None
+    lost: DeadLetter | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Metrics, and the rollouts that could not be graded, which are in no mean."""
+    """Metrics, and the answers they were made of, in the order of the prompts."""
 
     metrics: dict[str, float]
-    dead_letters: tuple[DeadLetter, ...] = ()
+    answers: tuple[Answer, ...] = ()
+
+    @property
+    def dead_letters(self) -> tuple[DeadLetter, ...]:
+        """The rollouts that could not be graded, which are in no mean."""
+        return tuple(answer.lost for answer in self.answers if answer.lost is not None)
+
+    @property
+    def versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest weight version of all tokens; None where there are none."""
+        spans = (span for answer in self.answers for span in answer.rollout.version_spans)
+        found = {span.version for span in spans}
+        return (min(found), max(found)) if found else None
+
+
+Record = Callable[[str, EvaluationResult], None]
 
 
 @dataclass(frozen=True)
@@ -30,22 +61,38 @@ class Evaluation:
     """The evaluation prompts, how to sample and how to grade them.
 
     ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it bounds
-    its own time and its number of concurrent calls. ``close`` ends its processes.
+    its own time and its number of concurrent calls. An answer is correct whose grade is at least
+    ``correct_at``. ``record`` keeps the answers under a name; it blocks: callers use a thread.
+    ``close`` ends the grader's processes.
     """
 
     prompts: tuple[Prompt, ...]
     sampling: SamplingSpec
-    grade: Grade
+    grade: GradeRollout
     close: Callable[[], None] = lambda: None
+    correct_at: float = 1.0
+    record: Record = lambda name, result: None
+
+    @property
+    def requests(self) -> int:
+        """The number of answers."""
+        return len(self.prompts) * self.sampling.n
 
     async def run(self, answers: Answers, prefix: str) -> EvaluationResult:
-        """Metrics ``<prefix>/<source>/accuracy``, ``…/response_tokens`` and ``…/truncated``.
+        """Metrics of the student's answers, by data source; see ``accuracy.measures``.
 
-        Each is a mean over the graded rollouts of the data source; ``…/ungraded`` counts the
-        others, if there are any. ``<prefix>/seconds`` is the time from first request to last grade.
+        ``<prefix>/<source>/accuracy``, ``…/mean@n``, ``…/pass@k`` and others; ``…/response_tokens``
+        and ``…/truncated`` are means over the graded answers, ``…/ungraded`` counts the others, if
+        there are any. ``<prefix>/seconds`` is the time from first request to last grade,
+        ``<prefix>/oldest_version`` and ``…/newest_version`` are those of all tokens.
         StageError if no rollout of a data source can be graded.
         """
-        return await self._measure(self.prompts, answers, prefix)
+        found = await self._measure(self.prompts, answers, prefix)
+        if found.versions is not None:
+            oldest, newest = map(float, found.versions)
+            found.metrics[f"{prefix}/oldest_version"] = oldest
+            found.metrics[f"{prefix}/newest_version"] = newest
+        return found
 
     async def run_teachers(
         self, answers: Callable[[str, Sequence[Prompt], SamplingSpec], Awaitable[list[Rollout]]]
@@ -64,7 +111,7 @@ class Evaluation:
         parts = await gather_or_cancel(*(one(name, own) for name, own in by_teacher.items()))
         return EvaluationResult(
             {key: value for part in parts for key, value in part.metrics.items()},
-            tuple(letter for part in parts for letter in part.dead_letters),
+            tuple(answer for part in parts for answer in part.answers),
         )
 
     async def _measure(
@@ -73,36 +120,36 @@ class Evaluation:
         clock = asyncio.get_running_loop().time
         started = clock()
         rollouts = await answers(prompts, self.sampling)
-        grades = await gather_or_cancel(*map(self._grade, rollouts))
-        rows: dict[str, list[Mapping[str, float]]] = defaultdict(list)
-        letters: dict[str, list[DeadLetter]] = defaultdict(list)
-        for rollout, grade in zip(rollouts, grades, strict=True):
-            if isinstance(grade, DeadLetter):
-                letters[rollout.prompt.data_source].append(grade)
-                continue
-            rows[rollout.prompt.data_source].append(
-                {
-                    "accuracy": grade,
-                    "response_tokens": float(len(rollout.response_ids)),
-                    "truncated": float(rollout.finish_reason == "length"),
-                }
-            )
-        means = {
-            f"{prefix}/{source}/{key}": sum(row[key] for row in own) / len(own)
-            for source, own in rows.items()
-            for key in own[0]
-        }
-        for source, failed in letters.items():
-            if source not in rows:
-                cause = f"no answer of data source {source} can be graded: {failed[0].reason}"
-                raise StageError("grader", cause, "see eval.grader")
-            means[f"{prefix}/{source}/ungraded"] = float(len(failed))
-        means[f"{prefix}/seconds"] = clock() - started
-        return EvaluationResult(means, tuple(one for failed in letters.values() for one in failed))
+        graded = await gather_or_cancel(*map(self._graded, rollouts))
+        by_source: dict[str, list[Answer]] = defaultdict(list)
+        for answer in graded:
+            by_source[answer.rollout.prompt.data_source].append(answer)
+        metrics: dict[str, float] = {}
+        for source, own in by_source.items():
+            found = self._of_source(source, own)
+            metrics |= {f"{prefix}/{source}/{key}": value for key, value in found.items()}
+        metrics[f"{prefix}/seconds"] = clock() - started
+        return EvaluationResult(metrics, tuple(graded))
 
-    async def _grade(self, rollout: Rollout) -> float | DeadLetter:
+    def _of_source(self, source: str, answers: Sequence[Answer]) -> dict[str, float]:
+        by_prompt: dict[Uid, list[Grade]] = defaultdict(list)
+        for one in answers:
+            if one.grade is not None:
+                by_prompt[one.rollout.prompt.uid].append(one.grade)
+        lost = [one.lost for one in answers if one.lost is not None]
+        if not by_prompt:
+            cause = f"no answer of data source {source} can be graded: {lost[0].reason}"
+            raise StageError("grader", cause, "see eval.grader")
+        metrics = measures(list(by_prompt.values()), self.sampling.n, self.correct_at)
+        rollouts = [one.rollout for one in answers if one.grade is not None]
+        metrics["response_tokens"] = fmean(len(one.response_ids) for one in rollouts)
+        metrics["truncated"] = fmean(one.finish_reason == "length" for one in rollouts)
+        return metrics | ({"ungraded": float(len(lost))} if lost else {})
+
+    async def _graded(self, rollout: Rollout) -> Answer:
         try:
-            return await self.grade(rollout)
+            return Answer(rollout, Grade(await self.grade(rollout)))
         except RolloutFault as fault:
             uid = Uid(f"eval {rollout.uid}")
-            return DeadLetter.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)
+            lost = DeadLetter.of_prompt(rollout.prompt, uid, fault.stage, fault.cause)
+            return Answer(rollout, None, lost)

@@ -32,7 +32,7 @@ from async_opd.config.sections.evaluation import GradingConfig
 from async_opd.core.errors import StageError
 from async_opd.core.row import Row
 from async_opd.grading.grader_output import GraderOutput
-from async_opd.grading.graders import GradeError, exact, has_verifier
+from async_opd.grading.graders import Grade, GradeError, exact, has_verifier
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.processes.parent_death import SAFE_PATH
 
@@ -80,7 +80,7 @@ class Graders:
         self._room = asyncio.Semaphore(spec.limits.processes)
         self._idle: list[_Process] = []
 
-    async def grade(self, response: str, row: Row) -> float:
+    async def grade(self, response: str, row: Row) -> Grade:
         """The grade from 0 to 1. GradeError if none comes in time; StageError without a process."""
         if self._spec.name == "exact" and not has_verifier(row):
             return exact(response, row)
@@ -113,12 +113,13 @@ class Graders:
 
 
 class _Answer(msgspec.Struct):
-    """A grade, or the cause and remedy of having none; ``to`` is the request."""
+    """A grade with its extracted answer, or the cause of having none; ``to`` is the request."""
 
     to: str
     grade: Annotated[float, msgspec.Meta(ge=0, le=1)]
     cause: str
     remedy: str
+    extracted: str | None = None
 
     @classmethod
     def read(cls, line: bytes, request: str) -> _Answer:
@@ -180,7 +181,7 @@ class _Process:
             self.end()
             raise
 
-    async def grade(self, response: str, row: Row, timeout_s: float) -> float:
+    async def grade(self, response: str, row: Row, timeout_s: float) -> Grade:
         """The grade. GradeError; without a valid answer in time the process is ended as well."""
         request = secrets.token_hex(8)
         self.output.renew()
@@ -207,7 +208,7 @@ class _Process:
             raise
         if answer.cause:
             raise GradeError("grader", answer.cause, answer.remedy)
-        return answer.grade
+        return Grade(answer.grade, answer.extracted)
 
     async def _answer(self, request: str) -> _Answer:
         """ConnectionResetError if the process has ended, ValueError for an invalid answer."""

@@ -14,18 +14,21 @@ import pickle
 import resource
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from io import BufferedRWPair, TextIOWrapper
 from typing import Any, cast
 
-from async_opd.grading.graders import GradeError, Grader, load_grader
+from async_opd.core.row import Row
+from async_opd.grading.graders import Grade, GradeError, load_grader
 from async_opd.processes.parent_death import set_parent_death_signal
 
 LOADED = "loaded"
 """The request that the first answer is to."""
+NO_GRADE = Grade(0.0)
 MAX_CHARACTERS = 2000
-"""The longest cause: some errors quote all of their arguments."""
+"""The longest cause, since some errors quote all of their arguments; and the longest answer."""
 
 
 def main() -> None:
@@ -63,7 +66,7 @@ def _close_in_fork(connection: socket.socket) -> None:
         os.close(handle)
 
 
-def _serve(grader: Grader, stream: BufferedRWPair[Any, Any]) -> None:
+def _serve(grader: Callable[[str, Row], Grade], stream: BufferedRWPair[Any, Any]) -> None:
     while True:
         try:
             request, response, row = pickle.load(stream)  # the socket of the parent process
@@ -78,11 +81,12 @@ def _serve(grader: Grader, stream: BufferedRWPair[Any, Any]) -> None:
 def _answer(
     stream: BufferedRWPair[Any, Any],
     request: str,
-    grade: float = 0.0,
+    grade: Grade = NO_GRADE,
     cause: str = "",
     remedy: str = "",
 ) -> None:
     answer = {"to": request, "grade": grade, "cause": cause[:MAX_CHARACTERS], "remedy": remedy}
+    answer["extracted"] = grade.answer and grade.answer[:MAX_CHARACTERS]
     for printed in (sys.stdout, sys.stderr):  # lines without an end are still buffered
         with suppress(Exception):  # the grader may have replaced the streams
             printed.flush()

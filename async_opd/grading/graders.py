@@ -1,4 +1,4 @@
-"""Graders: (response text, row) → 0 to 1."""
+"""Graders: (response text, row) → 0 to 1, and the answer that they read from the response."""
 
 from __future__ import annotations
 
@@ -6,29 +6,46 @@ import functools
 import importlib
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row
 
-Grader = Callable[[str, Row], float]
+RETURNS = "a grader must return a number from 0 to 1 for every response"
+"""Or that and the extracted answer, as a pair; docs/evaluation.md."""
+
+
+class Grade(float):
+    """A score from 0 to 1. ``answer`` is what the grader read from the response, if it says so."""
+
+    answer: str | None
+
+    def __new__(cls, score: float, answer: str | None = None) -> Self:
+        """The answer of a Grade stays."""
+        made = super().__new__(cls, score)
+        made.answer = answer if answer is not None else getattr(score, "answer", None)
+        return made
+
+
+Grader = Callable[[str, Row], Any]
+"""Returns a number from 0 to 1, or the number and the extracted answer (text, or None)."""
 
 
 class GradeError(RolloutFault):
     """A grader failed on a row, or returned something else than a number from 0 to 1."""
 
 
-def load_grader(name: str) -> Grader:
+def load_grader(name: str) -> Callable[[str, Row], Grade]:
     """``exact``, ``math_verify`` or ``module:function``; reasoning-gym rows by their own verifier.
 
     Raises ImportError, AttributeError or ValueError if there is no such grader.
     """
     chosen = _named(name)
 
-    def grade(response: str, row: Row) -> float:
+    def grade(response: str, row: Row) -> Grade:
         grader, label = (reasoning_gym, "reasoning_gym") if has_verifier(row) else (chosen, name)
         try:
-            value = float(grader(response, row))
+            value = _grade_of(grader(response, row))
         except MemoryError as error:
             raise GradeError(
                 "grader",
@@ -39,17 +56,25 @@ def load_grader(name: str) -> Grader:
             raise GradeError(
                 "grader",
                 f"{label} failed on row {row.uid}: {type(error).__name__}: {error}",
-                "a grader must return a number from 0 to 1 for every response",
+                RETURNS,
             ) from error
         if not 0 <= value <= 1:
             raise GradeError(
                 "grader",
                 f"{label} returned {value} on row {row.uid}",
-                "a grader must return a number from 0 to 1 for every response",
+                RETURNS,
             )
         return value
 
     return grade
+
+
+def _grade_of(returned: Any) -> Grade:
+    """TypeError or ValueError for anything but a number, or a number and an answer."""
+    if not isinstance(returned, tuple):
+        return Grade(float(returned), getattr(returned, "answer", None))
+    score, answer = returned
+    return Grade(float(score), None if answer is None else str(answer))
 
 
 def has_verifier(row: Row) -> bool:
@@ -72,12 +97,13 @@ def _named(name: str) -> Grader:
     return grader  # type: ignore[no-any-return]
 
 
-def exact(response: str, row: Row) -> float:
+def exact(response: str, row: Row) -> Grade:
     """1 if the response equals the answer, white space around both ignored."""
-    return float(row.answer is not None and response.strip() == row.answer.strip())
+    found = response.strip()
+    return Grade(float(row.answer is not None and found == row.answer.strip()), found)
 
 
-def math_verify(response: str, row: Row) -> float:
+def math_verify(response: str, row: Row) -> Grade:
     """1 if both are the same mathematical value; ``grading.timeout_s`` replaces its timeouts."""
     from math_verify import parse, verify
 
@@ -87,14 +113,16 @@ def math_verify(response: str, row: Row) -> float:
     if not gold:
         raise ValueError(f"the answer {row.answer!r} cannot be read as mathematics")
     found = parse(response, parsing_timeout=None)
-    return float(verify(gold, found, timeout_seconds=None))
+    score = float(verify(gold, found, timeout_seconds=None))
+    return Grade(score, str(found[0]) if found else None)
 
 
-def reasoning_gym(response: str, row: Row) -> float:
+def reasoning_gym(response: str, row: Row) -> Grade:
     """The score of the row's own task."""
     assert row.task is not None
     task = _task(row.task.name, json.dumps(row.task.options, sort_keys=True))
-    return float(task.score_answer(answer=response.strip(), entry=row.fields))
+    found = response.strip()
+    return Grade(float(task.score_answer(answer=found, entry=row.fields)), found)
 
 
 @functools.cache

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
-from async_opd.checkpoint.resume import cut_files, identity, refuse_changes
+from async_opd.checkpoint.resume import cut_files, identity, last_evaluation, refuse_changes
 from async_opd.checkpoint.store import CUT, MANIFEST, Checkpoints, load, superseded
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import CheckpointError, ConfigError
 from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
+from async_opd.grading.evaluation_files import EVALS
 
 
 def cut(step: int) -> Cut:
@@ -295,6 +296,25 @@ def test_what_was_logged_after_the_checkpoint_is_cut(tmp_path: Path) -> None:
     assert (tmp_path / "dead_letters.jsonl").read_text() == "1234\n"
 
 
+def test_evaluations_of_weights_after_the_checkpoint_are_cut_with_their_files(
+    tmp_path: Path,
+) -> None:
+    lines = [
+        {"step": 0, "eval_initial/a/accuracy": 0.1, "eval_initial/newest_version": 0},
+        {"step": 4, "eval/a/accuracy": 0.2, "eval/newest_version": 2},
+        {"step": 8, "eval/a/accuracy": 0.3, "eval/newest_version": 3},
+        {"step": 12, "eval/a/accuracy": 0.4, "eval/newest_version": 3},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / EVALS).mkdir()
+    for name in ("step_0", "step_4", "step_8", "step_12", "teachers"):
+        (tmp_path / EVALS / f"{name}.jsonl").touch()
+    assert cut_files(tmp_path, cut(8))["eval/a/accuracy"] == 0.2
+    assert last_evaluation(tmp_path) == 4
+    left = sorted(path.stem for path in (tmp_path / EVALS).iterdir())
+    assert left == ["step_0", "step_4", "teachers"]
+
+
 def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
     (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # the checkpoint's file had 5 bytes
     cut_files(tmp_path, cut(2))
@@ -303,5 +323,8 @@ def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
 
 def test_without_a_checkpoint_everything_is_cut(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "loss": 1.0}\n')
+    (tmp_path / EVALS).mkdir()
+    (tmp_path / EVALS / "step_0.jsonl").touch()
     assert cut_files(tmp_path, None) == {}
+    assert not list((tmp_path / EVALS).iterdir())
     assert (tmp_path / "metrics.jsonl").read_text() == ""

@@ -48,6 +48,12 @@ def test_a_best_checkpoint_needs_rows_to_evaluate_on(tmp_path: Path) -> None:
     assert (problem.key, "data.eval" in problem.message) == ("checkpoint.keep_best", True)
 
 
+def test_several_greedy_answers_to_a_prompt_are_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "eval: {n: 4}")
+    assert "with temperature 0 all answers to a prompt are the same" in problem.message
+    assert load(tmp_path, "eval: {n: 4, temperature: 0.7}").eval.n == 4
+
+
 def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "guardrail: {mode: roll_back}\ncheckpoint: {every: 0}")
     assert problem.key == "guardrail.mode"

@@ -70,3 +70,20 @@ async def test_an_error_of_one_teacher_ends_the_evaluation_of_the_others() -> No
     with pytest.raises(StageError, match="no replica is left"):
         await evaluation.run_teachers(answers)
     assert ended == ["t"]
+
+
+async def test_several_answers_to_a_prompt_give_pass_at_k_and_the_versions_of_all_tokens() -> None:
+    async def grade(rollout: Rollout) -> float:
+        return float(rollout.uid.endswith("/1"))
+
+    async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        return [
+            make_rollout(f"{prompt.uid}/{index}", version=3 + index)
+            for prompt in prompts
+            for index in range(sampling.n)
+        ]
+
+    evaluation = Evaluation(PROMPTS, SamplingSpec(4, 1.0, 1.0, 2), grade)
+    metrics = (await evaluation.run(answers, "eval")).metrics
+    assert [metrics[f"eval/t/{key}"] for key in ("mean@2", "pass@1", "pass@2")] == [0.5, 0.5, 1.0]
+    assert [metrics[f"eval/{key}_version"] for key in ("oldest", "newest")] == [3, 4]

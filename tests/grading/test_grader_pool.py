@@ -41,6 +41,9 @@ def by_name(response, row):
         raise ZeroDivisionError("oh")
     return 1.0
 
+def pair(response, row):
+    return 0.5, response * 3000
+
 def slow(response, row):
     time.sleep(0.2)
     return 1.0
@@ -90,6 +93,11 @@ async def made(folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[M
 async def test_a_response_gets_its_graders_number_from_another_process(made: Made) -> None:
     found = await made("users_graders:pid").grade("x", row())
     assert found not in (0, os.getpid() / 2**32)
+
+
+async def test_the_extracted_answer_comes_back_with_the_number_and_is_cut(made: Made) -> None:
+    found = await made("users_graders:pair").grade("x", row())
+    assert (found, found.answer) == (0.5, "x" * 2000)
 
 
 async def test_a_process_grades_many_responses(made: Made) -> None:

@@ -53,3 +53,28 @@ def test_a_verifier_knows_the_options_its_rows_were_made_with() -> None:
     (made,) = read_source(source, 0, DataConfig(train=[]))
     assert load_grader("exact")(str(made.answer), made) == 1.0
     assert load_grader("exact")("9 + 8 + 6 + 1", made) < 1.0  # 24, but of numbers above 6
+
+
+@pytest.mark.parametrize(
+    ("name", "response", "score", "found"),
+    [
+        ("exact", " 4 \n", 1.0, "4"),
+        ("math_verify", "so it is $4$", 1.0, "4"),
+        ("math_verify", "I do not know", 0.0, None),
+    ],
+)
+def test_graders_say_which_answer_they_read(
+    name: str, response: str, score: float, found: str | None
+) -> None:
+    grade = load_grader(name)(response, row("4"))
+    assert (grade, grade.answer) == (score, found)
+
+
+def test_a_users_grader_may_return_the_answer_that_it_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "def f(response, row):\n    return 0.5, response.upper()\n"
+    (tmp_path / "pair_grader.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    grade = load_grader("pair_grader:f")("x", row("y"))
+    assert (grade, grade.answer) == (0.5, "X")

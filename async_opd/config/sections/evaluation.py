@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field, PositiveInt
+from typing import Self
+
+from pydantic import Field, PositiveInt, model_validator
 
 from async_opd.config.sections.section import Section
 
@@ -14,15 +16,35 @@ class EvalConfig(Section):
     """Weight versions between two evaluations; 0: only before and after."""
     max_prompts: PositiveInt | None = None
     """Number of prompts of each data source, from the first on; by default all."""
+    n: PositiveInt = 1
+    """Answers to each prompt, from which ``mean@n``, ``pass@k`` and ``maj@n`` are computed. Several
+    need a ``temperature`` above 0."""
     temperature: float = Field(default=0.0, ge=0, le=2)
     """Sampling temperature; 0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Nucleus of the sampling."""
     max_tokens: PositiveInt | None = None
     """Longest response; by default ``rollout.max_tokens``."""
     grader: str = "exact"
     """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
-    returns a number from 0 to 1. Rows from reasoning-gym are graded by their own verifier."""
+    returns a number from 0 to 1, or a pair of it and the answer that it read from the response (for
+    ``maj@n``). Rows from reasoning-gym are graded by their own verifier."""
+    correct_at: float = Field(default=1.0, gt=0, le=1)
+    """Least score of an answer that ``pass@k`` counts as correct."""
+    samples_mib: float = Field(default=16, ge=0)
+    """Maximum size of ``evals/step_N.jsonl``, which has the answers of the evaluation at step N,
+    of each data source equally many; 0: no files."""
     teachers: bool = True
     """Also measures each teacher on its own data sources once, before training."""
+
+    @model_validator(mode="after")
+    def _answers_differ(self) -> Self:
+        if self.n > 1 and not self.temperature:
+            raise ValueError(
+                f"n is {self.n}, but with temperature 0 all answers to a prompt are the same: "
+                "raise temperature, or set n to 1"
+            )
+        return self
 
 
 class GradingConfig(Section):

@@ -1,0 +1,91 @@
+"""What several graded answers to each prompt say about a model: mean@n, pass@k, maj@n.
+
+    grades of one prompt ──► its values ──mean and standard error over prompts──► metrics
+
+All numbers are float64. A standard error is the sample standard deviation of the prompts' values
+(denominator: prompts - 1) over the square root of their number: it says how far the mean may be
+from that of all prompts like these, and is left out where there is one prompt only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from fractions import Fraction
+from statistics import fmean, stdev
+
+from async_opd.grading.graders import Grade
+
+
+def pass_at_k(answers: int, correct: int, k: int) -> float:
+    """The probability that at least one of ``k`` of the answers is correct; 0 to 1.
+
+    The answers are drawn without replacement: ``1 - C(answers - correct, k) / C(answers, k)``, the
+    unbiased estimator of Chen et al. 2021 (arXiv:2107.03374). ValueError unless
+    ``0 <= correct <= answers`` and ``1 <= k <= answers``.
+    """
+    if not (0 <= correct <= answers and 1 <= k <= answers):
+        raise ValueError(f"pass@{k} of {answers} answers, {correct} of them correct")
+    wrong = Fraction(math.comb(answers - correct, k), math.comb(answers, k))
+    return float(1 - wrong)
+
+
+def majority(grades: Sequence[Grade]) -> float | None:
+    """The score of the answer that most of a prompt's answers give; 0 to 1.
+
+    Responses of which the grader extracted nothing do not vote. The votes for one answer score
+    their mean; answers with equally many votes score the mean of theirs, as if one of them were
+    drawn. None if there are no votes.
+    """
+    votes: dict[str, list[float]] = defaultdict(list)
+    for grade in grades:
+        if grade.answer is not None:
+            votes[grade.answer].append(float(grade))
+    most = max(map(len, votes.values()), default=0)
+    return fmean(fmean(own) for own in votes.values() if len(own) == most) if votes else None
+
+
+def drawn(n: int) -> list[int]:
+    """The numbers of answers k of pass@k: the powers of two up to ``n``, and ``n``."""
+    return sorted({n, *(1 << power for power in range(n.bit_length()))})
+
+
+def metric_names(n: int) -> list[str]:
+    """The names of all metrics that ``measures`` may have."""
+    names = [f"mean@{n}", *(f"pass@{k}" for k in drawn(n)), f"maj@{n}"]
+    return ["accuracy", *names, *(f"{name}_stderr" for name in names)]
+
+
+def measures(prompts: Sequence[Sequence[Grade]], n: int, correct_at: float) -> dict[str, float]:
+    """Metrics of the graded answers to each prompt, of which at most ``n`` and at least one.
+
+    ``mean@n``, and ``accuracy``, its other name: the mean over prompts of their mean score.
+    ``pass@k``: over prompts with at least k graded answers; one is correct whose score is at least
+    ``correct_at``. ``maj@n``, of several answers: over prompts with a vote, see ``majority``.
+    ``…_stderr``: see the module.
+    """
+    found = {f"mean@{n}": [fmean(map(float, own)) for own in prompts]}
+    for k in drawn(n):
+        found[f"pass@{k}"] = list(_passed(prompts, k, correct_at))
+    if n > 1:
+        votes = map(majority, prompts)
+        found[f"maj@{n}"] = [score for score in votes if score is not None]
+    metrics = {"accuracy": fmean(found[f"mean@{n}"])}
+    for name, values in found.items():
+        metrics |= _with_stderr(name, values)
+    return metrics
+
+
+def _passed(prompts: Sequence[Sequence[Grade]], k: int, correct_at: float) -> Iterator[float]:
+    for own in prompts:
+        if len(own) >= k:
+            yield pass_at_k(len(own), sum(grade >= correct_at for grade in own), k)
+
+
+def _with_stderr(name: str, values: Sequence[float]) -> Mapping[str, float]:
+    if not values:
+        return {}
+    if len(values) == 1:
+        return {name: values[0]}
+    return {name: fmean(values), f"{name}_stderr": stdev(values) / math.sqrt(len(values))}

@@ -1,0 +1,94 @@
+"""The answers of evaluations: ``evals/step_N.jsonl``, one line an answer.
+
+    EvaluationResult ──text, at most so many bytes──► evals/<name>.jsonl, replaced as a whole
+
+A file is on the disk before its evaluation is in the metrics. A resume removes the files whose
+evaluations are not in the metrics that it keeps (``forget_others``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, zip_longest
+from pathlib import Path
+
+from async_opd.core.errors import StageError
+from async_opd.files.safe_open import make_folder, write_atomically
+from async_opd.grading.evaluation import Answer, EvaluationResult
+
+EVALS = "evals"
+"""The folder of a run directory."""
+TEACHERS = "teachers"
+"""The name of the evaluation of the teachers."""
+
+
+def of_step(step: int) -> str:
+    """The name of the evaluation that is logged at a step."""
+    return f"step_{step}"
+
+
+@dataclass(frozen=True)
+class EvaluationFiles:
+    """The folder ``evals/``. A file has at most ``most`` bytes; ``decode`` makes text of tokens.
+
+    ``redacted`` hides secrets that a grader's error may quote.
+    """
+
+    folder: Path
+    most: int
+    decode: Callable[[list[int]], str]
+    redacted: Callable[[str], str] = lambda text: text
+
+    def write(self, name: str, result: EvaluationResult) -> None:
+        """Writes the answers that fit, of each data source equally many. StageError.
+
+        ``most`` 0: no file.
+        """
+        if not self.most:
+            return
+        lines, size = list[str](), 0
+        for answer in _by_turns(result.answers):
+            line = json.dumps(self._line(answer)) + "\n"  # ASCII: as many bytes as characters
+            if size + len(line) <= self.most:
+                lines.append(line)
+                size += len(line)
+        path = self.folder / f"{name}.jsonl"
+        try:
+            make_folder(self.folder)
+            write_atomically(path, "".join(lines))
+        except OSError as error:
+            cause = f"{path} cannot be written: {error.strerror or error}"
+            remedy = "make room on its disk, or set eval.samples_mib to 0"
+            raise StageError("evaluation", cause, remedy) from error
+
+    def _line(self, answer: Answer) -> dict[str, object]:
+        rollout, grade = answer.rollout, answer.grade
+        return {
+            "uid": rollout.uid,
+            "data_source": rollout.prompt.data_source,
+            "prompt": self.decode(rollout.prompt.token_ids.tolist()),
+            "response": self.decode(rollout.response_ids.tolist()),
+            "finish_reason": rollout.finish_reason,
+            "score": None if grade is None else float(grade),
+            "extracted": None if grade is None else grade.answer,
+            "ungraded": None if answer.lost is None else self.redacted(answer.lost.reason),
+            "versions": [[one.version, one.start, one.end] for one in rollout.version_spans],
+        }
+
+
+def _by_turns(answers: Sequence[Answer]) -> Iterator[Answer]:
+    """The answers, one of each data source after the other."""
+    sources: dict[str, list[Answer]] = defaultdict(list)
+    for answer in answers:
+        sources[answer.rollout.prompt.data_source].append(answer)
+    return (one for one in chain.from_iterable(zip_longest(*sources.values())) if one is not None)
+
+
+def forget_others(run_dir: Path, steps: Collection[int]) -> None:
+    """Removes the files of evaluations at other steps than ``steps``. OSError."""
+    for path in (run_dir / EVALS).glob("step_*.jsonl"):
+        if path.stem not in {of_step(step) for step in steps}:
+            path.unlink(missing_ok=True)

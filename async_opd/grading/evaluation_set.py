@@ -1,0 +1,69 @@
+"""The evaluation of a config: its prompts, how they are sampled and graded, where answers are kept.
+
+rows of data.eval ──the first max_prompts of each source──► prompts ──► Evaluation
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from pathlib import Path
+
+from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
+from async_opd.core.row import Row
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import Uid
+from async_opd.data.prompts import to_prompt
+from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.evaluation_files import EvaluationFiles
+from async_opd.grading.grader_pool import Graders, GraderSpec
+from async_opd.grading.graders import Grade
+from async_opd.models.tokenizer import Text
+
+
+def evaluation_of(
+    config: RunConfig, sources: Iterable[Sequence[Row]], text: Text, folder: Path
+) -> Evaluation | None:
+    """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows.
+
+    ``folder`` gets the answers.
+    """
+    settings, taken = config.eval, Counter[str]()
+    rows: dict[Uid, Row] = {}
+    prompts: list[Prompt] = []
+    for row in chain.from_iterable(sources):
+        taken[row.data_source] += 1
+        if settings.max_prompts is None or taken[row.data_source] <= settings.max_prompts:
+            prompt = to_prompt(
+                row, text.encode, config.teacher_of, templates=config.prompt_templates
+            )
+            rows[prompt.uid] = row
+            prompts.append(prompt)
+    if not prompts:
+        return None
+    graders = Graders(GraderSpec.of(config, settings.grader))
+
+    async def grade(rollout: Rollout) -> Grade:
+        response = text.decode(rollout.response_ids.tolist())
+        return await graders.grade(response, rows[rollout.prompt.uid])
+
+    redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    files = EvaluationFiles(folder, int(settings.samples_mib * (1 << 20)), text.decode, redacted)
+    return Evaluation(
+        tuple(prompts),
+        sampling_of(config),
+        grade,
+        graders.close,
+        settings.correct_at,
+        files.write,
+    )
+
+
+def sampling_of(config: RunConfig) -> SamplingSpec:
+    """How evaluations sample."""
+    settings = config.eval
+    longest = settings.max_tokens or config.rollout.max_tokens
+    return SamplingSpec(longest, settings.temperature, settings.top_p, settings.n)

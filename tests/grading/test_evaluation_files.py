@@ -1,0 +1,92 @@
+"""The answers of an evaluation in a file of the run directory."""
+
+from __future__ import annotations
+
+import json
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.core.errors import StageError
+from async_opd.core.samples import DeadLetter
+from async_opd.grading.evaluation import Answer, EvaluationResult
+from async_opd.grading.evaluation_files import EVALS, EvaluationFiles, forget_others
+from async_opd.grading.graders import Grade
+from tests.conftest import make_rollout
+
+
+def files(folder: Path, most: int = 1 << 20) -> EvaluationFiles:
+    return EvaluationFiles(folder / EVALS, most, lambda ids: " ".join(map(str, ids)))
+
+
+def result(uids: Sequence[str] = ("p/0",), teacher: str = "t") -> EvaluationResult:
+    answers = (Answer(make_rollout(uid, teacher, version=3), Grade(0.5, "five")) for uid in uids)
+    return EvaluationResult({}, tuple(answers))
+
+
+def lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_line_has_texts_grade_and_versions_of_an_answer(tmp_path: Path) -> None:
+    files(tmp_path).write("step_4", result())
+    assert lines(tmp_path / EVALS / "step_4.jsonl") == [
+        {
+            "uid": "p/0",
+            "data_source": "t",
+            "prompt": "0 1 2",
+            "response": "0 1 2 3",
+            "finish_reason": "stop",
+            "score": 0.5,
+            "extracted": "five",
+            "ungraded": None,
+            "versions": [[3, 0, 4]],
+        }
+    ]
+
+
+def test_an_answer_that_could_not_be_graded_has_the_reason(tmp_path: Path) -> None:
+    rollout = make_rollout()
+    lost = DeadLetter.of_prompt(rollout.prompt, rollout.uid, "grader", "it raised")
+    files(tmp_path).write("step_4", EvaluationResult({}, (Answer(rollout, None, lost),)))
+    (line,) = lines(tmp_path / EVALS / "step_4.jsonl")
+    assert (line["score"], line["ungraded"]) == (None, "it raised")
+
+
+def test_a_file_is_replaced_as_a_whole_and_only_its_owner_reads_it(tmp_path: Path) -> None:
+    files(tmp_path).write("step_4", result(("p/0", "q/0")))
+    files(tmp_path).write("step_4", result(("r/0",)))
+    path = tmp_path / EVALS / "step_4.jsonl"
+    assert [line["uid"] for line in lines(path)] == ["r/0"]
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert [entry.name for entry in (tmp_path / EVALS).iterdir()] == ["step_4.jsonl"]
+
+
+def test_a_bounded_file_has_equally_many_answers_of_each_data_source(tmp_path: Path) -> None:
+    both = result([f"p{i}/0" for i in range(9)]).answers + result(["q0/0", "q1/0"], "u").answers
+    files(tmp_path, 800).write("step_4", EvaluationResult({}, both))
+    path = tmp_path / EVALS / "step_4.jsonl"
+    assert [line["uid"] for line in lines(path)] == ["p0/0", "q0/0", "p1/0", "q1/0"]
+    assert path.stat().st_size <= 800
+
+
+def test_without_room_for_answers_there_is_no_file(tmp_path: Path) -> None:
+    files(tmp_path, 0).write("step_4", result())
+    assert not (tmp_path / EVALS).exists()
+
+
+def test_a_file_that_cannot_be_written_ends_the_run_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / EVALS).write_text("in the way")
+    with pytest.raises(StageError, match=r"step_4\.jsonl cannot be written"):
+        files(tmp_path).write("step_4", result())
+
+
+def test_files_of_steps_that_the_metrics_do_not_have_are_removed(tmp_path: Path) -> None:
+    for name in ("step_0", "step_4", "step_8", "teachers"):
+        files(tmp_path).write(name, result())
+    forget_others(tmp_path, {0, 4})
+    left = {path.stem for path in (tmp_path / EVALS).iterdir()}
+    assert left == {"step_0", "step_4", "teachers"}
