@@ -257,17 +257,17 @@ class Pipeline:
     async def _checkpoint(self, version: int) -> None:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
 
-        With ``keep_best`` also of each version that is evaluated. The last one waits for the one
-        before, which would otherwise make ``take`` skip it.
+        With ``keep_best`` also of each version that is evaluated. These and the last one wait for
+        the one before, which would otherwise make ``take`` skip them.
         """
         every, keep_best = self.config.checkpoint.every, self.config.checkpoint.keep_best
         if self.checkpointer is None or not (every or keep_best):
             return
         last = self._step == self.config.train.steps
-        if last:
+        wanted = last or (keep_best is not None and self.evaluations.is_due(version))
+        if wanted:
             await self._settled(self.checkpointer)
-        compared = keep_best is not None and self.evaluations.is_due(version)
-        if last or compared or (every and version % every == 0):
+        if wanted or (every and version % every == 0):
             await self._take_checkpoint(self.checkpointer)
 
     async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:

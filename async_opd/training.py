@@ -122,6 +122,7 @@ class Training:
         except TimeoutError:
             message = f"a checkpoint that was not written within {bound:g} s is abandoned"
             self.job.message(message)
+            await self._checkpointer.abandon(bound)
 
     async def _rewind(self, error: StageError) -> None:
         """Takes everything but the engines back to the newest checkpoint, or to the start."""

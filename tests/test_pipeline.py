@@ -335,6 +335,7 @@ def world(
     pace: Pace | None = None,
     guardrail: dict[str, Any] | None = None,
     share: float = 0.01,
+    life_s: float = 60.0,
 ) -> World:
     config = RunConfig.model_validate(
         {
@@ -348,6 +349,7 @@ def world(
             "async": {"staleness_threshold": s, "sync_steps": k},
             "eval": {"every": 1, "teachers": False},
             "timeouts": {"stall_s": stall_s},
+            "supervision": {"timeout_s": life_s},
             "guardrail": guardrail or {},
             "reward": {} if groups else None,
         }
@@ -400,6 +402,40 @@ async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
         "dead_lettered": 0,
         "requeued": 0,
     }
+
+
+class SlowDisk:
+    """A checkpointer that has written a checkpoint only when it is waited for."""
+
+    timeout_s = 20.0
+
+    def __init__(self, run: World) -> None:
+        self.run, self.metrics = run, dict[str, float]()
+        self.writing = False
+        self.taken: list[int] = []
+
+    async def take(self, cut_of: Callable[[Captured], Any]) -> None:
+        if not self.writing:
+            self.taken.append(cut_of(await self.run.trainer.capture()).version)
+        self.writing = True
+
+    async def settled(self) -> None:
+        self.writing = False
+
+    async def evaluated(self, step: int, measured: Any) -> None: ...
+
+
+async def test_every_evaluated_version_has_a_checkpoint_however_slow_the_disk_is() -> None:
+    run = world(steps=6, k=1)
+    config = run.pipeline.config
+    kept = config.checkpoint.model_copy(update={"keep_best": "eval/a/accuracy", "every": 1})
+    evaluated = config.eval.model_copy(update={"every": 2})
+    run.pipeline.config = config.model_copy(update={"checkpoint": kept, "eval": evaluated})
+    slow: Any = SlowDisk(run)
+    run.pipeline.checkpointer = slow
+    run.pipeline.__post_init__()
+    await run.pipeline.run()
+    assert slow.taken == [1, 2, 4, 6]
 
 
 async def test_the_last_weights_reach_the_replicas() -> None:

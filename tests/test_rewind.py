@@ -298,6 +298,22 @@ async def test_with_few_checkpoints_a_run_still_goes_back_before_the_window(
     assert int(back) == 2  # the oldest one; step 4 is neither it nor the newest any more
 
 
+async def test_a_checkpoint_that_hangs_when_the_run_goes_back_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    degenerate(monkeypatch, at=8, until=0.5)
+    write = FakeTrainer.checkpoint
+
+    async def hangs(trainer: FakeTrainer, *args: Any) -> Any:
+        if trainer.lr_factor == 1:
+            await asyncio.Event().wait()
+        return await write(trainer, *args)
+
+    monkeypatch.setattr(FakeTrainer, "checkpoint", hangs)
+    await train(tmp_path, [], LONG | {"life_s": 0.5})
+    assert Checkpoints(tmp_path / "checkpoints", 2).steps()[-1] == 12
+
+
 async def test_a_rewound_pipeline_takes_no_checkpoint(tmp_path: Path) -> None:
     stages = Mortal(SHAPE, None)
     pipeline = stages.world.pipeline

@@ -15,13 +15,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.errors import CheckpointError, StageError, StageTimeout
 from async_opd.core.stages import Captured, Trainer
 from async_opd.core.written_file import WrittenFile
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -82,15 +86,30 @@ class Checkpointer:
         if self._writing is not None:
             await asyncio.shield(self._writing)
 
+    async def abandon(self, within_s: float) -> None:
+        """Ends the writing of a checkpoint: it has become one when this returns, or never will.
+
+        StageTimeout if the disk does not answer within ``within_s``.
+        """
+        if self._writing is None or self._writing.done():
+            return
+        self._writing.cancel()
+        await asyncio.wait({self._writing}, timeout=within_s)
+        if not self._writing.done():
+            cause = f"a checkpoint is still being written {within_s:g} s after it was given up"
+            remedy = "make sure that the run directory's disk answers, then --resume"
+            raise StageTimeout("checkpoint", cause, remedy)
+        self._writing = None
+
     async def _write(self, cut: Cut) -> None:
         started = self.clock()
         part: Path | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
-                part = await asyncio.to_thread(self.store.begin, cut.step)
+                part = await _in_thread(self.store.begin, cut.step)
                 in_flight = frozenset(cut.ledger.in_flight)
                 files = await self.trainer.checkpoint(str(part), in_flight)
-                folder = await asyncio.to_thread(self._commit, part, cut, files)
+                folder = await _in_thread(self._commit, part, cut, files)
         except (OSError, StageError) as error:  # a timeout is an OSError
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
@@ -98,9 +117,10 @@ class Checkpointer:
                 cause = f"it took longer than {self.timeout_s:g} s, for which checkpoint.timeout_s "
                 cause += "and checkpoint.min_mib_per_s allow"
             self.notify(f"no checkpoint of step {cut.step}, the run goes on: {cause}")
-            if part is not None:
-                await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
             return
+        finally:
+            if part is not None:  # a checkpoint has another name now
+                await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
         self.metrics["checkpoint/write_s"] = self.clock() - started
         self.metrics["checkpoint/step"] = float(cut.step)
         self.notify(f"checkpoint of step {cut.step}: {folder}")
@@ -108,3 +128,14 @@ class Checkpointer:
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()
         return self.store.commit(part, cut, self.config, files)
+
+
+async def _in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+    """The work's result. After a cancellation it returns when the thread is done, too."""
+    # Nothing ends the thread: who cancels this has to know that no file changes any more.
+    task = asyncio.create_task(asyncio.to_thread(work, *args, **named))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise

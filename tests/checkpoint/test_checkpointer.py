@@ -3,31 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoints
+from async_opd.core.errors import StageTimeout
 from async_opd.core.stages import Captured
 from tests.checkpoint.test_store import cut
 
 
-async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_path: Path) -> None:
-    async def capture() -> Captured:
+class Writes:
+    """A trainer whose files are written when it is told."""
+
+    def __init__(self) -> None:
+        self.begun, self.written = asyncio.Event(), asyncio.Event()
+
+    async def capture(self) -> Captured:
         return Captured(4, ())
 
-    async def checkpoint(*_: Any) -> None:
-        await asyncio.Event().wait()
+    async def checkpoint(self, folder: str, _: Any) -> dict[str, Any]:
+        self.begun.set()
+        await self.written.wait()
+        return {}
 
+
+def writing(tmp_path: Path, said: list[str], timeout_s: float) -> tuple[Checkpointer, Writes]:
+    trainer: Any = Writes()
+    store = Checkpoints(tmp_path, 2)
+    more: dict[str, Any] = {"config": "{}", "timeout_s": timeout_s, "notify": said.append}
+    return Checkpointer(store, trainer, **more), trainer
+
+
+async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_path: Path) -> None:
     said: list[str] = []
-    checkpointer = Checkpointer(
-        Checkpoints(tmp_path, 2),
-        SimpleNamespace(capture=capture, checkpoint=checkpoint),  # type: ignore[arg-type]
-        config="{}",
-        timeout_s=0.01,
-        notify=said.append,
-    )
+    checkpointer, _ = writing(tmp_path, said, 0.01)
     await checkpointer.take(lambda captured: cut(captured.step))
     await checkpointer.settled()
     assert said == [
@@ -35,6 +50,67 @@ async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_p
         "it took longer than 0.01 s, for which checkpoint.timeout_s and "
         "checkpoint.min_mib_per_s allow"
     ]
+
+
+async def test_what_is_abandoned_while_the_trainer_writes_never_becomes_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    checkpointer, trainer = writing(tmp_path, [], 20)
+    await checkpointer.take(lambda captured: cut(captured.step))
+    await trainer.begun.wait()
+    await checkpointer.abandon(20)
+    trainer.written.set()
+    await asyncio.sleep(0)
+    assert os.listdir(tmp_path) == []
+
+
+async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
+    tmp_path: Path,
+) -> None:
+    checkpointer, trainer = writing(tmp_path, [], 20)
+    committing, go_on = threading.Event(), threading.Event()
+
+    def sync() -> None:
+        committing.set()
+        assert go_on.wait(20)
+
+    checkpointer.sync = sync
+    trainer.written.set()
+    await checkpointer.take(lambda captured: cut(captured.step))
+    await asyncio.to_thread(committing.wait, 20)
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    await checkpointer.abandon(20)
+    assert checkpointer.store.steps() == [4]
+
+
+async def test_a_disk_that_does_not_answer_is_an_error_when_a_checkpoint_is_abandoned(
+    tmp_path: Path,
+) -> None:
+    checkpointer, trainer = writing(tmp_path, [], 20)
+    committing, go_on = threading.Event(), threading.Event()
+
+    def sync() -> None:
+        committing.set()
+        go_on.wait(20)
+
+    checkpointer.sync = sync
+    trainer.written.set()
+    await checkpointer.take(lambda captured: cut(captured.step))
+    await asyncio.to_thread(committing.wait, 20)
+    with pytest.raises(StageTimeout, match="after it was given up"):
+        await checkpointer.abandon(0.01)
+    go_on.set()
+
+
+async def test_after_an_abandoned_checkpoint_the_next_one_is_taken(tmp_path: Path) -> None:
+    checkpointer, trainer = writing(tmp_path, [], 20)
+    await checkpointer.take(lambda captured: cut(captured.step))
+    await trainer.begun.wait()
+    await checkpointer.abandon(20)
+    trainer.written.set()
+    await checkpointer.take(lambda captured: cut(8))
+    await checkpointer.settled()
+    assert checkpointer.store.steps() == [8]
 
 
 def checkpointer(tmp_path: Path, said: list[str], keep_best: str | None) -> Checkpointer:
