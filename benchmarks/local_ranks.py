@@ -15,6 +15,8 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+import torch
+
 from async_opd.core.errors import StageError
 from trainer.rank import Follower
 from trainer.rank_group import SINGLE_RANK, RankGroup
@@ -48,8 +50,9 @@ class Pipes:
 
 
 def in_processes(ranks: int, lead: Lead, follow: Follow, timeout_s: float) -> Any:
-    """What ``lead`` returns in the process of the first rank.
+    """What ``lead`` returns in the process of the first rank. Each has one CPU thread at first:
 
+    the threads of a pool that this process has used are not there after a fork, and are waited for.
     EOFError or TimeoutError where it fails, hangs or takes longer.
     """
     context = multiprocessing.get_context("fork")  # hands sockets and functions down
@@ -94,12 +97,14 @@ def _started(processes: Sequence[Any]) -> Iterator[None]:
 
 def _lead(spec: RankSpec, rank_group: Pipes, lead: Lead, answer: Connection) -> None:
     alone = rank_group.ranks == 1
+    torch.set_num_threads(1)
     answer.send(lead(None if alone else spec, SINGLE_RANK if alone else rank_group))
     os._exit(0)  # gloo's threads may abort an interpreter that is finalized
 
 
 def _following(spec: RankSpec, follow: Follow, orders: Connection) -> Callable[[], None]:
     def work() -> None:
+        torch.set_num_threads(1)
         follower = follow(spec)
         while True:
             method, given = orders.recv()

@@ -39,7 +39,8 @@ from trainer.student.sharding import join_mesh
 CPU = torch.device("cpu")
 SEQUENCES, K = 4, 16
 GATHERED = ("Unsharded Param", "All Gather")
-GRADIENTS = ("Gradient", "Sharded Grad")
+GRADIENTS = ("Gradient", "Sharded Grad", "Unsharded Grad", "Temp")
+"""Between two micro-batches nothing else is temporary: full gradients are, in float32."""
 STATES = {
     "parameters": ("Parameter", "Sharded Param"),
     "gradients": GRADIENTS,

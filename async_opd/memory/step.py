@@ -11,7 +11,7 @@ several micro-batches on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from async_opd.config.device_defaults import Recomputation
@@ -113,7 +113,7 @@ def loss(step: Step) -> Terms:
 
 
 def backward(step: Step) -> Terms:
-    """In the backward pass of the decoder's last layer, or of the one before it."""
+    """In the backward pass of the decoder's last layer, or of one before it, at the peak."""
     layer = layer_gradients(step.size, step.precision) * step.tokens
     if step.recompute != "none":
         layer += _layer(step)
@@ -121,7 +121,9 @@ def backward(step: Step) -> Terms:
         layer -= products_bytes(step.size, step.precision) * step.tokens
     found = {"activations": kept_activations(step), "one layer": layer}
     if step.sharded:
-        return found | _gathered(step)
+        before = replace(step, size=replace(step.size, layers=step.size.layers - 1))
+        inner = found | {"activations": kept_activations(before)} | _gathered(step, inner=True)
+        return max(found | _gathered(step), inner, key=lambda terms: sum(terms.values()))
     if step.size.tied and not step.frozen:  # autograd adds the embedding's before it accumulates
         found["head's gradient"] = 4 * step.size.vocabulary * step.size.hidden
     return found | _casts(step, one_layer=step.recompute != "none")
@@ -166,19 +168,24 @@ def _casts(step: Step, one_layer: bool = False) -> Terms:
     return {"bfloat16 copies": 2 * step.size.block * (1 if one_layer else step.size.layers)}
 
 
-def _gathered(step: Step) -> Terms:
-    """The root's parameters, a layer's and those of the one that is next; and gradients.
+def _gathered(step: Step, inner: bool = False) -> Terms:
+    """The root's parameters, a layer's, those of the one that is next if there is one; gradients.
 
-    Of the head there is all of it: in 16 bits until the end if the root has it, else float32 until
-    the next reduction. Gradients of a layer take no more than what its activations leave.
+    ``inner``: of a layer before the last, which is reduced meanwhile; the head is before. The input
+    of a reduction is a copy in float32, or of full gradients that this then frees. Fresh gradients
+    of a layer are those of its last matrix, before most of its activations are freed.
     """
     size, compute = step.size, step.precision.compute
     head = size.vocabulary * size.hidden
     root = size.hidden * size.embeddings - (0 if size.tied else head)
-    found = {"gathered parameters": compute * (root + 2 * size.block)}
+    blocks = min(2, size.layers - inner)
+    found = {"gathered parameters": compute * (root + blocks * size.block)}
     if step.frozen:
         return found
-    reduced = 0 if size.tied else 4 * head
-    if step.recompute != "none":
-        reduced = max(reduced, 4 * size.block) + compute * size.block // 2
+    done, now = (0 if size.tied else head), (size.block if inner else 0)
+    reduced = 4 * (now or done)
+    if step.reduces_once:
+        reduced = 4 * (done + now) // (step.ranks // step.copies) - (4 * done if inner else 0)
+    if step.recompute != "none" and not (step.reduces_once and compute == 4):
+        reduced += compute * size.block // 2
     return found | {"gathered gradients": reduced + (compute * root if size.tied else 0)}
