@@ -21,6 +21,11 @@ def test_the_config_reference_is_what_the_code_says() -> None:
     assert (ROOT / "docs" / "config.md").read_text() == made, "run python docs/make_config.py"
 
 
+def test_the_list_of_metrics_is_what_the_catalogue_says() -> None:
+    made = runpy.run_path(str(ROOT / "docs" / "make_metrics.py"))["document"]()
+    assert (ROOT / "docs" / "metrics.md").read_text() == made, "run python docs/make_metrics.py"
+
+
 def test_every_link_of_the_readme_leads_somewhere() -> None:
     links = re.findall(r"\]\(([^)#]+)\)", (ROOT / "README.md").read_text())
     assert [link for link in links if not (ROOT / link).exists()] == []

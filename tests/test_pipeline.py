@@ -45,6 +45,7 @@ from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.graders import GradeError
+from async_opd.observability.metric_catalogue import unknown
 from async_opd.pipeline import Pipeline
 from async_opd.queue.message_queue import MessageQueue
 from rollouter.rollout_worker import RolloutWorker
@@ -266,6 +267,7 @@ class FakeLog:
     evaluated: list[int] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    keys: set[str] = field(default_factory=set)
     dead: list[str] = field(default_factory=list)
     told: list[str] = field(default_factory=list)
 
@@ -274,8 +276,10 @@ class FakeLog:
         if any(key.startswith("eval") for key in metrics):
             self.evaluated.append(step)
         self.last = dict(metrics)
+        self.keys |= metrics.keys()
 
     def summarize(self, metrics: Mapping[str, float]) -> None:
+        self.keys |= metrics.keys()
         self.summary |= metrics
 
     def waits(self, waits: Mapping[str, str]) -> None: ...
@@ -726,6 +730,18 @@ async def test_the_summary_has_accuracy_before_and_after() -> None:
     run = world(evaluation=evaluation)
     await run.pipeline.run()
     assert run.log.summary["eval_initial/a/accuracy"] == run.log.summary["eval/b/accuracy"] == 0.5
+
+
+async def test_every_metric_of_a_run_is_in_the_catalogue() -> None:
+    async def grade(rollout: Rollout) -> float:
+        return 0.5
+
+    evaluation = Evaluation(tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), grade)
+    run = world(evaluation=evaluation, max_lag=0)
+    run.teachers["a"].poison = {"p0/0"}
+    await asyncio.wait_for(run.pipeline.run(), 5)
+    assert {"loss/total", "teacher/a/busy", "eval/a/accuracy"} <= run.log.keys
+    assert unknown(run.log.keys) == []
 
 
 async def test_on_policy_means_that_every_token_of_a_batch_is_of_its_version() -> None:

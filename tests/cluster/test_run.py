@@ -20,6 +20,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.config.device_defaults import resolved
 from async_opd.config.load import load_config
 from async_opd.models.tokenizer import Text
+from async_opd.observability.metric_catalogue import unknown
 
 pytestmark = [pytest.mark.engine, pytest.mark.slow]  # slow: first, beside all other engines
 
@@ -127,6 +128,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running.until("everything is up")
     running.look()
     return running.end()
+
+
+def test_every_metric_of_the_run_is_in_the_catalogue(done: Run) -> None:
+    logged = {key for line in done.metrics for key in line}
+    assert unknown(logged | {key for key in done.summary if "/" in key}) == []
 
 
 def test_a_run_exits_0(done: Run) -> None:
