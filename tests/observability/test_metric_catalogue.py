@@ -46,9 +46,7 @@ def is_written(pattern: str) -> bool:
     """Whether the code has the whole pattern, or its last part, of which it makes keys."""
     whole = re.sub(r"<\w+>", "<>", pattern)
     last = whole.rpartition("/")[2].removesuffix("_per_s")
-    return any(
-        text == whole or (text == last != "<>") or _makes(text, whole) for text in written()
-    )
+    return any(text == whole or (text == last != "<>") or _makes(text, whole) for text in written())
 
 
 def _makes(text: str, whole: str) -> bool:
