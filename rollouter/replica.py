@@ -326,6 +326,7 @@ class StudentReplica:
             gauges={
                 "in_flight": float(self._activity.depth),
                 "limit": float(self._slots.limit),
+                "grading": float(self._worker.grading),
                 "version": float(self._version),
             },
             busy=self._activity.drain(),

@@ -44,6 +44,8 @@ class RolloutWorker:
         grade: GradeRollout | None = None,
     ) -> None:
         self.rollouts = 0
+        self.grading = 0
+        """Rollouts that are with the grader now."""
         self._replica = replica
         self._queue = queue
         self._slots = slots
@@ -130,4 +132,10 @@ class RolloutWorker:
         if not np.isfinite(rollout.rollout_logprobs).all():
             cause = f"rollout {uid}: the student's own log-probabilities are not finite"
             raise RolloutFault("student", cause, "its weights may have diverged: lower train.lr")
-        return rollout if self._grade is None else await self._grade(rollout)
+        if self._grade is None:
+            return rollout
+        self.grading += 1
+        try:
+            return await self._grade(rollout)
+        finally:
+            self.grading -= 1

@@ -110,10 +110,8 @@ class _Rates:
         """The steady state of the setting at a threshold."""
         key = (current(setting), threshold)
         if key not in self._known:
-            small, factor = shrunk(replace(setting, staleness_threshold=threshold))
-            small = replace(small, steps=steady_steps(small))
-            found = simulate(small, seed=self._seed, endless=True)
-            self._known[key] = enlarged(found, setting, factor)
+            wanted = replace(setting, staleness_threshold=threshold)
+            self._known[key] = steady_state(wanted, self._seed)
         return self._known[key]
 
     def rate(self, setting: Setting, threshold: float) -> float:
@@ -147,6 +145,13 @@ class _Rates:
         )
         steps = max(steady_steps(alone), 20 * alone.sync_steps)
         return simulate(replace(alone, steps=steps), seed=self._seed, endless=True).samples_per_s
+
+
+def steady_state(setting: Setting, seed: int = 0) -> Prediction:
+    """Simulates the setting without a beginning and an end, large pools at a smaller scale."""
+    small, factor = shrunk(setting)
+    small = replace(small, steps=steady_steps(small))
+    return enlarged(simulate(small, seed=seed, endless=True), setting, factor)
 
 
 def steady_steps(setting: Setting) -> int:

@@ -119,6 +119,28 @@ async def test_a_rollout_is_graded_before_it_goes_on() -> None:
     worker.cancel()
 
 
+async def test_the_worker_counts_the_rollouts_that_are_with_the_grader() -> None:
+    graded = asyncio.Semaphore(0)
+
+    async def grade(rollout: Rollout) -> Rollout:
+        await graded.acquire()
+        if rollout.uid == "p/0":
+            raise GradeError("grader", "rollout p/0: it raised")
+        return rollout
+
+    messages, engine = queue(), Engine()
+    worker = RolloutWorker("student/0", messages, Slots(8, 2), engine.sample, grade)
+    work = asyncio.create_task(worker.run())
+    await messages.put(PROMPTS, groups("p"))
+    engine.answers.release(2)
+    await settle()
+    assert worker.grading == 2
+    graded.release(2)
+    await settle()
+    assert worker.grading == 0
+    work.cancel()
+
+
 async def test_what_a_grader_fails_on_is_a_dead_letter_and_the_others_go_on() -> None:
     async def grade(rollout: Rollout) -> Rollout:
         if rollout.uid == "p/0":
