@@ -132,10 +132,12 @@ async def test_the_worker_counts_the_rollouts_that_are_with_the_grader() -> None
     worker = RolloutWorker("student/0", messages, Slots(8, 2), engine.sample, grade)
     work = asyncio.create_task(worker.run())
     await messages.put(PROMPTS, groups("p"))
-    engine.answers.release(2)
+    for _ in range(2):
+        engine.answers.release()
     await settle()
     assert worker.grading == 2
-    graded.release(2)
+    for _ in range(2):
+        graded.release()
     await settle()
     assert worker.grading == 0
     work.cancel()
