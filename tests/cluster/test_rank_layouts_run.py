@@ -1,0 +1,44 @@
+"""Whole runs whose trainer has several ranks: every way in which ranks share one student."""
+
+from __future__ import annotations
+
+import pytest
+
+from async_opd.accounting.audit import audit
+from tests.cluster.test_run import ONE_TEACHER, Run, Running
+
+pytestmark = [pytest.mark.engine, pytest.mark.long]
+
+LAYOUTS = {
+    "rows_and_shards_2x2": (ONE_TEACHER, "train.ranks=4", "train.context_parallel=2"),
+    "full_vocabulary_on_2": ("train.ranks=2", "loss={kind: forward_kl, support: full_vocab}"),
+}
+
+
+@pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    folder = tmp_path_factory.mktemp("runs") / "ranks"
+    return Running(folder, *request.param, "sync.verify_every=1", "log.wandb=off").end()
+
+
+def test_it_completes(done: Run) -> None:
+    assert (done.code, done.summary["status"]) == (0, "completed"), done.output
+
+
+def test_it_trains_every_sample_once(done: Run) -> None:
+    found = audit(done.directory)
+    assert (len(found.trained), found.lost, found.duplicated) == (6 * 128, (), ())
+
+
+def test_the_student_comes_nearer_to_its_teachers(done: Run) -> None:
+    losses = [row["loss/distillation"] for row in done.metrics if "loss/distillation" in row]
+    assert losses[-1] < losses[0]
+
+
+def test_engines_sample_from_what_the_ranks_trained(done: Run) -> None:
+    checked = [line for line in done.metrics if "sync/freshness_nats" in line]
+    assert [line["sync/wrong_weights"] for line in checked] == [0.0, 0.0]
+
+
+def test_no_process_is_left_behind(done: Run) -> None:
+    assert done.left == []
