@@ -23,17 +23,9 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.core.reports import Events, Progress, StageReport, SyncReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import (
-    TRAINER,
-    Events,
-    Progress,
-    Queue,
-    SamplingSpec,
-    StageReport,
-    SyncReport,
-    WeightSync,
-)
+from async_opd.core.stages import TRAINER, Queue, SamplingSpec, WeightSync
 from async_opd.processes.members import Member
 from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
 from async_opd.waiting.stage_calls import StageCalls
@@ -183,17 +175,7 @@ class RollouterService:
             answer_s=answer_s(config.timeouts.stall_s, depth=2),
             current=self._current,
         )
-        self._broadcast = BroadcastSync(
-            trainer,
-            self.stage.members,
-            [replica.workers for replica in replicas],
-            on_sync=config.async_.on_sync,
-            timeout_s=config.sync.timeout_s,
-            rolling=config.sync.rolling,
-            tries=config.sync.tries,
-            newest=before.newest,
-            freshness=_freshness(config),
-        )
+        self._broadcast = self._broadcast_of(config, replicas, trainer, before.newest)
         self._progress = self._progress_of(config, trainer, teachers)
         self._timeouts = config.timeouts
         self._turns = cast(TurnTaker, trainer) if config.rollout.host is not None else None
@@ -208,6 +190,26 @@ class RollouterService:
         self._rebuilds_before = before.rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
+
+    def _broadcast_of(
+        self,
+        config: RunConfig,
+        replicas: Sequence[StartedReplica],
+        trainer: WeightSender,
+        newest: Snapshot | None,
+    ) -> BroadcastSync:
+        """The weight sync from the trainer to the replicas."""
+        return BroadcastSync(
+            trainer,
+            self.stage.members,
+            [replica.workers for replica in replicas],
+            on_sync=config.async_.on_sync,
+            timeout_s=config.sync.timeout_s,
+            rolling=config.sync.rolling,
+            tries=config.sync.tries,
+            newest=newest,
+            freshness=_freshness(config),
+        )
 
     async def run(self) -> None:
         """See Rollouter. A second call joins the first."""
