@@ -34,15 +34,9 @@ from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError, first_cause
+from async_opd.core.reports import StepReport
 from async_opd.core.samples import DeadLetter, Group
-from async_opd.core.stages import (
-    DEAD,
-    PROMPTS,
-    STALE,
-    Log,
-    Stages,
-    StepReport,
-)
+from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.evaluation_files import TEACHERS, of_step
 from async_opd.grading.evaluation_schedule import Evaluations

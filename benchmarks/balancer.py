@@ -30,8 +30,10 @@ from async_opd.cluster.proxies import TeacherProxy
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.reports import StageReport
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import SamplingSpec
 from async_opd.processes.members import MemberSet, Policy
 from teachers.balancer import Balancer
 from teachers.pool import TeacherPool

@@ -30,7 +30,8 @@ import uvloop
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import QueueProxy
 from async_opd.core.batch import Batch
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, TopK, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs, TopK
 
 IN_FLIGHT = 4
 """Calls a producer or consumer has under way, as the stages do."""

@@ -26,7 +26,8 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import TopK
 from benchmarks.local_ranks import in_processes
 from trainer.learner import Learner
 from trainer.losses import build_objective

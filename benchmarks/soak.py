@@ -41,8 +41,9 @@ from async_opd.cluster.actor_factory import Factories, Factory
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.core.reports import Interval
 from async_opd.core.samples import Prompt
-from async_opd.core.stages import Interval, Queue
+from async_opd.core.stages import Queue
 from async_opd.files.run_format import write_run_format
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary

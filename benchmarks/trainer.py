@@ -30,7 +30,8 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
-from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import TopK
 from trainer.batches.packing import Packed, pack
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.learner import Learner

@@ -14,8 +14,8 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Float32, Int32
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.freshness import LENGTHS
 from rollouter.adapter_worker import ADAPTER_ID

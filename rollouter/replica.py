@@ -27,9 +27,11 @@ from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, StageError, TransferAborted, WeightSyncError
-from async_opd.core.samples import Int32, Prompt, Rollout
-from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
+from async_opd.core.reports import Progress, StageReport
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.observability.activity import Activity

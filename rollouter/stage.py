@@ -18,8 +18,9 @@ from typing import Any, Protocol
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageTimeout
+from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import PROMPTS, Events, Progress, Queue, SamplingSpec, StageReport
+from async_opd.core.stages import PROMPTS, Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.event_log import EventLog

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.samples import Rollout, Sample, SampledLogprobs
-from async_opd.core.stages import StageReport
+from async_opd.core.reports import StageReport
+from async_opd.core.samples import Rollout, Sample
+from async_opd.core.scores import SampledLogprobs
 from async_opd.observability.activity import Activity
 from async_opd.waiting.race import gather_or_cancel
 

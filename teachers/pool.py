@@ -16,8 +16,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_opd.core.batch import Batch
+from async_opd.core.reports import StageReport
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import prompt_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.events import one_line

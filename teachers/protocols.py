@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from async_opd.core.batch import Batch
+from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 
 
 class ScoringReplica(Protocol):

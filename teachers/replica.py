@@ -15,8 +15,9 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.batch import Batch
+from async_opd.core.reports import StageReport
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.waiting.race import gather_or_cancel

@@ -20,7 +20,7 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.stages import StageReport
+from async_opd.core.reports import StageReport
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.waiting.deadline import Deadline, Timer

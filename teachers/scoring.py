@@ -27,14 +27,13 @@ from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from async_opd.core.arrays import Float32, Int32
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import StageError
-from async_opd.core.samples import (
+from async_opd.core.samples import Rollout
+from async_opd.core.scores import (
     CandidateLogprobs,
-    Float32,
     HiddenStates,
-    Int32,
-    Rollout,
     SampledLogprobs,
     Scores,
     StateDtype,

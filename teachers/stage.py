@@ -26,17 +26,9 @@ from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import LeaseExpired
 from async_opd.core.lease import Lease
+from async_opd.core.reports import Events, Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import (
-    DEAD,
-    SCORED,
-    Events,
-    Progress,
-    Queue,
-    SamplingSpec,
-    StageReport,
-    rollouts_topic,
-)
+from async_opd.core.stages import DEAD, SCORED, Queue, SamplingSpec, rollouts_topic
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.waiting.deadline import Timer

@@ -28,7 +28,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Protocol
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.stages import Progress, SyncReport, WeightSync
+from async_opd.core.reports import Progress, SyncReport
+from async_opd.core.stages import WeightSync
 from async_opd.waiting.deadline import Deadline, Timer
 from async_opd.waiting.liveness import Ask, ProgressWatchdog
 from async_opd.waiting.race import race

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import tests.properties  # noqa: F401 - registers the profiles before any test has settings
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
 
 
 @pytest.hookimpl(wrapper=True)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.errors import ProcessDied, StageError
-from async_opd.core.stages import StageReport
+from async_opd.core.reports import StageReport
 from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end
 from tests.checkpoint.test_store import config
 

@@ -20,27 +20,10 @@ from hypothesis import strategies as st
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
-from async_opd.core.samples import (
-    DeadLetter,
-    Header,
-    Prompt,
-    Rollout,
-    Sample,
-    SampledLogprobs,
-    VersionSpan,
-)
-from async_opd.core.stages import (
-    DEAD,
-    PROMPTS,
-    Captured,
-    Events,
-    Progress,
-    SamplingSpec,
-    StageReport,
-    StepReport,
-    SyncReport,
-    topics,
-)
+from async_opd.core.reports import Captured, Events, Progress, StageReport, StepReport, SyncReport
+from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec, topics
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation import Evaluation

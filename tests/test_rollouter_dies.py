@@ -20,8 +20,8 @@ from async_opd.cluster.rollouter_actor import (
     StartedReplica,
     build_rollouter,
 )
+from async_opd.core.reports import Progress, SyncReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Progress, SyncReport
 from async_opd.waiting.race import race
 from async_opd.weight_sync.coordinator import Snapshot
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta

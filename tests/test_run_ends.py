@@ -19,7 +19,7 @@ from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
-from async_opd.core.stages import Interval, StageReport
+from async_opd.core.reports import Interval, StageReport
 from async_opd.files.run_format import (
     FORMAT_FILE,
     RUN_FORMAT,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
+from async_opd.core.reports import Progress, SyncReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Progress, SamplingSpec, SyncReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import gather_or_cancel
 from teachers.stage import ScorerStage

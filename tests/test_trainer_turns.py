@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import ProcessDied
+from async_opd.core.reports import Captured, Progress
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import TRAINER, Captured, Progress, SamplingSpec
+from async_opd.core.stages import TRAINER, SamplingSpec
 from async_opd.grading.evaluation import Evaluation
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.waiting.race import gather_or_cancel

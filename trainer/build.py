@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from async_opd.config.device_defaults import offloads, train_threads
-from async_opd.core.samples import Int32
+from async_opd.core.arrays import Int32
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.weight_sync.freshness import LENGTHS, held_rows

@@ -13,7 +13,7 @@ split. Logits exist for one chunk of response rows at a time (``losses/chunked.p
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
@@ -23,19 +23,20 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
+from async_opd.core.arrays import Int32
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Int32, Sample
+from async_opd.core.samples import Sample
 from async_opd.core.written_file import WrittenFile
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.batch_metrics import batch_metrics
-from trainer.batches.micro_batches import assign_micro_batches
+from trainer.batches.micro_batches import MicroBatch, assign_micro_batches, micro_batch_of
 from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
 from trainer.batches.token_weights import TokenWeight, TokenWeighting
 from trainer.losses.report import Metrics, concat_metrics, not_finite, step_metrics
 from trainer.notes import drain_notes
-from trainer.rank import BackwardResult, MicroBatch, Rank
-from trainer.rank_group import SINGLE_RANK, RankGroup
+from trainer.rank import BackwardResult, Rank
+from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
 from trainer.saving.captured import all_written
 from trainer.saving.export import export_dtype, save_model
 from trainer.saving.shards import Stamp
@@ -209,7 +210,7 @@ class Learner:
         costs = [self._rank.cost(r.tokens, len(r.response_ids)) for r in rollouts]
         contexts = ranks // self._sharing
         return [
-            [_micro_batch(samples, token_weights, [some[i] for i in group]) for group in groups]
+            [micro_batch_of(samples, token_weights, [some[i] for i in group]) for group in groups]
             for groups in assign_micro_batches(lengths, self._row_tokens, contexts, costs)
         ]
 
@@ -305,38 +306,26 @@ class Learner:
             list(cut(micro_batches[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
             for rank in range(1, self._rank_group.ranks)
         ]
+        group = self._rank_group
         for messages in zip_longest(*others, fillvalue=()):
-            with self._dispatch("take", [(tuple(message),) for message in messages]) as taken:
+            with dispatched(group, "take", [(tuple(message),) for message in messages]) as taken:
                 taken()
-        with self._dispatch("backward", [() for _ in others]) as results:
+        with dispatched(group, "backward", [() for _ in others]) as results:
             return [self._rank.backward(micro_batches[0]), *results()]
 
     def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Each rank's result of a method of Rank, called with the same arguments."""
-        with self._dispatch(method, [arguments] * (self._rank_group.ranks - 1)) as results:
+        group = self._rank_group
+        with dispatched(group, method, [arguments] * (group.ranks - 1)) as results:
             return [getattr(self._rank, method)(*arguments), *results()]
 
     @contextmanager
     def _dispatched(self, method: str, *arguments: Any) -> Iterator[None]:
         """The other ranks run the method during the block, all with the same arguments."""
-        with self._dispatch(method, [arguments] * (self._rank_group.ranks - 1)) as results:
+        group = self._rank_group
+        with dispatched(group, method, [arguments] * (group.ranks - 1)) as results:
             yield
             results()
-
-    @contextmanager
-    def _dispatch(
-        self, method: str, arguments: Sequence[tuple[Any, ...]]
-    ) -> Iterator[Callable[[], list[Any]]]:
-        """The other ranks run the method during the block, each with its own arguments.
-
-        An error in the block breaks the group: some ranks may have finished it, others not.
-        """
-        results = self._rank_group.dispatch(method, arguments)
-        try:
-            yield results
-        except BaseException:
-            self._rank_group.mark_broken()
-            raise
 
     def _values(self, computed: Sequence[BackwardResult]) -> Metrics:
         """The values of all micro-batches of all ranks, concatenated on rank 0's device.
@@ -351,20 +340,3 @@ class Learner:
         return concat_metrics(
             [{name: v.to(device) for name, v in report.items()} for report in reports]
         )
-
-
-def _micro_batch(
-    samples: Sequence[Sample], token_weights: Sequence[TokenWeight], group: Sequence[int]
-) -> MicroBatch:
-    """The group's samples, by teacher.
-
-    Of an empty group it is the shortest sample with a response, which weighs 0: a rank without
-    anything to compute would miss the others' collectives.
-    """
-    if group:
-        order = sorted(group, key=lambda index: samples[index].rollout.prompt.teacher)
-        return MicroBatch(tuple(samples[i] for i in order), tuple(token_weights[i] for i in order))
-    some = (i for i, sample in enumerate(samples) if len(sample.rollout.response_ids))
-    index = min(some, key=lambda i: samples[i].rollout.tokens)
-    token_weight = replace(token_weights[index], weight=0.0, reward_weight=0.0)
-    return MicroBatch((samples[index],), (token_weight,), counts=False)

@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
 import torch
 
 from async_opd.config.device_defaults import offloads
-from async_opd.core.samples import Int32, Sample
+from async_opd.core.arrays import Int32
 from async_opd.weight_sync.layout import Reference
+from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Row, Vocabularies, pack
-from trainer.batches.token_weights import TokenWeight
 from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
@@ -62,26 +62,6 @@ Gathered = Literal["weights", "exported"]
 
 
 @dataclass(frozen=True)
-class MicroBatch:
-    """Samples that one rank computes together, and the weights of their tokens.
-
-    With ``counts`` false it only keeps its rank in step with the others: its tokens weigh 0, and no
-    metric contains them. With ``supervised`` true the loss is the responses' cross entropy, not the
-    run's objective.
-    """
-
-    samples: tuple[Sample, ...]
-    token_weights: tuple[TokenWeight, ...]
-    counts: bool = True
-    supervised: bool = False
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the samples' arrays."""
-        return sum(sample.nbytes for sample in self.samples)
-
-
-@dataclass(frozen=True)
 class BackwardResult:
     """Values of the response tokens of each micro-batch, and the global gradient norm.
 
@@ -114,49 +94,63 @@ class Rank:
         share each row: collectives, which all its ranks call. ``fill`` reads the weights of a model
         on ``meta``, after it is sharded. ``collective_s`` bounds each exchange of shared rows.
         """
-        self.train = train
-        self.device = device
+        self.train, self.device = train, device
         self._wire_dtype = wire_dtype
         self._sends_adapters = train.lora is not None and train.lora.sync == "adapter"
-        self.half = half = in_bfloat16(train.dtype, device)
+        self.half = in_bfloat16(train.dtype, device)
         offload = offloads(train, device.type)
         self._on_host = offload == "parameters"
-        self._autocast = half and mesh is None  # FSDP casts the parameters that it gathers
-        self._rounding = ROUNDING[torch.bfloat16 if half else torch.float32]
+        self._autocast = self.half and mesh is None  # FSDP casts the parameters that it gathers
         self.ranks = 1 if mesh is None else mesh.size()
         self._number = 0 if mesh is None else mesh.get_rank()
         self._captured = CapturedParts(self._number)
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
-        self.peak_tflops = peak_tflops(device, half, train.peak_tflops)
+        self.peak_tflops = peak_tflops(device, self.half, train.peak_tflops)
         # Dropout and router noise stay off: the engines sampled without them.
         model.eval()
-        if mesh is None and fill is not None:
-            fill()
-        if half:
-            halve_frozen(model)
-        self.model = model.to(device) if mesh is None else model
-        compute = torch.bfloat16 if half else None
-        self._context = context = Context.join(train.context_parallel, collective_s)
-        over_ranks = None if context is None else context.sum
-        self._student_loss = StudentLoss(model, objective, heads or {}, compute, over_ranks)
-        if train.routing == "replay":
-            self._student_loss.replay = replay_routing(model)
+        if mesh is None:
+            self._load(model, fill)
+        self.model = model
+        self._context = Context.join(train.context_parallel, collective_s)
+        self._student_loss = self._loss_of(objective, heads or {})
         rows = self._student_loss.vocabulary
-        self.vocabularies = Vocabularies(
-            rows, {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}
-        )
+        common = {name: min(rows, head.vocabulary) for name, head in (heads or {}).items()}
+        self.vocabularies = Vocabularies(rows, common)
         if mesh is not None:
-            shard(self._student_loss, mesh, bfloat16=half, offload=self._on_host)
-            if fill is not None:
-                fill()
-            if self._on_host:
-                park(self._student_loss)
-        if context is not None:
-            context.set_attention(model)
+            self._shard(mesh, fill)
+        if self._context is not None:
+            self._context.set_attention(model)
         several = self.ranks > 1  # a single one has nothing to add up, also where FSDP offloads it
         self._reduces_once = several and all_reduce_once(train, self._student_loss, device)
         self.optimizer = adamw(model, train, offload)
+
+    def _load(self, model: Any, fill: Callable[[], None] | None) -> None:
+        """Reads the weights of a student that is not sharded; moves it to the rank's device."""
+        if fill is not None:
+            fill()
+        if self.half:
+            halve_frozen(model)
+        model.to(self.device)
+
+    def _loss_of(self, objective: Objective, heads: Mapping[str, Head]) -> StudentLoss:
+        """The student and its objective as one module."""
+        compute = torch.bfloat16 if self.half else None
+        over_ranks = None if self._context is None else self._context.sum
+        student_loss = StudentLoss(self.model, objective, heads, compute, over_ranks)
+        if self.train.routing == "replay":
+            student_loss.replay = replay_routing(self.model)
+        return student_loss
+
+    def _shard(self, mesh: DeviceMesh, fill: Callable[[], None] | None) -> None:
+        """Shards the student over the mesh, then reads each rank's part of the weights."""
+        if self.half:
+            halve_frozen(self.model)
+        shard(self._student_loss, mesh, bfloat16=self.half, offload=self._on_host)
+        if fill is not None:
+            fill()
+        if self._on_host:
+            park(self._student_loss)
 
     def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
@@ -217,7 +211,8 @@ class Rank:
 
     def reference(self, rows: Sequence[Int32]) -> Reference:
         """Log-probabilities of held rows; every rank computes all of them."""
-        return reference_of(self.model, self.logits, rows, self._rounding)
+        rounding = ROUNDING[torch.bfloat16 if self.half else torch.float32]
+        return reference_of(self.model, self.logits, rows, rounding)
 
     # ── its part of the state: nothing here communicates ───────────────────────────────────────
 

@@ -11,7 +11,8 @@ Rank 0 decides what is computed; the other ranks hold shards and compute.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageError
@@ -69,6 +70,22 @@ class SingleRank:
 
 
 SINGLE_RANK = SingleRank()
+
+
+@contextmanager
+def dispatched(
+    rank_group: RankGroup, method: str, arguments: Sequence[tuple[Any, ...]]
+) -> Iterator[Callable[[], list[Any]]]:
+    """The other ranks run the method during the block, each with its own arguments.
+
+    An error in the block breaks the group: some ranks may have finished it, others not.
+    """
+    results = rank_group.dispatch(method, arguments)
+    try:
+        yield results
+    except BaseException:
+        rank_group.mark_broken()
+        raise
 
 
 async def run_with_ranks(

@@ -19,10 +19,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
+from async_opd.core.arrays import Int32
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
-from async_opd.core.samples import Header, Int32, Sample
-from async_opd.core.stages import Captured, Progress, StageReport, StepReport
+from async_opd.core.reports import Captured, Progress, StageReport, StepReport
+from async_opd.core.samples import Header, Sample
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
 from async_opd.observability.activity import Activity

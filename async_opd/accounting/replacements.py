@@ -25,8 +25,9 @@ from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
 from async_opd.core.errors import SourceError, StageError
+from async_opd.core.reports import StepReport
 from async_opd.core.samples import DeadLetter, Group, Prompt
-from async_opd.core.stages import Log, StepReport
+from async_opd.core.stages import Log
 from async_opd.core.uid import Uid
 
 MAX_RESAMPLED = 2

@@ -17,7 +17,8 @@ from async_opd.accounting.ledger import Ledger, LedgerState
 from async_opd.accounting.replacements import PromptSupply, ReplayablePrompts
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
-from async_opd.core.stages import Captured, Log, StepReport
+from async_opd.core.reports import Captured, StepReport
+from async_opd.core.stages import Log
 
 
 @dataclass(frozen=True)

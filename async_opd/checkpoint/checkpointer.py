@@ -21,7 +21,8 @@ from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import value_of
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageError, StageTimeout
-from async_opd.core.stages import Captured, Trainer
+from async_opd.core.reports import Captured
+from async_opd.core.stages import Trainer
 from async_opd.core.written_file import WrittenFile
 
 P = ParamSpec("P")

@@ -23,7 +23,7 @@ from async_opd.cluster.proxies import (
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
-from async_opd.core.stages import SyncReport
+from async_opd.core.reports import SyncReport
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot

@@ -3,21 +3,21 @@
     Prompt ──rollouter──► Rollout ──scorer──► Sample(Rollout, Scores) ──► trainer
 
 Shapes use T for a rollout's tokens, P for its prompt's, R for those that the student sampled (its
-response), k for the teacher's top-k. Log-probabilities are natural logarithms (nats). Scores cover
-sampled positions only; a teacher's log-probabilities are those of softmax(logits / temperature)
-over the full vocabulary.
+response), k for the teacher's top-k. Log-probabilities are natural logarithms (nats).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
+from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import LengthError, ScoreError
+from async_opd.core.scores import Scores, sound
 from async_opd.core.sequence import (
     PROMPT,
     STUDENT,
@@ -34,18 +34,13 @@ from async_opd.core.uid import Uid
 if TYPE_CHECKING:
     from async_opd.core.row import Row
 
-Int32 = NDArray[np.int32]
-Float32 = NDArray[np.float32]
 FinishReason = Literal["stop", "length"]
 Experts = NDArray[np.uint8] | NDArray[np.uint16]
-StateDtype = Literal["float32", "float16", "bfloat16"]
 
 NO_VERSION = 2**31 - 1
 """A number above every weight version."""
 NO_TEACHER = ""
 """The teacher of a row that cannot be read, or that belongs to none."""
-BFLOAT16_INFINITY = 0x7F80
-"""Bits of a positive infinite bfloat16; larger numbers without the sign bit are NaNs."""
 
 
 @dataclass(frozen=True)
@@ -220,51 +215,6 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class SampledLogprobs:
-    """The teacher's log-probability of each sampled token: float32 [R]."""
-
-    logprobs: Float32
-
-
-@dataclass(frozen=True)
-class SupportScores:
-    """The teacher's log-probabilities of k tokens at each response position, and the sampled one.
-
-    ``ids`` int32 [R, k], distinct at each position, and their ``logprobs`` float32 [R, k];
-    ``sampled_logprobs`` float32 [R]. ``rest_logprobs`` float32 [R] is the logarithm of the mass of
-    all tokens outside of ``ids``; None if the teacher does not send it (servers).
-    """
-
-    ids: Int32
-    logprobs: Float32
-    sampled_logprobs: Float32
-    rest_logprobs: Float32 | None = None
-
-
-class TopK(SupportScores):
-    """The scores of the teacher's k most probable tokens, by falling probability."""
-
-
-class CandidateLogprobs(SupportScores):
-    """The scores of the student's own k most probable tokens, the rollout's ``topk_ids``."""
-
-
-@dataclass(frozen=True)
-class HiddenStates:
-    """The teacher's final hidden states (after its last norm) that predict the response tokens.
-
-    ``states`` [R, H] is float32 or float16, or, for ``dtype`` bfloat16, uint16 with its bits.
-    No temperature is applied to them: the trainer's head applies it.
-    """
-
-    states: NDArray[np.float32] | NDArray[np.float16] | NDArray[np.uint16]
-    dtype: StateDtype
-
-
-Scores = SampledLogprobs | TopK | CandidateLogprobs | HiddenStates
-
-
-@dataclass(frozen=True)
 class Sample:
     """A rollout with its teacher's scores, the input of the trainer.
 
@@ -298,23 +248,12 @@ class Sample:
             raise LengthError(
                 f"sample {self.rollout.uid}: {length} response tokens but scores of shapes {shapes}"
             )
-        wrong = sorted(name for name, array in arrays.items() if not _sound(name, array))
+        wrong = sorted(name for name, array in arrays.items() if not sound(name, array))
         if wrong:
             raise ScoreError(
                 f"sample {self.rollout.uid} of teacher {self.rollout.prompt.teacher}: NaN or "
                 f"infinity in its {', '.join(wrong)}"
             )
-
-
-def _sound(name: str, array: NDArray[Any]) -> bool:
-    """Whether the array has no NaN and no infinity that it may not have; makes at most one copy."""
-    if not array.size or array.dtype == np.int32:
-        return True
-    if array.dtype == np.uint16:
-        return int((array & 0x7FFF).max()) < BFLOAT16_INFINITY
-    if name == "states":
-        return bool(np.isfinite(array).all())
-    return bool(array.max() < np.inf)  # the maximum of an array with a NaN is NaN
 
 
 @dataclass(frozen=True)

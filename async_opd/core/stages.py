@@ -12,11 +12,20 @@ the queue's batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
 from async_opd.core.lease import Ack, Lease, TopicStats
+from async_opd.core.reports import (
+    Captured,
+    Events,
+    Interval,
+    Progress,
+    StageReport,
+    StepReport,
+    SyncReport,
+)
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
@@ -111,91 +120,6 @@ class SamplingSpec:
     n: int
     top_k: int = 0
     min_p: float = 0.0
-
-
-@dataclass(frozen=True)
-class Interval:
-    """A pool was busy from ``start`` to ``end`` (seconds since the epoch) doing ``what``."""
-
-    what: str
-    start: float
-    end: float
-
-
-@dataclass(frozen=True)
-class Progress:
-    """``tokens`` computed since some moment; only differences mean anything.
-
-    ``most`` bounds the tokens that the work under way may still compute: prompts and
-    ``max_tokens``. ``unresponsive`` are the stages or replicas without an answer, with the error.
-    """
-
-    tokens: int
-    most: int = 0
-    unresponsive: tuple[str, ...] = field(default=(), compare=False)
-
-
-@dataclass(frozen=True)
-class StageReport:
-    """What a stage did since its last report.
-
-    ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
-    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes).
-    """
-
-    counters: Mapping[str, float] = field(default_factory=dict)
-    gauges: Mapping[str, float] = field(default_factory=dict)
-    busy: tuple[Interval, ...] = ()
-    waits_for: str = ""
-
-
-@dataclass(frozen=True)
-class Events:
-    """Messages for ``run.log``. ``seen`` is the number to ask with for those that come next."""
-
-    seen: int
-    lines: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One optimizer step.
-
-    ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
-    ``requeued`` is the number of samples that were too stale for it and went to topic ``stale``;
-    ``skipped`` is the reason why the batch changed no weights, '' if it did; ``notes`` are lines
-    for the run's log.
-    """
-
-    step: int
-    trained: tuple[Header, ...]
-    staleness: tuple[int, ...]
-    metrics: Mapping[str, float]
-    requeued: int = 0
-    skipped: str = ""
-    notes: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Captured:
-    """A copy of the trainer's state is taken, after ``step`` steps; it has ``nbytes``.
-
-    ``trained`` and ``skipped`` are that last step's, as in its report: the answer with the report
-    may have been lost.
-    """
-
-    step: int
-    trained: tuple[Header, ...]
-    skipped: str = ""
-    nbytes: int = 0
-
-
-@dataclass(frozen=True)
-class SyncReport:
-    """One weight sync: the new version, bytes sent to each replica, seconds of each part."""
-
-    version: int
-    metrics: Mapping[str, float]
 
 
 class Rollouter(Protocol):

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from async_opd.core.errors import RolloutFault
-from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample, SampledLogprobs
+from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
+from async_opd.core.scores import SampledLogprobs
 from async_opd.core.uid import Uid
 
 

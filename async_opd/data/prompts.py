@@ -18,9 +18,10 @@ from string import Formatter
 
 import numpy as np
 
+from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, SourceError
 from async_opd.core.row import PromptText, Row
-from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Int32, Prompt
+from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.streamed_rows import StreamedRows, number_of
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from async_opd.core.stages import Interval
+from async_opd.core.reports import Interval
 
 
 class Activity:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from async_opd.core.lease import TopicStats
-from async_opd.core.stages import Interval, StageReport, StepReport, SyncReport
+from async_opd.core.reports import Interval, StageReport, StepReport, SyncReport
 from async_opd.observability.activity import covered, overlap_s
 
 

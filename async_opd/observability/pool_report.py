@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from async_opd.core.stages import StageReport
+from async_opd.core.reports import StageReport
 
 
 def merge_reports(reports: Iterable[StageReport]) -> StageReport:

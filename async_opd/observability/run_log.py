@@ -28,8 +28,8 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import StageError
 from async_opd.core.printable import indented, on_one_line
+from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter
-from async_opd.core.stages import Interval
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
 from async_opd.observability.console import open_console

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
 
-from async_opd.core.stages import Interval
+from async_opd.core.reports import Interval
 
 Status = Literal["completed", "failed", "interrupted"]
 

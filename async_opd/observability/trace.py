@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.stages import Interval
+from async_opd.core.reports import Interval
 from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker

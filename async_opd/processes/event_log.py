@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import deque
 
-from async_opd.core.stages import Events
+from async_opd.core.reports import Events
 
 
 class EventLog:

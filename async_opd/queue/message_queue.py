@@ -11,8 +11,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import LeaseExpired, NotLeased
 from async_opd.core.lease import Ack, Lease, TopicStats
+from async_opd.core.reports import Events
 from async_opd.core.samples import Header
-from async_opd.core.stages import Events
 from async_opd.core.uid import Uid
 from async_opd.processes.event_log import EventLog
 from async_opd.queue.topic import Topic

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar
 
 from async_opd.core.errors import AsyncOPDError, StageError, StageTimeout
-from async_opd.core.stages import Progress
+from async_opd.core.reports import Progress
 from async_opd.waiting.deadline import Deadline, Timer
 from async_opd.waiting.race import gather_or_cancel, race
 

@@ -37,7 +37,8 @@ from async_opd.core.errors import (
     WeightSyncError,
     WrongWeights,
 )
-from async_opd.core.stages import TRAINER, SyncReport
+from async_opd.core.reports import SyncReport
+from async_opd.core.stages import TRAINER
 from async_opd.processes.members import MemberSet
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta

@@ -29,8 +29,8 @@ from typing import Literal
 
 import numpy as np
 
+from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import WeightSyncError, WrongWeights
-from async_opd.core.samples import Float32, Int32
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from async_opd.weight_sync.parameters import (
     PACKED,

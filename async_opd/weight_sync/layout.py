@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import WeightSyncError
-from async_opd.core.samples import Float32, Int32
 
 PEFT_PREFIX = "base_model.model."
 """What the names of adapters' tensors begin with, in PEFT's files and in weight syncs."""

@@ -14,6 +14,7 @@ import math
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from typing import Protocol, TypeVar
 
+from async_opd.core.arrays import Int32
 from async_opd.core.errors import (
     ProcessDied,
     StageError,
@@ -23,8 +24,7 @@ from async_opd.core.errors import (
     WeightSyncError,
     WrongWeights,
 )
-from async_opd.core.samples import Int32
-from async_opd.core.stages import Progress
+from async_opd.core.reports import Progress
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.liveness import ProgressWatchdog
 from async_opd.weight_sync.freshness import Evidence

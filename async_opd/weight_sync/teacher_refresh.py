@@ -17,7 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.stages import SyncReport, WeightSync
+from async_opd.core.reports import SyncReport
+from async_opd.core.stages import WeightSync
 from async_opd.files.safe_open import remove_tree
 from async_opd.waiting.race import gather_or_cancel
 

@@ -39,8 +39,9 @@ from benchmarks.gpu.measuring import (
     rounded,
 )
 from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
+from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
-from trainer.rank import MicroBatch, Rank
+from trainer.rank import Rank
 from trainer.student.attention_choice import Attention
 from trainer.student.attention_probe import platform_of
 from trainer.student.check import check_rank, check_student

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.samples import Prompt, Rollout, Sample, TopK, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import TopK
 from trainer.losses.forward_kl import ForwardKL
 from trainer.losses.objective import Objective
 from trainer.losses.terms import OnTopK

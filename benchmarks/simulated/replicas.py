@@ -10,15 +10,10 @@ import numpy as np
 
 from async_opd.config.sections.plan import RolloutPlan, TeacherPlan
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.samples import (
-    Prompt,
-    Rollout,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-)
-from async_opd.core.stages import Progress, Queue, SamplingSpec, StageReport
+from async_opd.core.reports import Progress, StageReport
+from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.scores import SampledLogprobs, Scores, TopK
+from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.observability.activity import Activity
 from async_opd.plan.measure.lengths import Lengths
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta

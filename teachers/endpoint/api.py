@@ -18,16 +18,9 @@ from typing import Annotated, Any, Literal, Self
 import msgspec
 import numpy as np
 
-from async_opd.core.samples import (
-    FinishReason,
-    Float32,
-    Int32,
-    Prompt,
-    Rollout,
-    SampledLogprobs,
-    Scores,
-    TopK,
-)
+from async_opd.core.arrays import Float32, Int32
+from async_opd.core.samples import FinishReason, Prompt, Rollout
+from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.sequence import indices
 from async_opd.core.stages import SamplingSpec
 from teachers.answers import SLACK, repeated

@@ -21,8 +21,9 @@ import numpy as np
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
+from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import (

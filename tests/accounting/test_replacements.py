@@ -16,8 +16,8 @@ from async_opd.accounting.dead_letters import DeadLetters
 from async_opd.accounting.ledger import Ledger
 from async_opd.accounting.replacements import MAX_CONSECUTIVE_REFUSED, MAX_RESAMPLED, PromptSupply
 from async_opd.core.errors import SourceError, StageError
+from async_opd.core.reports import StepReport
 from async_opd.core.samples import NO_VERSION, DeadLetter, Header, Prompt
-from async_opd.core.stages import StepReport
 from tests.conftest import make_prompt
 
 

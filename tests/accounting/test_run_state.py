@@ -7,8 +7,8 @@ import pytest
 from async_opd.accounting.run_state import Cut, RunState
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.core.reports import Captured, StepReport
 from async_opd.core.samples import DeadLetter, Header, Prompt
-from async_opd.core.stages import Captured, StepReport
 from tests.conftest import make_prompt
 
 CONFIG = RunConfig.model_validate(

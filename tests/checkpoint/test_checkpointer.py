@@ -14,7 +14,7 @@ import pytest
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageTimeout
-from async_opd.core.stages import Captured
+from async_opd.core.reports import Captured
 from tests.checkpoint.test_store import cut
 
 

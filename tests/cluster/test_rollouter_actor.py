@@ -18,8 +18,9 @@ from async_opd.cluster.rollouter_actor import (
 )
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import EngineStartError, ProcessDied, StageError, first_cause
+from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt
-from async_opd.core.stages import Progress, SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta

@@ -13,7 +13,7 @@ import pytest
 from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.core.errors import EngineStartError, ProcessDied, ProcessRestarts, StageTimeout
-from async_opd.core.stages import SyncReport
+from async_opd.core.reports import SyncReport
 from async_opd.weight_sync.layout import WeightMeta
 from tests.cluster.simulated import config
 

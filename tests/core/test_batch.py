@@ -12,11 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch, HeaderFields, cut, unpack
-from async_opd.core.samples import (
-    HiddenStates,
-    Rollout,
-    Sample,
-)
+from async_opd.core.samples import Rollout, Sample
+from async_opd.core.scores import HiddenStates
 from tests.conftest import make_rollout, make_sample
 
 

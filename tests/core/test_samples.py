@@ -8,16 +8,8 @@ import numpy as np
 import pytest
 
 from async_opd.core.errors import LengthError, ScoreError
-from async_opd.core.samples import (
-    CandidateLogprobs,
-    HiddenStates,
-    Rollout,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-    VersionSpan,
-)
+from async_opd.core.samples import Rollout, Sample, VersionSpan
+from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from tests.conftest import make_prompt, make_rollout
 
 NAN, INF = float("nan"), float("inf")

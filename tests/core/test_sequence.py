@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import LengthError
-from async_opd.core.samples import Rollout, Sample, SampledLogprobs, VersionSpan
+from async_opd.core.samples import Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs
 from async_opd.core.sequence import Span, indices
 from tests.conftest import make_prompt, make_rollout
 from tests.sequences import Parts, parts, same, sampled_positions, sequence

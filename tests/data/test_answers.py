@@ -7,7 +7,8 @@ import pytest
 
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row
-from async_opd.core.samples import Prompt, SampledLogprobs
+from async_opd.core.samples import Prompt
+from async_opd.core.scores import SampledLogprobs
 from async_opd.data.answers import GivenAnswers, supervised
 
 END = 7

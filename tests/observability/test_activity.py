@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_opd.core.stages import Interval
+from async_opd.core.reports import Interval
 from async_opd.observability.activity import Activity, covered, overlap_s
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from async_opd.core.lease import TopicStats
+from async_opd.core.reports import Interval, StageReport, StepReport
 from async_opd.core.samples import (
     Header,
 )
-from async_opd.core.stages import Interval, StageReport, StepReport
 from async_opd.observability.metering import Metering
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from async_opd.core.stages import StageReport
+from async_opd.core.reports import StageReport
 from async_opd.observability.pool_report import merge_reports
 
 

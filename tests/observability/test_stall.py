@@ -10,7 +10,7 @@ import pytest
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.stages import Progress
+from async_opd.core.reports import Progress
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, most_tokens, teachers_s
 from async_opd.waiting.liveness import PROBES_PER_TIMEOUT

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.stages import Interval
+from async_opd.core.reports import Interval
 from async_opd.observability import trace as module
 from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import Lanes, TraceSink

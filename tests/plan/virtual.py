@@ -17,8 +17,9 @@ import numpy as np
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.plan import TrainPlan
+from async_opd.core.reports import StageReport, StepReport
 from async_opd.core.samples import Prompt
-from async_opd.core.stages import PROMPTS, SamplingSpec, StageReport, StepReport, topics
+from async_opd.core.stages import PROMPTS, SamplingSpec, topics
 from async_opd.pipeline import Pipeline
 from async_opd.plan.setting import Setting
 from async_opd.queue.message_queue import MessageQueue

@@ -11,14 +11,8 @@ import pytest
 
 from async_opd.config.sections.loss import ScoreKind
 from async_opd.core.batch import MESSAGE_BYTES, Batch
-from async_opd.core.samples import (
-    CandidateLogprobs,
-    HiddenStates,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-)
+from async_opd.core.samples import Sample
+from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.queue.sizes import (
     ITEM_BYTES,

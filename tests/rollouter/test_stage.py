@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import RolloutFault, StageError, first_cause
+from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
-from async_opd.core.stages import Progress, SamplingSpec, StageReport
+from async_opd.core.stages import SamplingSpec
 from async_opd.processes.events import State
 from rollouter.stage import RollouterStage
 from tests.conftest import make_prompt, make_rollout

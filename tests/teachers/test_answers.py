@@ -10,13 +10,8 @@ import pytest
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
-from async_opd.core.samples import (
-    CandidateLogprobs,
-    HiddenStates,
-    Sample,
-    SampledLogprobs,
-    TopK,
-)
+from async_opd.core.samples import Sample
+from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, TopK
 from teachers.answers import check
 from tests.conftest import make_rollout
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from async_opd.config.sections.teachers import EndpointHealth
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
-from async_opd.core.samples import Rollout, Sample, SampledLogprobs, TopK
+from async_opd.core.samples import Rollout, Sample
+from async_opd.core.scores import SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
 from teachers.endpoint.api import Api, SglangApi, VllmApi
 from teachers.endpoint.replica import EndpointReplica

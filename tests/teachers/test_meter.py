@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs, TopK
+from async_opd.core.samples import Sample
+from async_opd.core.scores import HiddenStates, SampledLogprobs, TopK
 from teachers.meter import ScoringMeter
 from tests.conftest import make_rollout
 

@@ -17,8 +17,10 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
-from async_opd.core.samples import Prompt, Rollout, Sample, SampledLogprobs
-from async_opd.core.stages import SamplingSpec, StageReport
+from async_opd.core.reports import StageReport
+from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import SamplingSpec
 from teachers.pool import ScoreResult, TeacherPool
 from teachers.protocols import TeacherWeights
 from teachers.replica_slots import ReplicaSlots

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.core.errors import StageError, StageTimeout
-from async_opd.core.stages import Progress, SyncReport
+from async_opd.core.reports import Progress, SyncReport
 from teachers.time_sharing import GpuLock, GpuTimeSharing, LockedSync, SharedLock, holding
 from tests.timers import ManualTimer
 

@@ -7,15 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.samples import (
-    Prompt,
-    Rollout,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-    VersionSpan,
-)
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import SampledLogprobs, Scores, TopK
 
 VOCABULARY = 32
 

@@ -14,13 +14,15 @@ import torch
 from async_opd.config.device_defaults import Recomputation
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample, TopK
+from async_opd.core.samples import Sample
+from async_opd.core.scores import TopK
 from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
+from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.notes import drain_notes
-from trainer.rank import MicroBatch, Rank
+from trainer.rank import Rank
 from trainer.student.attention import VARLEN, register, register_kernel
 from trainer.student.check import LENGTHS, check_rank, check_student
 from trainer.student.recomputation import recompute_activations, set_recomputation

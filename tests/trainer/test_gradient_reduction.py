@@ -15,9 +15,10 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
+from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import build_objective
-from trainer.rank import Follower, MicroBatch, Rank
+from trainer.rank import Follower, Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import full_tensor, join_mesh

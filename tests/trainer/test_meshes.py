@@ -14,7 +14,8 @@ from pydantic import TypeAdapter
 
 from async_opd.config.sections.loss import Loss, RewardConfig, score_kind
 from async_opd.config.sections.train import TrainConfig
-from async_opd.core.samples import HiddenStates, Sample
+from async_opd.core.samples import Sample
+from async_opd.core.scores import HiddenStates
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.token_weights import TokenWeighting

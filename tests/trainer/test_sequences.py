@@ -26,24 +26,18 @@ from async_opd.config.sections.loss import (
     score_kind,
 )
 from async_opd.config.sections.train import TrainConfig
-from async_opd.core.samples import (
-    CandidateLogprobs,
-    HiddenStates,
-    Rollout,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-)
+from async_opd.core.samples import Rollout, Sample
+from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from tests.sequences import Parts, parts, sampled_positions, sequence
 from tests.trainer.models import VOCABULARY, tiny_model
 from tests.trainer.oracle import Identity
+from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import group_by_budget
 from trainer.batches.repetition import repetition
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import MicroBatch, Rank
+from trainer.rank import Rank
 
 K, MU_CAP = 5, 1.3
 CPU = torch.device("cpu")

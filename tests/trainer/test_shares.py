@@ -10,7 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.samples import HiddenStates, Sample
+from async_opd.core.samples import Sample
+from async_opd.core.scores import HiddenStates
 from tests.trainer.models import random_sample
 from trainer.batches.packing import Packed, Row, pack
 from trainer.losses.responses import response_sums

@@ -18,14 +18,8 @@ from safetensors.numpy import save_file
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
-from async_opd.core.samples import (
-    CandidateLogprobs,
-    HiddenStates,
-    Sample,
-    SampledLogprobs,
-    Scores,
-    TopK,
-)
+from async_opd.core.samples import Sample
+from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SCORED, topics
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout, make_sample

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from async_opd.core.samples import CandidateLogprobs, TopK
+from async_opd.core.scores import CandidateLogprobs, TopK
 from tests.trainer.models import random_sample
 from tests.trainer.oracle import DOUBLE, Case, divergences, gradients, loss_of, term
 from trainer.batches.packing import pack

@@ -14,7 +14,8 @@ import torch
 from async_opd.config.sections.loss import ForwardKLConfig, JSDConfig, ReverseKLConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
-from async_opd.core.samples import HiddenStates, Sample, SampledLogprobs
+from async_opd.core.samples import Sample
+from async_opd.core.scores import HiddenStates, SampledLogprobs
 from teachers.meter import ScoringMeter
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from trainer.batches.packing import pack

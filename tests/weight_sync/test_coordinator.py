@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, StageError, TransferAborted, WeightSyncError
-from async_opd.core.stages import Progress
+from async_opd.core.reports import Progress
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta, chunk_plan

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import WeightSyncError, WrongWeights
-from async_opd.core.stages import Progress
+from async_opd.core.reports import Progress
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.freshness import (

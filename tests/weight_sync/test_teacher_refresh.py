@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.errors import StageError
-from async_opd.core.stages import SyncReport
+from async_opd.core.reports import SyncReport
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 
 

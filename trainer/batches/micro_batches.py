@@ -11,14 +11,37 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from async_opd.core.samples import Sample
 from trainer.batches.packing import group_by_budget
+from trainer.batches.token_weights import TokenWeight
 
 Groups = list[list[int]]
 
 ROUND_TOKENS = 512
 """What a round costs beside its samples, in tokens: gathering parameters of P bfloat16 numbers
 twice at 400 GB/s takes as long as 4000 P FLOPs at 400 TFLOP/s, and a token takes 6 P."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Samples that one rank computes together, and the weights of their tokens.
+
+    With ``counts`` false it only keeps its rank in step with the others: its tokens weigh 0, and no
+    metric contains them. With ``supervised`` true the loss is the responses' cross entropy, not the
+    run's objective.
+    """
+
+    samples: tuple[Sample, ...]
+    token_weights: tuple[TokenWeight, ...]
+    counts: bool = True
+    supervised: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the samples' arrays."""
+        return sum(sample.nbytes for sample in self.samples)
 
 
 def assign_micro_batches(
@@ -111,3 +134,20 @@ def _round(
         else:
             left.append(index)
     return groups, left
+
+
+def micro_batch_of(
+    samples: Sequence[Sample], token_weights: Sequence[TokenWeight], group: Sequence[int]
+) -> MicroBatch:
+    """The group's samples, by teacher.
+
+    Of an empty group it is the shortest sample with a response, which weighs 0: a rank without
+    anything to compute would miss the others' collectives.
+    """
+    if group:
+        order = sorted(group, key=lambda index: samples[index].rollout.prompt.teacher)
+        return MicroBatch(tuple(samples[i] for i in order), tuple(token_weights[i] for i in order))
+    some = (i for i, sample in enumerate(samples) if len(sample.rollout.response_ids))
+    index = min(some, key=lambda i: samples[i].rollout.tokens)
+    token_weight = replace(token_weights[index], weight=0.0, reward_weight=0.0)
+    return MicroBatch((samples[index],), (token_weight,), counts=False)

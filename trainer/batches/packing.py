@@ -17,14 +17,10 @@ from typing import Any, Self
 import numpy as np
 import torch
 
+from async_opd.core.arrays import Float32
 from async_opd.core.errors import StageError
-from async_opd.core.samples import (
-    Float32,
-    HiddenStates,
-    Sample,
-    SampledLogprobs,
-    SupportScores,
-)
+from async_opd.core.samples import Sample
+from async_opd.core.scores import HiddenStates, SampledLogprobs, SupportScores
 from async_opd.core.sequence import indices
 from trainer.batches.token_weights import TokenWeight
 from trainer.batches.unsent_mass import estimate_log_rest

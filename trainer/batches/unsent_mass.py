@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from async_opd.core.samples import Float32
+from async_opd.core.arrays import Float32
 
 MIN_REST_MASS = 1e-5
 """Least estimate of the mass outside of a support."""

@@ -19,7 +19,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from async_opd.core.errors import CheckpointError
-from async_opd.core.samples import Prompt, Rollout, Sample, Scores, VersionSpan
+from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.scores import Scores
 from async_opd.core.sequence import Span
 from async_opd.core.stages import TRAINER
 from async_opd.core.written_file import WrittenFile

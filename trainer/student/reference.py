@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from async_opd.core.samples import Float32, Int32
+from async_opd.core.arrays import Float32, Int32
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.packing import Row
 
