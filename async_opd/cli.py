@@ -1,4 +1,4 @@
-"""The ``async_opd`` command: its three subcommands, their options, help and exit codes."""
+"""The ``async_opd`` command: its subcommands, their options, help and exit codes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
+from async_opd.live_view import command as watch
 from async_opd.processes.output import write_stderr
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:  # argparse leaves over the overrides that follow an option
-        if text.startswith("-"):
+        if text.startswith("-") or "overrides" not in arguments:
             parser.error(Redactor()(f"unrecognized arguments: {text}"))
-    arguments.overrides += rest
+    if rest:
+        arguments.overrides += rest
     arguments.redacted = Redactor()
     try:
         return int(arguments.command(arguments))
@@ -106,6 +108,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--staleness-threshold", metavar="F", help=what)
         what = "async.sync_steps: optimizer steps between two weight syncs"
         sub.add_argument("--sync-steps", metavar="N", help=what)
+    watch.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
@@ -153,7 +156,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from async_opd.config.device_defaults import resolved
     from async_opd.config.load import dump_config
     from async_opd.models.hub import naming_faults
-    from async_opd.observability.console import terminal_on
+    from async_opd.observability.terminal import terminal_on
     from teachers.endpoint.check import check_endpoints
 
     config = _load(arguments)
@@ -184,7 +187,7 @@ def _print_memory(config: RunConfig, device: Device) -> None:
     from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
     from async_opd.models.hub import with_cached
     from async_opd.models.model_files import ModelError
-    from async_opd.observability.console import terminal_on
+    from async_opd.observability.terminal import terminal_on
 
     machine = this_machine(config, device)
     title = "memory of each process at its peak"

@@ -42,9 +42,11 @@ from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_
 from async_opd.files.safe_open import private_files, read_text, write_atomically
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.job import Job
+from async_opd.live_view.console import open_console
+from async_opd.live_view.live_file import LiveFile
 from async_opd.models.tokenizer import Text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
-from async_opd.observability.sinks import Status
+from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.processes.run_lock import run_lock
 from async_opd.processes.signals import SignalHandler
@@ -82,13 +84,19 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     with (
-        RunLog(config, run_dir, before=before) as log,
+        RunLog(config, run_dir, before=before, viewers=_viewers(config, run_dir)) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
         for note in [*inputs.notes, *notes]:
             log.message(note)
         code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal)))
     return code
+
+
+def _viewers(config: RunConfig, run_dir: Path) -> list[Sink]:
+    """What shows the run: to ``async_opd watch``, and on the console of the config."""
+    console = open_console(config)
+    return [LiveFile(run_dir), *([] if console is None else [console])]
 
 
 def _start(

@@ -32,19 +32,28 @@ def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line that is not empty, and its object; None if it is none. OSError."""
     for line in read_text(path, errors="replace").splitlines():
         if line.strip():
-            try:
-                yield line, dict(json.loads(line))
-            except (ValueError, TypeError, RecursionError):
-                yield line, None
+            yield line, _object(line)
 
 
 def metrics_rows(path: Path) -> Iterator[tuple[str, MetricsRow | None]]:
     """Each line of a file of metrics, and its row; None if it is no such row. OSError."""
-    for line, entry in json_objects(path):
-        yield line, None if entry is None else _row(entry)
+    for line in read_text(path, errors="replace").splitlines():
+        if line.strip():
+            yield line, metrics_row(line)
 
 
-def _row(entry: dict[str, Any]) -> MetricsRow | None:
+def _object(line: str) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def metrics_row(line: str) -> MetricsRow | None:
+    """The row of a line of metrics; None if it is no such line."""
+    entry = _object(line)
+    if entry is None:
+        return None
     try:
         step, time = int(entry.pop("step")), float(entry.pop("time", 0.0))
         values = {key: float(value) for key, value in entry.items() if value is not None}

@@ -32,7 +32,6 @@ from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
-from async_opd.observability.console import open_console
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink
@@ -47,8 +46,9 @@ class RunLog:
     """Writes a run directory's ``metrics.jsonl``, ``run.log`` and ``summary.json``.
 
     A context manager: leaving it without ``finish`` finishes the run by the exception, if any.
-    ``sinks`` replaces those the config asks for; they are closed in order. ``before`` are the last
-    metrics of the run that is resumed, None in a new run.
+    ``sinks`` replaces those the config asks for; they are closed in order, and ``viewers`` after
+    them: these show the messages of closing the others. ``before`` are the last metrics of the run
+    that is resumed, None in a new run.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class RunLog:
         clock: Callable[[], float] = time.time,
         sinks: list[Sink] | None = None,
         before: Mapping[str, float] | None = None,
+        viewers: Sequence[Sink] = (),
     ) -> None:
         self.failures = 0
         self._run_dir = run_dir
@@ -65,7 +66,7 @@ class RunLog:
         self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
         self._quiet = config.log.console == "off"
         configured = partial(_configured, config, run_dir, clock, resumed=before is not None)
-        self._wanted = configured() if sinks is None else sinks
+        self._wanted = [*(configured() if sinks is None else sinks), *viewers]
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
         self._not_finite: set[str] = set()
@@ -288,12 +289,11 @@ def _written(file: str) -> Iterator[None]:
 def _configured(
     config: RunConfig, run_dir: Path, clock: Callable[[], float], resumed: bool
 ) -> list[Sink]:
-    """The sinks of the config. The console is last: it shows the messages of closing the others."""
+    """The sinks of the config."""
     sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
     if config.log.wandb != "off":
         sinks.append(WandbSink(config, run_dir, resumed))
-    console = open_console(config, clock)
-    return sinks if console is None else [*sinks, console]
+    return sinks
 
 
 def _printable(summary: Summary) -> Summary:

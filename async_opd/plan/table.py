@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from async_opd.observability.console import duration, terminal_on
+from async_opd.observability.terminal import duration, terminal_on
 from async_opd.plan.advice import ENOUGH, Advice, current
 from async_opd.plan.measure.measured import MeasuredRates
 from async_opd.plan.prediction import PoolUse, Prediction

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -111,17 +111,21 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         folder=folder,
         config=config,
         rows=tuple(row for row in rows if row is not None),
-        messages=tuple(_messages(folder / RUN_LOG)),
-        summary=_summary(folder),
+        messages=tuple(messages(_lines(folder / RUN_LOG))),
+        summary=read_summary(folder),
         dead_letters=tuple(_dead_letters(folder / DEAD_LETTERS)),
         roll_backs=tuple(read_roll_backs(folder)),
     )
 
 
-def _messages(path: Path) -> Iterator[Message]:
+def _lines(path: Path) -> list[str]:
+    return read_text(path, errors="replace").split("\n") if path.exists() else []
+
+
+def messages(lines: Iterable[str]) -> Iterator[Message]:
     """Each message of ``run.log``; a line without a time is a part of the message before it."""
     last: Message | None = None
-    for line in read_text(path, errors="replace").split("\n") if path.exists() else ():
+    for line in lines:
         stamped = _STAMPED.match(line)
         if stamped is None:
             if last is not None and line.strip():
@@ -141,7 +145,7 @@ def _moment(text: str) -> float:
         return 0.0
 
 
-def _summary(folder: Path) -> Summary | None:
+def read_summary(folder: Path) -> Summary | None:
     """``summary.json``; None without one, or if it is no summary."""
     try:
         content: dict[str, Any] = dict(json.loads(read_text(folder / SUMMARY)))

@@ -99,11 +99,13 @@ RUN = """
 import asyncio, json, sys, time
 from pathlib import Path
 import uvloop
+from async_opd.live_view.console import open_console
 from async_opd.observability.run_log import RunLog
 from tests.observability.test_run_log import config
 
 async def lags(run_dir):
-    with RunLog(config(console=sys.argv[2]), run_dir) as log:
+    chosen = config(console=sys.argv[2])
+    with RunLog(chosen, run_dir, viewers=[open_console(chosen)]) as log:
         worst = 0.0
         for step in range(1, 201):
             log.log(step, {"loss/total": 1.0})

@@ -23,10 +23,11 @@ from async_opd.core.samples import DeadLetter, Header
 from async_opd.grading.grader_output import READ_BYTES, SHOWN_BYTES, GraderOutput
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import GradeError
-from async_opd.observability.console import LiveConsole, PlainConsole, terminal_on
-from async_opd.observability.console_state import Dashboard
+from async_opd.live_view.console import LiveConsole, PlainConsole
+from async_opd.live_view.view_state import ViewState
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Sink
+from async_opd.observability.terminal import terminal_on
 from async_opd.processes.output import nonblocking
 from tests.observability.test_run_log import config
 
@@ -76,9 +77,9 @@ def test_ordinary_text_stays_as_it_is(text: str) -> None:
 def outputs(run_dir: Path, use: Any) -> dict[str, str]:
     """What a run that is used so leaves in run.log and on both consoles."""
     plain, live = io.StringIO(), io.StringIO()
-    dashboard = Dashboard(config())
+    dashboard = ViewState(config())
     display = LiveConsole(dashboard, live)
-    sinks: list[Sink] = [PlainConsole(Dashboard(config()), plain), display]
+    sinks: list[Sink] = [PlainConsole(ViewState(config()), plain), display]
     with RunLog(config(), run_dir, sinks=sinks) as log:
         use(log)
         terminal = terminal_on(live, plain=True)

@@ -11,22 +11,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
-from async_opd.core.printable import escaped
-from async_opd.observability.console_state import Dashboard, accuracies
+from async_opd.live_view.view_state import ViewState, accuracies
 from async_opd.observability.sinks import Sink, Summary
+from async_opd.observability.terminal import duration, rate, share, terminal_on
 from async_opd.processes.output import NonBlockingStream, nonblocking
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
-    from rich.text import Text
 
 REFRESH_S = 0.25
 PLAIN_INTERVAL_S = 2.0
-PLAIN_WIDTH = 100
 
 
 def open_console(
@@ -39,10 +37,10 @@ def open_console(
     if choice == "auto":
         terminal = terminal_on(file)
         choice = "live" if terminal.is_terminal and not terminal.is_dumb_terminal else "plain"
-    dashboard, stream = Dashboard(config, clock), nonblocking(file or sys.stdout)
+    state, stream = ViewState(config, clock), nonblocking(file or sys.stdout)
     if choice == "live":
-        return LiveConsole(dashboard, stream)
-    return PlainConsole(dashboard, stream, clock)
+        return LiveConsole(state, stream)
+    return PlainConsole(state, stream, clock)
 
 
 class LiveConsole(Sink):
@@ -50,8 +48,8 @@ class LiveConsole(Sink):
 
     name = "console"
 
-    def __init__(self, dashboard: Dashboard, file: TextIO | None = None) -> None:
-        self.dashboard = dashboard
+    def __init__(self, state: ViewState, file: TextIO | None = None) -> None:
+        self.state = state
         self._file = file
         self._stopped = threading.Event()
         self._failure: Exception | None = None
@@ -68,39 +66,44 @@ class LiveConsole(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows new values. AsyncOPDError if the display's thread has failed."""
-        self.dashboard.post(step, metrics)
+        self.state.post(step, metrics)
         if self._failure is not None:
             raise AsyncOPDError(f"the live display stopped: {self._failure}") from self._failure
 
+    def rewind(self) -> None:
+        """Shows the steps that come once more."""
+        self.state.rewind()
+
     def waits(self, waits: Mapping[str, str]) -> None:
         """Shows what pools wait for."""
-        self.dashboard.post_waits(waits)
+        self.state.post_waits(waits)
 
     def message(self, text: str) -> None:
         """Shows the text among the last messages."""
-        self.dashboard.post_message(text)
+        self.state.post_message(text)
 
     def close(self, summary: Summary) -> str | None:
         """Leaves the last state on the terminal, and the end screen below it."""
-        self._stopped.set()
-        self._ticker.join()
-        self._live.stop()
+        self.stop()
         print_end(self._terminal, summary)
         return _finish(self._file)
 
+    def stop(self) -> None:
+        """Leaves the last state on the terminal, whose cursor is shown again."""
+        self._stopped.set()
+        self._ticker.join()
+        self._live.stop()
+
+    def leave(self) -> None:
+        """Ends the view of a run that goes on."""
+        self.stop()
+        _finish(self._file)
+
     def render(self) -> RenderableType:
         """The display as it is now."""
-        from rich.console import Group
-        from rich.text import Text
+        from async_opd.live_view.display import Display
 
-        dashboard = self.dashboard
-        lines = [Text(text, style="dim", no_wrap=True) for text in dashboard.messages]
-        facts = [
-            Text(fact)
-            for fact in (_numbers(dashboard), _topics(dashboard), _eval(dashboard))
-            if fact
-        ]
-        return Group(_progress(dashboard), _stages(dashboard), *facts, *lines)
+        return Display(self.state)
 
     def _tick(self) -> None:
         while not self._stopped.wait(REFRESH_S):
@@ -120,11 +123,11 @@ class PlainConsole(Sink):
 
     def __init__(
         self,
-        dashboard: Dashboard,
+        state: ViewState,
         file: TextIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.dashboard = dashboard
+        self.state = state
         self._file = file
         self._clock = clock
         self._printed_step = 0
@@ -132,11 +135,16 @@ class PlainConsole(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Prints the step if it is new and a line is due."""
-        self.dashboard.post(step, metrics)
+        self.state.post(step, metrics)
         now = self._clock()
         due = self._printed_at is None or now - self._printed_at >= PLAIN_INTERVAL_S
-        if self.dashboard.step > self._printed_step and (due or step >= self.dashboard.steps):
+        if self.state.step > self._printed_step and (due or step >= self.state.steps):
             self._print_step(now)
+
+    def rewind(self) -> None:
+        """Prints the steps that come once more."""
+        self.state.rewind()
+        self._printed_step = 0
 
     def message(self, text: str) -> None:
         """Prints the text."""
@@ -144,24 +152,28 @@ class PlainConsole(Sink):
 
     def close(self, summary: Summary) -> str | None:
         """Prints the last step, if it is not yet, and the end screen."""
-        if self.dashboard.step > self._printed_step:
+        if self.state.step > self._printed_step:
             self._print_step(self._clock())
         print_end(terminal_on(self._file, plain=True), summary)
         return _finish(self._file)
 
+    def leave(self) -> None:
+        """Ends the view of a run that goes on."""
+        _finish(self._file)
+
     def _print_step(self, now: float) -> None:
-        self._printed_step, self._printed_at = self.dashboard.step, now
-        dashboard = self.dashboard
+        self._printed_step, self._printed_at = self.state.step, now
+        state = self.state
         pools = [
-            f"{row.name} {_rate(row.tokens_per_s)} tok/s {_share(row.busy)} busy"
-            for row in dashboard.stages
+            f"{row.name} {rate(row.tokens_per_s)} tok/s {share(row.busy)} busy"
+            for row in state.pools
             if row.tokens_per_s is not None or row.busy is not None
         ]
         parts = [
-            f"step {dashboard.step}/{dashboard.steps}",
-            _numbers(dashboard),
+            f"step {state.step}/{state.steps}",
+            _numbers(state),
             *pools,
-            _times(dashboard),
+            state.times,
         ]
         self._print("  ".join(part for part in parts if part))
 
@@ -174,30 +186,6 @@ def _finish(file: TextIO | None) -> str | None:
     if not isinstance(file, NonBlockingStream) or file.finish():
         return None
     return f"the console is not complete: {file.dropped} lines were dropped, the reader was behind"
-
-
-def terminal_on(file: TextIO | None, plain: bool = False) -> Console:
-    """A rich console that escapes control characters, and raises where rich would end the process.
-
-    Text is not parsed as markup.
-    """
-    from rich.console import Console
-
-    class Terminal(Console):
-        """rich exits the process when the reader of a pipe is gone; the run must go on."""
-
-        def render_str(self, text: str, **options: Any) -> Text:
-            """Escapes a cell or a line."""
-            return super().render_str(escaped(text), **options)
-
-        def on_broken_pipe(self) -> None:
-            """Raises the BrokenPipeError that rich is handling when it calls this."""
-            raise
-
-    options: dict[str, Any] = {"markup": False, "emoji": False, "highlight": False}
-    if plain:
-        options |= {"force_terminal": False, "color_system": None, "width": PLAIN_WIDTH}
-    return Terminal(file=file, **options)
 
 
 def print_end(terminal: Console, summary: Summary) -> None:
@@ -213,7 +201,7 @@ def print_end(terminal: Console, summary: Summary) -> None:
         for column in ("before", "after", "teacher"):
             table.add_column(column, justify="right")
         for source in sources:
-            table.add_row(source, *(_share(of.get(source), 1) for of in (before, after, teacher)))
+            table.add_row(source, *(share(of.get(source), 1) for of in (before, after, teacher)))
         terminal.print(table)
     terminal.print(f"results   {summary.run_dir}", soft_wrap=True)
     steps = f"{summary.steps} steps in {duration(summary.seconds)}"
@@ -221,32 +209,6 @@ def print_end(terminal: Console, summary: Summary) -> None:
     terminal.print(f"status    {summary.status}, {steps}", style=style, soft_wrap=True)
     if summary.error:
         terminal.print(f"error     {summary.error}", soft_wrap=True)
-
-
-def _progress(dashboard: Dashboard) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    grid = Table.grid(padding=(0, 1), expand=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(ratio=1)
-    grid.add_column(no_wrap=True)
-    bar = ProgressBar(total=dashboard.steps, completed=min(dashboard.step, dashboard.steps))
-    grid.add_row(f"step {dashboard.step}/{dashboard.steps}", bar, _times(dashboard))
-    return grid
-
-
-def _stages(dashboard: Dashboard) -> RenderableType:
-    from rich import box
-    from rich.table import Table
-
-    table = Table("stage", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("tokens/s", justify="right")
-    table.add_column("busy", justify="right")
-    table.add_column("waits for", no_wrap=True, ratio=1)
-    for row in dashboard.stages:
-        table.add_row(row.name, _rate(row.tokens_per_s), _share(row.busy), row.waits_for)
-    return table
 
 
 _NUMBERS = (
@@ -260,43 +222,9 @@ _NUMBERS = (
 )
 
 
-def _numbers(dashboard: Dashboard) -> str:
+def _numbers(state: ViewState) -> str:
     """The scalars that have a value."""
-    metrics = dashboard.metrics
+    metrics = state.metrics
     return "  ".join(
         f"{label} {form.format(metrics[key])}" for label, key, form in _NUMBERS if key in metrics
     )
-
-
-def _topics(dashboard: Dashboard) -> str:
-    rows = [
-        f"{row.name} {row.ready:.0f} ready, {row.leased:.0f} leased" for row in dashboard.topics
-    ]
-    return "queue  " + "  |  ".join(rows) if rows else ""
-
-
-def _eval(dashboard: Dashboard) -> str:
-    rows = [f"{source} {accuracy:.1%}" for source, accuracy in dashboard.accuracies.items()]
-    return "accuracy  " + "  ".join(rows) if rows else ""
-
-
-def _times(dashboard: Dashboard) -> str:
-    left = dashboard.left_s
-    remaining = duration(left) if left is not None else "?"
-    return f"{duration(dashboard.elapsed_s)} elapsed, {remaining} left"
-
-
-def _rate(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return f"{value / 1000:.1f}k" if value >= 10_000 else f"{value:.0f}"
-
-
-def _share(value: float | None, digits: int = 0) -> str:
-    return "-" if value is None else f"{value:.{digits}%}"
-
-
-def duration(seconds: float) -> str:
-    """``h:mm:ss``."""
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import AsyncOPDError
-from async_opd.observability.console import LiveConsole, PlainConsole, open_console, terminal_on
-from async_opd.observability.console_state import Dashboard
+from async_opd.live_view.console import LiveConsole, PlainConsole, open_console
+from async_opd.live_view.view_state import ViewState
 from async_opd.observability.sinks import Summary
+from async_opd.observability.terminal import terminal_on
 
 METRICS = {
     "loss/total": 0.125,
@@ -78,8 +78,8 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def dashboard(clock: Clock) -> Dashboard:
-    return Dashboard(config(), clock)
+def state(clock: Clock) -> ViewState:
+    return ViewState(config(), clock)
 
 
 @pytest.fixture
@@ -88,16 +88,8 @@ def out() -> io.StringIO:
 
 
 @pytest.fixture
-def plain(dashboard: Dashboard, out: io.StringIO, clock: Clock) -> PlainConsole:
-    return PlainConsole(dashboard, out, clock)
-
-
-def shown(dashboard: Dashboard) -> str:
-    """The live display as text."""
-    file = io.StringIO()
-    console = Console(file=file, width=120, markup=False)
-    console.print(LiveConsole(dashboard).render())
-    return file.getvalue()
+def plain(state: ViewState, out: io.StringIO, clock: Clock) -> PlainConsole:
+    return PlainConsole(state, out, clock)
 
 
 def row(text: str, label: str) -> list[str]:
@@ -125,109 +117,53 @@ def test_off_is_no_console() -> None:
     assert open_console(config("off")) is None
 
 
-def test_the_display_has_a_row_for_each_stage(dashboard: Dashboard) -> None:
-    dashboard.post(1, METRICS)
-    text = shown(dashboard)
-    assert row(text, "rollout") == ["rollout", "12.3k", "97%"]
-    assert row(text, "teacher/math") == ["teacher/math", "800", "40%"]
-    assert row(text, "train") == ["train", "900", "50%"]
-
-
-def test_a_stage_that_has_not_reported_shows_dashes(dashboard: Dashboard) -> None:
-    assert row(shown(dashboard), "teacher/sort") == ["teacher/sort", "-", "-"]
-
-
-def test_the_display_says_what_a_stage_waits_for(dashboard: Dashboard) -> None:
-    dashboard.post_waits({"rollout": "prompts (admission)"})
-    assert row(shown(dashboard), "rollout")[-2:] == ["prompts", "(admission)"]
-
-
-def test_the_display_has_the_depth_of_topics_with_slashes(dashboard: Dashboard) -> None:
-    dashboard.post(1, METRICS)
-    assert "rollouts/sort 7 ready, 2 leased  |  scored 5 ready, 0 leased" in shown(dashboard)
-
-
-def test_the_display_has_the_numbers_of_training(dashboard: Dashboard) -> None:
-    dashboard.post(1, METRICS)
-    expected = "loss 0.125  grad norm 1.5  lr 1e-05  version 3  staleness mean 0.75  max 2"
-    assert expected in shown(dashboard)
-
-
-def test_the_display_has_the_newest_accuracy_of_each_source(dashboard: Dashboard) -> None:
-    dashboard.post(0, {"eval_initial/sort/accuracy": 0.1, "eval_initial/math/accuracy": 0.2})
-    dashboard.post(1, METRICS)
-    assert "sort 62.5%  math 20.0%" in shown(dashboard)
-
-
-def test_the_display_has_the_last_messages(dashboard: Dashboard) -> None:
-    for number in range(9):
-        dashboard.post_message(f"message {number}")
-    text = shown(dashboard)
-    assert "message 8" in text
-    assert "message 3" not in text
-
-
-def test_square_brackets_are_shown_as_they_are(dashboard: Dashboard) -> None:
-    dashboard.post_message("[red]not markup[/red]")
-    assert "[red]not markup[/red]" in shown(dashboard)
-
-
-def test_the_display_works_before_anything_happened(dashboard: Dashboard) -> None:
-    assert "step 0/100" in shown(dashboard)
-
-
-def test_values_that_are_not_finite_are_shown(dashboard: Dashboard) -> None:
-    dashboard.post(1, {key: float("nan") for key in METRICS})
-    assert "loss nan" in shown(dashboard)
-
-
 def test_time_left_follows_the_pace_since_the_initial_evaluation(
-    dashboard: Dashboard, clock: Clock
+    state: ViewState, clock: Clock
 ) -> None:
     clock.now += 500
-    dashboard.post(0, {})
+    state.post(0, {})
     clock.now += 20
-    dashboard.post(10, {})
-    assert dashboard.left_s == 180
+    state.post(10, {})
+    assert state.left_s == 180
 
 
-def test_time_left_falls_while_no_step_arrives(dashboard: Dashboard, clock: Clock) -> None:
-    dashboard.post(0, {})
+def test_time_left_falls_while_no_step_arrives(state: ViewState, clock: Clock) -> None:
+    state.post(0, {})
     clock.now += 20
-    dashboard.post(10, {})
+    state.post(10, {})
     clock.now += 5
-    assert dashboard.left_s == 175
+    assert state.left_s == 175
 
 
 def test_time_left_of_a_resumed_run_ignores_the_steps_before(
-    dashboard: Dashboard, clock: Clock
+    state: ViewState, clock: Clock
 ) -> None:
-    dashboard.post(90, {})
+    state.post(90, {})
     clock.now += 10
-    dashboard.post(91, {})
-    assert dashboard.left_s == 90
+    state.post(91, {})
+    assert state.left_s == 90
 
 
 def test_time_left_does_not_follow_an_evaluation_of_an_earlier_step(
-    dashboard: Dashboard, clock: Clock
+    state: ViewState, clock: Clock
 ) -> None:
-    dashboard.post(90, {})
+    state.post(90, {})
     clock.now += 10
-    dashboard.post(91, {})
-    dashboard.post(90, {"eval/sort/accuracy": 0.5})
-    assert dashboard.left_s == 90
+    state.post(91, {})
+    state.post(90, {"eval/sort/accuracy": 0.5})
+    assert state.left_s == 90
 
 
-def test_time_left_is_unknown_before_the_first_step(dashboard: Dashboard) -> None:
-    dashboard.post(0, {})
-    assert dashboard.left_s is None
+def test_time_left_is_unknown_before_the_first_step(state: ViewState) -> None:
+    state.post(0, {})
+    assert state.left_s is None
 
 
 def test_the_live_display_refreshes_while_no_step_arrives(
-    dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+    state: ViewState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ticked = threading.Event()
-    console = LiveConsole(dashboard, Terminal())
+    console = LiveConsole(state, Terminal())
     console.start()
     monkeypatch.setattr(console._live, "refresh", ticked.set)
     assert ticked.wait(timeout=5)
@@ -235,12 +171,12 @@ def test_the_live_display_refreshes_while_no_step_arrives(
 
 
 def test_a_display_that_broke_is_an_error_at_the_next_step(
-    dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+    state: ViewState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> None:
         raise BrokenPipeError("gone")
 
-    console = LiveConsole(dashboard, Terminal())
+    console = LiveConsole(state, Terminal())
     console.start()
     with monkeypatch.context() as patch:
         patch.setattr(console._live, "refresh", broken)
@@ -250,9 +186,9 @@ def test_a_display_that_broke_is_an_error_at_the_next_step(
     console.close(summary())
 
 
-def test_the_live_display_ends_with_the_end_screen(dashboard: Dashboard) -> None:
+def test_the_live_display_ends_with_the_end_screen(state: ViewState) -> None:
     file = Terminal()
-    console = LiveConsole(dashboard, file)
+    console = LiveConsole(state, file)
     console.start()
     console.close(summary())
     assert "runs/demo" in file.getvalue()

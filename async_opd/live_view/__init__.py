@@ -1,0 +1,4 @@
+"""A run on a terminal: the live display, plain lines, the end screen, and ``async_opd watch``.
+
+Imports ``report`` and ``observability``.
+"""

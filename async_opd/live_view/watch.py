@@ -1,0 +1,190 @@
+"""``async_opd watch RUN_DIR``: the live view of a run in another terminal, read only.
+
+metrics.jsonl, run.log ──FollowedRun──► ViewState ──► the console that the run itself has
+live.json: who runs, what pools wait for
+summary.json: how it ended
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TextIO
+
+from async_opd.config.load import load_config
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.core.printable import indented, on_one_line
+from async_opd.files.json_lines import MetricsRow
+from async_opd.files.run_format import refuse_other_formats
+from async_opd.live_view.console import LiveConsole, PlainConsole, open_console, print_end
+from async_opd.live_view.display import Display
+from async_opd.live_view.live_file import LiveRun, read_live
+from async_opd.live_view.view_state import ViewState
+from async_opd.observability.sinks import Summary
+from async_opd.observability.terminal import terminal_on
+from async_opd.report.followed_run import FollowedRun, News
+from async_opd.report.recorded_run import Message, read_summary
+
+ENDED, GONE = 0, 1
+"""Exit codes: the run has ended, however; the run's process is gone."""
+LOOK_S = 0.5
+SILENT_S = 10.0
+"""Seconds without a sign of life after which the run's process is looked for."""
+LOST_S = 60.0
+"""Seconds without a sign of life after which a process on another machine counts as gone."""
+
+
+def watch(folder: Path, wait_s: float) -> int:
+    """Shows the run until it ends. ConfigError if there is none within ``wait_s``; OSError."""
+    return Watch(folder).run(wait_s)
+
+
+@dataclass
+class ReplayClock:
+    """The time of the row that is shown, while a run's past is read; after that the time now."""
+
+    clock: Callable[[], float] = time.time
+    moment: float | None = None
+
+    def __call__(self) -> float:
+        return self.clock() if self.moment is None else self.moment
+
+
+@dataclass
+class Watch:
+    """One view of one run directory. ``file`` is stdout if None."""
+
+    folder: Path
+    file: TextIO | None = None
+    clock: Callable[[], float] = time.time
+    sleep: Callable[[float], None] = time.sleep
+    _heard: tuple[float, float] | None = field(default=None, init=False)
+
+    def run(self, wait_s: float) -> int:
+        """See ``watch``."""
+        config = self._config(wait_s)
+        log = config.log.model_copy(update={"console": "auto"})
+        replay = ReplayClock(self.clock)
+        followed = FollowedRun(self.folder)
+        past = _everything(followed)
+        summary, live = read_summary(self.folder), read_live(self.folder)
+        replay.moment = self._begun(past, summary, live)
+        if summary is not None:
+            state = ViewState(config, replay)
+            self._replay(state, past, replay)
+            return self._show_end(state, summary)
+        console = open_console(config.model_copy(update={"log": log}), replay, self.file)
+        assert console is not None
+        self._replay(console.state, past, replay)
+        replay.moment = None
+        console.start()
+        try:
+            return self._follow(console, followed)
+        except BaseException:
+            console.leave()
+            raise
+
+    def _config(self, wait_s: float) -> RunConfig:
+        """The run's config. ConfigError if no run has begun within the time."""
+        file, since = self.folder / "config.yaml", self.clock()
+        if not file.exists() and wait_s > 0:
+            print(on_one_line(f"waiting for a run in {self.folder}, {wait_s:g} s at most"))
+        while not file.exists():
+            if self.clock() - since >= wait_s:
+                message = f"{self.folder} holds no run (no config.yaml after {wait_s:g} s)"
+                remedy = "give the directory that run.log is in, or a longer --wait"
+                raise ConfigError([Problem("command line", "RUN_DIR", message, remedy)])
+            self.sleep(LOOK_S)
+        refuse_other_formats(self.folder)
+        return load_config(file)
+
+    def _begun(self, past: News, summary: Summary | None, live: LiveRun | None) -> float:
+        """When the run's process began, as far as its files say."""
+        if live is not None and summary is None:
+            return live.started
+        moments = [message.time for message in past.messages] + [row.time for row in past.rows]
+        if summary is not None and moments:
+            return max(moments) - summary.seconds
+        return min(moments, default=self.clock())
+
+    def _replay(self, state: ViewState, past: News, replay: ReplayClock) -> None:
+        """Posts what a run has written so far, at the time when it did."""
+        for row in past.rows:
+            replay.moment = max(replay.moment or 0.0, row.time)
+            state.post(row.step, {on_one_line(key): value for key, value in row.values.items()})
+        for message in past.messages:
+            replay.moment = max(replay.moment or 0.0, message.time)
+            state.post_message(indented(message.text))
+
+    def _show_end(self, state: ViewState, summary: Summary) -> int:
+        terminal = terminal_on(self.file)
+        terminal.print(Display(state))
+        print_end(terminal, summary)
+        return ENDED
+
+    def _follow(self, console: LiveConsole | PlainConsole, followed: FollowedRun) -> int:
+        """Shows what comes until the run ends, or its process is gone."""
+        while True:
+            live, summary = read_live(self.folder), read_summary(self.folder)
+            self._pass_on(console, followed.look(), live)
+            if summary is not None:
+                self._pass_on(console, _everything(followed), None)
+                console.close(summary)
+                return ENDED
+            gone = self._gone(live)
+            if gone:
+                seconds = console.state.elapsed_s
+                ended = Summary("failed", gone, console.state.step, seconds, self.folder)
+                console.close(ended)
+                return GONE
+            self.sleep(LOOK_S)
+
+    def _pass_on(
+        self, console: LiveConsole | PlainConsole, news: News, live: LiveRun | None
+    ) -> None:
+        if news.again:
+            console.rewind()
+            console.state.forget()
+        for row in news.rows:
+            console.log(row.step, {on_one_line(k): value for k, value in row.values.items()})
+        for message in news.messages:
+            console.message(indented(message.text))
+        if live is not None:
+            console.waits({on_one_line(p): on_one_line(wait) for p, wait in live.waits.items()})
+
+    def _gone(self, live: LiveRun | None) -> str:
+        """Why the run's process counts as gone; '' if it does not.
+
+        Another machine's clock may differ from this one's: there the time counts from the last
+        change that was seen.
+        """
+        now, last = self.clock(), live.time if live is not None else 0.0
+        if self._heard is None or self._heard[0] != last:
+            self._heard = last, last if live is not None and live.is_here else now
+        silent_s = now - self._heard[1]
+        if silent_s < SILENT_S or (live is not None and live.is_here and live.has_process):
+            return ""
+        if live is not None and not live.is_here and silent_s < LOST_S:
+            return ""
+        process = "its process" if live is None else f"its process {live.pid} on {live.host}"
+        return (
+            f"{process} is gone: it was killed, or its machine went down "
+            f"(no sign of life for {silent_s:.0f} s); async_opd run {self.folder}/config.yaml "
+            f"--run-dir {self.folder} --resume goes on after its newest checkpoint"
+        )
+
+
+def _everything(followed: FollowedRun) -> News:
+    """All that there is by now."""
+    rows: list[MetricsRow] = []
+    messages: list[Message] = []
+    again = False
+    while news := followed.look():
+        if news.again:
+            rows, again = [], True
+        rows += news.rows
+        messages += news.messages
+    return News(tuple(rows), tuple(messages), again)
