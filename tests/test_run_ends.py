@@ -285,7 +285,7 @@ def test_a_console_that_fails_costs_neither_the_model_nor_the_exit_code(
     call: str,
 ) -> None:
     console = Recorder("console", fails=(call,))
-    monkeypatch.setattr(runlog, "open_console", lambda *_: console)
+    monkeypatch.setattr("async_opd.run.open_console", lambda *_: console)
     assert run(quiet(tmp_path), Inputs(ROWS)) == 0
     assert (tmp_path / "model").is_dir()
 
