@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from async_opd.config.sections.data import ColdStartConfig
 from async_opd.core.batch import Batch
@@ -23,10 +23,18 @@ from async_opd.core.stages import Log, SamplingSpec, TeacherScorer, Trainer
 from async_opd.data.answers import GivenAnswers, supervised
 from async_opd.waiting.race import gather_or_cancel
 
-Bounded = Callable[[str, Awaitable[dict[str, float]]], Awaitable[dict[str, float]]]
-"""Awaits work, and stops the run if it makes no progress; see StallDetector.within."""
+Result = TypeVar("Result")
+ANSWERS = "answers of the cold start"
 MAX_FAULTS = 10
 """Batches' worth of unusable rows in a row after which the cold start gives up."""
+
+
+class Bounded(Protocol):
+    """Awaits work, and stops the run if it makes no progress; see StallDetector.within."""
+
+    async def __call__(
+        self, what: str, work: Awaitable[Result], least_s: float = 0.0
+    ) -> Result: ...
 
 
 class Prompts(Protocol):
@@ -45,18 +53,23 @@ class ColdStart:
     """The learning rate after the warm-up."""
     prompts: Prompts
     given: GivenAnswers
+    vocabulary: int
+    """Rows of the student's embeddings: a row of the data with another token is left out.
+    0: they are not known."""
+    answers_s: Callable[[Sequence[Prompt], SamplingSpec], float]
+    """Seconds that teachers may take for their answers; see ``teachers_s``."""
     log: Log
     unusable: int = field(default=0, init=False)
 
     async def run(self, trainer: Trainer, scorer: TeacherScorer, bounded: Bounded) -> None:
         """Trains all steps and gives the trainer a new optimizer. StageError without answers."""
         self.log.message(f"cold start: {self.config.steps} supervised steps")
-        answering = asyncio.create_task(self._batch(scorer), name="answers of the cold start")
+        answering = asyncio.create_task(self._batch(scorer, bounded), name=ANSWERS)
         try:
             for step in range(1, self.config.steps + 1):
                 samples = await answering
                 if step < self.config.steps:
-                    answering = asyncio.create_task(self._batch(scorer), name=answering.get_name())
+                    answering = asyncio.create_task(self._batch(scorer, bounded), name=ANSWERS)
                 found = await bounded(
                     f"step {step} of the cold start", self._step(trainer, step, samples)
                 )
@@ -77,20 +90,23 @@ class ColdStart:
             "cold_start/unusable_rows": float(self.unusable),
         }
 
-    async def _batch(self, scorer: TeacherScorer) -> list[Sample]:
+    async def _batch(self, scorer: TeacherScorer, bounded: Bounded) -> list[Sample]:
         """The samples of the next step. StageError if too many rows have no answer."""
         samples: list[Sample] = []
         faults = 0
         while len(samples) < self.batch_size:
             prompts: list[Prompt] = []
-            for one in await asyncio.to_thread(self.prompts.next, self.batch_size - len(samples)):
+            reading = asyncio.to_thread(self.prompts.next, self.batch_size - len(samples))
+            for one in await bounded("rows of the cold start", reading):
                 if isinstance(one, DeadLetter):
                     faults += self._leave_out(one.reason)
                 else:
                     prompts.append(one)
-            for found in await self._answers(scorer, prompts):
+            for found in await self._answers(scorer, prompts, bounded):
                 if isinstance(found, RolloutFault):
                     faults += self._leave_out(found.cause)
+                elif foreign := self._foreign(found):
+                    faults += self._leave_out(foreign)
                 else:
                     samples.append(supervised(found))
             if faults > MAX_FAULTS * self.batch_size:
@@ -102,7 +118,7 @@ class ColdStart:
         return samples
 
     async def _answers(
-        self, scorer: TeacherScorer, prompts: list[Prompt]
+        self, scorer: TeacherScorer, prompts: list[Prompt], bounded: Bounded
     ) -> list[Rollout | RolloutFault]:
         if self.config.answers == "given":
             return [self._given(prompt) for prompt in prompts]
@@ -112,10 +128,19 @@ class ColdStart:
         by_teacher: defaultdict[str, list[Prompt]] = defaultdict(list)
         for prompt in prompts:
             by_teacher[prompt.teacher].append(prompt)
-        answers = await gather_or_cancel(
+        asked = gather_or_cancel(
             *(scorer.generate(name, own, sampling) for name, own in by_teacher.items())
         )
+        answers = await bounded(ANSWERS, asked, self.answers_s(prompts, sampling))
         return [rollout for part in answers for rollout in part]
+
+    def _foreign(self, rollout: Rollout) -> str:
+        """What is wrong with a token that the student has no embedding for; empty without one."""
+        both = (rollout.prompt.token_ids, rollout.response_ids)
+        largest = max(int(ids.max(initial=0)) for ids in both)
+        if largest < self.vocabulary or not self.vocabulary:
+            return ""
+        return f"row {rollout.prompt.uid} has token {largest}, the student {self.vocabulary} rows"
 
     def _given(self, prompt: Prompt) -> Rollout | RolloutFault:
         try:

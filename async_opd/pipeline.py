@@ -300,7 +300,7 @@ class Pipeline:
     async def _evaluate_teachers(self) -> None:
         if self.evaluation is not None and self.config.eval.teachers:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
-            least_s = teachers_s(self.config, self.evaluation)
+            least_s = teachers_s(self.config, self.evaluation.prompts, self.evaluation.sampling)
             measured = await self._bounded("the evaluation of the teachers", work, least_s)
             await self._publish(measured, 0, TEACHERS)
 

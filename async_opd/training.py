@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER
 from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_backs
@@ -25,7 +27,9 @@ from async_opd.data.prompts import PromptStream
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.grading.evaluation_set import evaluation_of
 from async_opd.job import Job
+from async_opd.models.model_size import ModelSize
 from async_opd.models.tokenizer import Text
+from async_opd.observability.stall import teachers_s
 from async_opd.pipeline import Pipeline
 
 
@@ -185,6 +189,8 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         settings.lr or config.train.lr,
         prompts,
         GivenAnswers(text.plain, ends[0] if turn is None else turn, config.rollout.max_tokens),
+        ModelSize.read(Path(config.student.model)).vocabulary,
+        partial(teachers_s, config),
         job.log,
     )
 

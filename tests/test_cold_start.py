@@ -15,7 +15,7 @@ from async_opd.cold_start import ColdStart
 from async_opd.config.load import load_config
 from async_opd.config.sections.data import ColdStartConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import CheckpointError, StageError
+from async_opd.core.errors import CheckpointError, StageError, StageTimeout
 from async_opd.core.row import Row
 from async_opd.core.samples import DeadLetter, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
@@ -53,6 +53,7 @@ class Trainer:
         self.forgotten = 0
 
     async def supervise(self, batches: Sequence[Batch], rate: float) -> dict[str, float]:
+        await asyncio.sleep(0)
         assert not self.forgotten
         self.batches.append(unpack(Sample, batches))
         self.rates.append(rate)
@@ -86,20 +87,37 @@ class Logged:
         self.messages.append(text)
 
 
-async def within(what: str, work: Awaitable[dict[str, float]]) -> dict[str, float]:
-    return await work
+class Bounds:
+    """Notes what is bounded, and for how long; bounds ``stuck`` with an error."""
+
+    def __init__(self, stuck: str = "") -> None:
+        self.stuck = stuck
+        self.asked: list[tuple[str, float]] = []
+
+    async def within(self, what: str, work: Awaitable[Any], least_s: float = 0.0) -> Any:
+        self.asked.append((what, least_s))
+        if what != self.stuck:
+            return await work
+        begun = asyncio.ensure_future(work)
+        await asyncio.sleep(0)
+        begun.cancel()
+        raise StageTimeout("pipeline", f"waited for {what}: no new token for 9 s")
 
 
 class World:
-    def __init__(self, rows: Any = None, batch: int = 4, **config: Any) -> None:
+    def __init__(
+        self, rows: Any = None, batch: int = 4, vocabulary: int = 1000, **config: Any
+    ) -> None:
+        self.bounds = Bounds()
         self.trainer, self.teachers, self.log = Trainer(), Teachers(), Logged()
         given = GivenAnswers(lambda text: [int(text)], 99, limit=8)
         settings = ColdStartConfig(**{"steps": 3} | config)
-        more: Any = (rows or Rows(), given, self.log)
+        more: Any = (rows or Rows(), given, vocabulary, lambda asked, _: len(asked), self.log)
         self.cold = ColdStart(settings, batch, RATE, *more)
 
     async def run(self) -> World:
-        await self.cold.run(self.trainer, self.teachers, within)  # type: ignore[arg-type]
+        stages: Any = self.trainer, self.teachers
+        await self.cold.run(*stages, self.bounds.within)
         return self
 
     @property
@@ -157,6 +175,28 @@ async def test_the_first_row_that_is_left_out_is_told_with_the_reason() -> None:
 async def test_data_without_any_answer_end_the_run() -> None:
     with pytest.raises(StageError, match="rows without a usable answer"):
         await World(Rows(unanswered=range(1000))).run()
+
+
+async def test_rows_with_tokens_that_the_student_has_no_embedding_for_are_left_out() -> None:
+    world = await World(batch=2, steps=1, vocabulary=100, answers="teacher").run()
+    assert world.responses == [[[ord("a")], [ord("b")]]]
+    world = World(batch=2, steps=1, vocabulary=ord("b"), answers="teacher")
+    await world.run()
+    assert world.responses == [[[ord("a")], [ord("a")]]]
+    assert "has token 98, the student 98 rows" in world.log.messages[1]
+
+
+@pytest.mark.parametrize("what", ["rows of the cold start", "answers of the cold start"])
+async def test_rows_and_answers_that_never_come_end_the_run(what: str) -> None:
+    world = World(answers="teacher")
+    world.bounds.stuck = what
+    with pytest.raises(StageTimeout, match=f"waited for {what}"):
+        await world.run()
+
+
+async def test_teachers_have_the_time_that_their_answers_may_take() -> None:
+    world = await World(answers="teacher", steps=1).run()
+    assert ("answers of the cold start", 4) in world.bounds.asked
 
 
 async def test_an_error_of_the_trainer_ends_the_answers_under_way() -> None:

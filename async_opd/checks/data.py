@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -39,24 +39,32 @@ class Room:
 
     def faults(self, prompts: Iterable[tuple[Row, Sequence[int]]]) -> Iterator[tuple[str, str]]:
         """Messages and remedies for prompts (token ids) beyond the bounds. Reads them once."""
-        foreign, misfits = _Tally(), _Tally()
+        foreign, misfits = Tally(), Tally()
         for row, ids in prompts:
-            largest = max(ids, default=0)
-            if self.rows is not None and largest >= self.rows:
-                foreign.add(f"row {number_of(row) + 1} with token {largest}")
+            self.add_foreign(row, ids, foreign)
             if not 1 <= len(ids) <= self.limit:
                 misfits.add(f"row {number_of(row) + 1} with {len(ids)}")
-        if foreign.count:
-            yield (
-                f"{foreign.count} prompts have tokens beyond the {self.rows} of the smallest "
-                f"model, the first is {foreign.first}",
-                "change the prompts, or resize the model's embeddings",
-            )
+        yield from self.foreign_faults("prompts", foreign)
         if misfits.count:
             yield (
                 f"{misfits.count} prompts are empty or longer than {self.limit} tokens, the first "
                 f"is {misfits.first}",
                 f"shorten or remove them, or {self._remedy}",
+            )
+
+    def add_foreign(self, row: Row, ids: Sequence[int], foreign: Tally) -> None:
+        """Counts a row with a token that a model has no embedding for."""
+        largest = max(ids, default=0)
+        if self.rows is not None and largest >= self.rows:
+            foreign.add(f"row {number_of(row) + 1} with token {largest}")
+
+    def foreign_faults(self, what: str, foreign: Tally) -> Iterator[tuple[str, str]]:
+        """The message and remedy for what was counted, if anything was."""
+        if foreign.count:
+            yield (
+                f"{foreign.count} {what} have tokens beyond the {self.rows} of the smallest "
+                f"model, the first is {foreign.first}",
+                f"change the {what}, or resize the model's embeddings",
             )
 
     @property
@@ -70,7 +78,7 @@ class Room:
 
 
 @dataclass
-class _Tally:
+class Tally:
     """The number of rows with a fault, and a description of the first."""
 
     count: int = 0
@@ -83,11 +91,15 @@ class _Tally:
 
 @dataclass
 class _Part:
-    """Facts about the rows of ``data.train`` or ``data.eval``, collected while they are read."""
+    """Facts about the rows of a part of the data, collected while they are read.
+
+    Rows without an answer are ``unanswered``; those of them that no task grades are ``ungradable``.
+    """
 
     routes: set[str] = field(default_factory=set)
-    media: _Tally = field(default_factory=_Tally)
-    unanswered: _Tally = field(default_factory=_Tally)
+    media: Tally = field(default_factory=Tally)
+    unanswered: Tally = field(default_factory=Tally)
+    ungradable: Tally = field(default_factory=Tally)
     tasks: set[str] = field(default_factory=set)
     streamed: bool = False
 
@@ -99,8 +111,10 @@ class _Part:
             self.media.add(f"{medium!r}, the first is {row.uid}")
         if row.task is not None:
             self.tasks.add(row.task.name)
-        elif row.answer is None:
+        if row.answer is None:
             self.unanswered.add(row.uid)
+            if row.task is None:
+                self.ungradable.add(row.uid)
 
 
 Rows = Sequence[Row] | StreamedRows
@@ -139,35 +153,18 @@ class DataChecks:
             )
 
     def sources(self, part: str) -> list[Rows]:
-        """Reads ``data.train`` or ``data.eval``; of streamed sources only the first window."""
-        entries: list[PromptSource] = getattr(self.config.data, part)
+        """Reads all sources of a part; of streamed sources only the first window."""
+        entries = self._entries(part)
         if part == "train" and not entries:
             self.found.add("data.train", "no source of prompts", "name a file")
-        return self._sources(part, f"data.{part}", entries)
+        return self._sources(part, key_of(part), entries)
 
-    def cold_start(self) -> list[Rows]:
-        """Reads ``cold_start.data``, and checks that there is an answer to each row."""
-        settings = self.config.cold_start
-        if settings is None:
-            return []
-        read = self._sources("cold_start", "cold_start.data", settings.data)
-        part = "cold_start" if settings.data else "train"
-        without = self.parts[part].unanswered
-        if settings.answers == "given" and without.count:
-            self.found.add(
-                "cold_start.data",
-                f"{without.count} rows have no {self.config.data.answer!r}, the first is "
-                f"{without.first}: there is nothing to train on",
-                "add the answers, name their field in data.answer, or set cold_start.answers to "
-                "teacher",
-            )
-        if settings.answers == "teacher":
-            for source in sorted(self.parts["cold_start"].routes):
-                if self.config.teacher_of(source) is None:
-                    remedy = "add it to the sources of a teacher"
-                    message = f"no teacher answers data source {source!r}"
-                    self.found.add("cold_start.data", message, remedy)
-        return read
+    def _entries(self, part: str) -> Sequence[PromptSource]:
+        """The sources of a part; none of ``cold_start`` without such a section."""
+        if part == "cold_start":
+            return [] if self.config.cold_start is None else self.config.cold_start.data
+        found: list[PromptSource] = getattr(self.config.data, part)
+        return found
 
     def _sources(self, part: str, key: str, entries: Sequence[PromptSource]) -> list[Rows]:
         read: list[Rows] = []
@@ -230,7 +227,7 @@ class DataChecks:
         media = self.parts[part].media
         if media.count:
             self.found.add(
-                f"data.{part}",
+                key_of(part),
                 f"{media.count} rows have {media.first}: only text is supported yet, and the "
                 "student would answer without it",
                 "remove it from the data, or take other data",
@@ -238,7 +235,7 @@ class DataChecks:
 
     def answers(self, part: str, grader: str) -> None:
         """Checks that graded rows have answers, unless their grader needs none."""
-        without = self.parts[part].unanswered
+        without = self.parts[part].ungradable
         if without.count and ":" not in grader:
             self.found.add(
                 f"data.{part}",
@@ -260,27 +257,34 @@ class DataChecks:
 
     def prompts(self, part: str, sources: Sequence[Rows], room: Room) -> None:
         """Checks that each prompt can be tokenized and fits the models."""
-        text = Text.of(self.config)
-        for source, rows in zip(getattr(self.config.data, part), sources, strict=True):
-            spelled = _Tally()
+        text, key = Text.of(self.config), key_of(part)
+        for source, rows in zip(self._entries(part), sources, strict=True):
+            spelled = Tally()
             try:
-                faults = list(room.faults(self._encoded(checked(rows), text, spelled)))
+                encoded = self._encoded(checked(rows), text, spelled, self._templates(part))
+                faults = list(room.faults(encoded))
             except Exception as error:  # a chat template can raise anything
                 message = f"a prompt cannot be tokenized: {type(error).__name__}: {error}"
                 remedy = "correct the prompt or the chat template, or set data.chat_template"
-                self.found.add(f"data.{part}", message, remedy, source.label)
+                self.found.add(key, message, remedy, source.label)
                 continue
             if spelled.count:
                 self.found.notes.append(
-                    f"data.{part}: {spelled.count} prompts of {source.label} spell special tokens, "
+                    f"{key}: {spelled.count} prompts of {source.label} spell special tokens, "
                     f"the first is {spelled.first}; they are read as text, unless "
                     "data.special_tokens is parse"
                 )
             for message, remedy in faults:
-                self.found.add(f"data.{part}", message, remedy, source.label)
+                self.found.add(key, message, remedy, source.label)
+
+    def _templates(self, part: str) -> Mapping[str, str]:
+        """The teachers' templates of prompts; none where no teacher reads them."""
+        start = self.config.cold_start
+        unread = part == "cold_start" and start is not None and start.answers == "given"
+        return {} if unread else self.config.prompt_templates
 
     def _encoded(
-        self, rows: Iterable[Row], text: Text, spelled: _Tally
+        self, rows: Iterable[Row], text: Text, spelled: Tally, templates: Mapping[str, str]
     ) -> Iterator[tuple[Row, list[int]]]:
         """Token ids of each row's prompt, and of its teacher's if the teacher has a template.
 
@@ -293,9 +297,14 @@ class DataChecks:
                 spelled.add(f"row {number_of(row) + 1} with {token!r}")
             yield row, text.encode(row.prompt)
             teacher = self.config.teacher_of(row.data_source)
-            template = self.config.prompt_templates.get(teacher or "")
+            template = templates.get(teacher or "")
             if template is not None:
                 yield row, text.encode(filled(template, row))
+
+
+def key_of(part: str) -> str:
+    """The config key of a part's sources."""
+    return "cold_start.data" if part == "cold_start" else f"data.{part}"
 
 
 def checked(rows: Rows) -> Sequence[Row]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_opd.checks.adapters import check_adapters
+from async_opd.checks.cold_start import cold_start_rows, given_answers
 from async_opd.checks.data import DataChecks, Room, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
@@ -83,7 +84,10 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     limit = _prompts(config, models, data, "train", train)
     _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)
-    cold_start = data.cold_start()
+    cold_start = cold_start_rows(data)
+    _prompts(config, models, data, "cold_start", cold_start)
+    if "student.model" in models.files:
+        given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit)
 

@@ -29,12 +29,19 @@ class GivenAnswers:
     limit: int
 
     def rollout(self, prompt: Prompt) -> Rollout:
-        """The answer of the prompt's row as a response. RolloutFault for a row without one."""
+        """The answer of the prompt's row as a response.
+
+        RolloutFault for a row without one, or with one that cannot be tokenized.
+        """
         row = prompt.row
         if row is None or row.answer is None:
             cause = f"row {prompt.uid} has no answer to train on"
             raise RolloutFault("prompt", cause, "name its field in data.answer")
-        ids = [*self.encode(row.answer), self.end]
+        try:
+            ids = [*self.encode(row.answer), self.end]
+        except Exception as error:  # a tokenizer can raise anything
+            cause = f"the answer of row {prompt.uid} cannot be tokenized: {error}"
+            raise RolloutFault("prompt", cause, "correct the answer") from error
         finish: FinishReason = "stop" if len(ids) <= self.limit else "length"
         return Rollout.answer(Uid(f"{prompt.uid}/0"), prompt, ids[: self.limit], finish)
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageTimeout
-from async_opd.core.stages import Stages
-from async_opd.grading.evaluation import Evaluation
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import SamplingSpec, Stages
 from async_opd.observability.metering import Metering
 from async_opd.waiting.deadline import Timer
 from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
@@ -76,13 +76,13 @@ def most_tokens(config: RunConfig, evaluated: int) -> int:
     return max(config.max_in_flight, evaluated) * length * STAGES
 
 
-def teachers_s(config: RunConfig, evaluation: Evaluation) -> float:
+def teachers_s(config: RunConfig, prompts: Sequence[Prompt], sampling: SamplingSpec) -> float:
     """Seconds that teachers may take for their own answers, which they report only when done."""
     longest_s = 0.0
     for name, teacher in config.teachers.items():
-        health, sampling = teacher.health, evaluation.sampling
-        prompts = [prompt for prompt in evaluation.prompts if prompt.teacher == name]
-        tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in prompts)
+        health = teacher.health
+        own = [prompt for prompt in prompts if prompt.teacher == name]
+        tokens = sum(len(p.token_ids) + sampling.n * sampling.max_tokens for p in own)
         together_s = health.timeout_s + tokens / health.min_tokens_per_s
         each_s = max(together_s, health.response_s(sampling.max_tokens))
         longest_s = max(longest_s, health.tries * each_s)

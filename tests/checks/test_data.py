@@ -47,7 +47,8 @@ def test_a_prompt_beyond_the_most_that_the_config_allows_blames_just_that(tmp_pa
     assert problem.remedy == "shorten or remove them, or raise data.max_prompt_tokens"
 
 
-def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
+def without_a_row_for_1(tmp_path: Path) -> list[str]:
+    """Overrides of all models, to some whose tokenizer gives the digit 1 a token of no row."""
     models = {"student": "student", "teachers.sort": "teacher-sort"}
     overrides = []
     for key, name in (models | {"teachers.reverse": "teacher-reverse"}).items():
@@ -56,7 +57,11 @@ def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: P
         tokenizer["model"]["vocab"]["1"] = 500
         (path / "tokenizer.json").write_text(json.dumps(tokenizer))
         overrides.append(f"{key}.model={path}")
-    problems = found(*overrides)
+    return overrides
+
+
+def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: Path) -> None:
+    problems = found(*without_a_row_for_1(tmp_path))
     assert {problem.key for problem in problems} == {"data.train", "data.eval"}
     assert all("with token 500" in problem.message for problem in problems)
 
@@ -132,6 +137,42 @@ def test_a_best_checkpoint_by_the_mean_over_data_sources_is_taken() -> None:
 def test_a_cold_start_on_given_answers_needs_an_answer_in_each_row(tmp_path: Path) -> None:
     problem = one("cold_start={steps: 1}", rows(tmp_path, *GOOD))
     assert (problem.key, "2 rows have no 'answer'" in problem.message) == ("cold_start.data", True)
+
+
+def test_tasks_without_a_written_answer_leave_a_cold_start_nothing_to_train_on() -> None:
+    task = "{kind: reasoning_gym, task: graph_color, size: 2}"
+    problems = found(f"cold_start={{steps: 1, data: [{task}]}}")
+    assert any("2 rows have no 'answer'" in problem.message for problem in problems)
+
+
+def cold(tmp_path: Path, answers: str = "given", **row: Any) -> list[Problem]:
+    (tmp_path / "cold.jsonl").write_text(json.dumps({"data_source": "sort", "answer": "1"} | row))
+    return found(f"cold_start={{steps: 1, answers: {answers}, data: {tmp_path}/cold.jsonl}}")
+
+
+def test_rows_of_a_cold_start_with_more_than_text_are_refused(tmp_path: Path) -> None:
+    (problem,) = cold(tmp_path, prompt="sort 2=", image="cat.png")
+    assert (problem.key, "1 rows have 'image'" in problem.message) == ("cold_start.data", True)
+
+
+def test_prompts_of_a_cold_start_that_the_models_cannot_hold_are_refused(tmp_path: Path) -> None:
+    (problem,) = cold(tmp_path, prompt="1" * 200)
+    assert (problem.key, "longer than 119 tokens" in problem.message) == ("cold_start.data", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refused"),
+    [("data: COLD", 1), ("data: COLD, answers: teacher", 0), ("data: [], answers: given", 1)],
+)
+def test_answers_with_tokens_that_a_model_has_no_row_for_are_refused(
+    tmp_path: Path, settings: str, refused: int
+) -> None:
+    plain = {"prompt": "sort 2=", "data_source": "sort", "answer": "1"}
+    (tmp_path / "cold.jsonl").write_text(json.dumps(plain))
+    settings = settings.replace("COLD", f"{tmp_path}/cold.jsonl")
+    problems = found(*without_a_row_for_1(tmp_path), f"cold_start={{steps: 1, {settings}}}")
+    answers = [one for one in problems if "answers have tokens beyond" in one.message]
+    assert [one.key for one in answers] == refused * ["cold_start.data"]
 
 
 def test_a_cold_start_on_the_teachers_answers_needs_none(tmp_path: Path) -> None:

@@ -39,6 +39,11 @@ def test_a_row_without_an_answer_is_a_fault_with_its_remedy() -> None:
         GIVEN.rollout(prompt(None))
 
 
+def test_an_answer_that_cannot_be_tokenized_is_a_fault_with_its_row() -> None:
+    with pytest.raises(RolloutFault, match="the answer of row 0:0#0 cannot be tokenized"):
+        GivenAnswers("".index, END, limit=4).rollout(prompt("abc"))  # type: ignore[arg-type]
+
+
 def test_a_supervised_sample_gives_each_token_all_mass() -> None:
     sample = supervised(GIVEN.rollout(prompt("abc")))
     assert isinstance(sample.scores, SampledLogprobs)

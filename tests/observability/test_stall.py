@@ -111,10 +111,8 @@ def test_an_evaluation_may_take_those_of_all_its_prompts() -> None:
 
 
 def test_teachers_may_take_the_time_of_one_long_answer_however_few_they_are_asked_for() -> None:
-    asked: Any = SimpleNamespace(
-        prompts=(make_prompt("p"),), sampling=SimpleNamespace(n=1, max_tokens=32_000)
-    )
+    sampling: Any = SimpleNamespace(n=1, max_tokens=32_000)
     made = config()
     health = made.teachers["sort"].health
     seconds = health.timeout_s + 32_000 / health.min_response_tokens_per_s
-    assert teachers_s(made, asked) == health.tries * seconds
+    assert teachers_s(made, [make_prompt("p")], sampling) == health.tries * seconds
