@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from trainer.student.sharding import is_sharded
+from trainer.student.slices import own_part, sharded_as
 
 
 def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
@@ -32,18 +33,22 @@ def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torc
 
 
 def park(module: torch.nn.Module) -> None:
-    """Moves the shards of a module's parameters to host memory, where FSDP offloads them to."""
-    host = torch.device("cpu")
-    module._apply(lambda tensor: _copy(tensor, host) if is_sharded(tensor) else tensor)  # type: ignore[no-untyped-call]
+    """Moves the shards of a module's parameters to host memory, where FSDP offloads them to.
+
+    Those that were read there stay: a copy would take the memory twice.
+    """
+
+    def parked(tensor: torch.Tensor) -> torch.Tensor:
+        moves = is_sharded(tensor) and tensor.device.type != "cpu"
+        return _copy(tensor, torch.device("cpu")) if moves else tensor
+
+    module._apply(parked)  # type: ignore[no-untyped-call]
 
 
 def _copy(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """The tensor in new memory of the device; of a shard, the same shard."""
     if is_sharded(tensor):
-        shard: Any = tensor
-        return type(shard.data)(  # type: ignore[no-any-return]
-            _copy(shard._local_tensor, device), shard._spec, requires_grad=False
-        )
+        return sharded_as(tensor, _copy(own_part(tensor.detach()), device))
     pinned = device.type == "cpu" and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     copy = torch.empty_like(tensor.detach(), device=device, pin_memory=pinned)
     return copy.copy_(tensor.detach())

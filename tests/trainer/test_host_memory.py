@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from async_opd.config.device_defaults import Offload, offloads
 from async_opd.config.sections.loss import ForwardKLConfig
@@ -24,7 +26,9 @@ from trainer.offload import HostMoments
 from trainer.rank import Follower, Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
+from trainer.student.empty import EmptyStudent
 from trainer.student.sharding import join_mesh, lone_mesh
+from trainer.student.slices import own_part
 
 CPU = torch.device("cpu")
 TRAIN = TrainConfig(lr=1e-2, tokens_per_micro_batch=16, warmup_steps=0, weight_decay=0.1)
@@ -150,6 +154,21 @@ def test_steps_with_parameters_in_host_memory_are_the_same(
     found: Any, expected: dict[str, torch.Tensor]
 ) -> None:
     assert all(torch.allclose(found[1][name], expected[name], atol=1e-5) for name in expected)
+
+
+def test_weights_are_read_into_host_memory_whatever_the_mesh_computes_on(tmp_path: Path) -> None:
+    """Where the mesh is of GPUs, a tensor that is moved to its device is in a GPU's memory."""
+    tiny_model().save_pretrained(tmp_path)
+
+    def lead(*_: Any) -> list[str]:
+        student = EmptyStudent(tmp_path)
+        fully_shard(student.model, mesh=lone_mesh(CPU))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceMesh, "device_type", "meta")
+            student._weights.fill(CPU, CPU)
+        return [own_part(one.detach()).device.type for one in student.model.parameters()]
+
+    assert set(in_processes(1, lead, lead, 60)) == {"cpu"}
 
 
 def test_they_go_on_from_a_checkpoint_bit_for_bit(found: Any) -> None:

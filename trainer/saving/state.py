@@ -19,7 +19,7 @@ from async_opd.core.errors import CheckpointError
 from async_opd.core.stages import TRAINER
 from trainer.offload import HostMoments
 from trainer.saving.shards import Part, Parts, Shards
-from trainer.student.slices import own_part, own_slices
+from trainer.student.slices import own_part, own_slices, sharded_as
 
 Tensors = dict[str, torch.Tensor]
 
@@ -126,17 +126,8 @@ def _moment(
     home = host if isinstance(optimizer, HostMoments) else parameter.device
     if own_part(parameter) is parameter:
         return shards.read(key).to(home, copy=True)  # what is read may be the file's own pages
-    from torch.distributed.tensor import DTensor
-
-    made = DTensor.from_local(
-        shards.read(key, own_slices(parameter, shape)).clone(),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=torch.empty(shape, device="meta").stride(),
-    )
-    return made.to(home)  # it was on the mesh's device
+    own = shards.read(key, own_slices(parameter, shape))
+    return sharded_as(parameter, own.to(home, copy=True), shape)
 
 
 def _load_random_states(shards: Shards, rank: int) -> None:

@@ -34,3 +34,21 @@ def own_slices(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> tu
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part, in the tensor's own memory."""
     return tensor.to_local() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def sharded_as(
+    tensor: torch.Tensor, own: torch.Tensor, shape: tuple[int, ...] | None = None
+) -> torch.Tensor:
+    """A full tensor of which this rank has ``own``, sharded as this one is; ``shape`` as above.
+
+    ``DTensor.from_local`` would move it to the device of the mesh; here it stays where it is.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    sharded: Any = tensor
+    size = torch.Size(shape or tensor.shape)
+    stride = torch.empty(size, device="meta").stride()
+    meta = TensorMeta(size, stride, own.dtype)
+    spec = DTensorSpec(sharded.device_mesh, sharded.placements, meta)
+    return DTensor(own, spec, requires_grad=False)  # type: ignore[no-untyped-call]

@@ -26,7 +26,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.stages import TRAINER
 from async_opd.models.tokenizer import read_json
 from trainer.student.sharding import is_sharded
-from trainer.student.slices import own_part, own_slices
+from trainer.student.slices import own_part, own_slices, sharded_as
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 NAMED = 5
@@ -252,7 +252,7 @@ def _places(model: Any) -> Iterator[tuple[str, Place]]:
 def _allocate(model: Any, home: torch.device, device: torch.device) -> None:
     """Replaces all tensors on ``meta`` by uninitialized ones; tied ones stay tied.
 
-    Parameters are at ``home``, buffers on the device.
+    Parameters are at ``home``, buffers on the device; what a GPU reads from host memory is pinned.
 
     Those that a state dict has are marked, so that transformers initializes none of them, nor any
     that is not on ``meta``, such as an adapter's.
@@ -265,26 +265,19 @@ def _allocate(model: Any, home: torch.device, device: torch.device) -> None:
                 if old is None:
                     continue
                 if id(old) not in made:
-                    made[id(old)] = old, _uninitialized(old, where) if old.is_meta else old
+                    pinned = where.type == "cpu" and device.type == "cuda"
+                    new = _uninitialized(old, where, pinned) if old.is_meta else old
+                    made[id(old)] = old, new
                 tensors[key] = made[id(old)][1]
                 if key not in module._non_persistent_buffers_set:
                     tensors[key]._is_hf_initialized = True
 
 
-def _uninitialized(tensor: Any, device: torch.device) -> Any:
+def _uninitialized(tensor: Any, device: torch.device, pinned: bool) -> Any:
     """A tensor like this, with its sharding, in memory of the device."""
-    made: Any = torch.empty_like(own_part(tensor.detach()), device=device)
+    made = torch.empty_like(own_part(tensor.detach()), device=device, pin_memory=pinned)
     if is_sharded(tensor):
-        from torch.distributed.tensor import DTensor
-
-        made = DTensor.from_local(
-            made,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
+        made = sharded_as(tensor, made)
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
     return made
