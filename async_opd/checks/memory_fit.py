@@ -1,4 +1,4 @@
-"""Whether each pool fits GPUs of its own, or the host's memory; and which config key helps most.
+"""Whether each pool fits GPUs of its own, and all the host's memory; which config key helps most.
 
 async_opd.memory: bytes by term ──► fault with all terms, the largest first
                                └──► changes of the config, each with the bytes that it leads to
@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from async_opd.checks.gpu_memory import host_of, share_of
-from async_opd.checks.resources import gpu_bytes, guests_of
+from async_opd.checks.resources import gpu_bytes, guests_of, pools
 from async_opd.config.run_config import RunConfig
-from async_opd.memory.pools import CONTEXT, GIB, LEAST, Machine, cache_tokens, memory_of
+from async_opd.memory.pools import (
+    CONTEXT,
+    GIB,
+    LEAST,
+    Machine,
+    PoolMemory,
+    cache_tokens,
+    memory_of,
+)
 from async_opd.memory.pools import pool_memory as pools_of
 from async_opd.memory.step import Terms
 from async_opd.models.engine_args import Device, share_left
@@ -28,16 +38,36 @@ Problem = tuple[str, str, str]
 """Config key, fault, remedy."""
 
 
-def this_machine(config: RunConfig, device: Device) -> Machine:
-    """Of this machine, or of GPUs as the config says."""
-    return Machine(device, gpu_bytes(config) if device == "cuda" else _host_bytes())
+@dataclass(frozen=True)
+class _Fault:
+    """``pool`` needs more bytes of ``where`` than there are; on a host all pools together do."""
+
+    pool: str
+    where: str
+    needed: int
+    text: str
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """What is too small: the GPUs of a pool, or the host."""
+        return self.where, self.pool if self.where == "GPU" else ""
+
+
+def this_machine(config: RunConfig, device: Device, gpus: int | None = None) -> Machine:
+    """Of this machine, or of GPUs as the config says; ``gpus`` that this machine has, if known.
+
+    Where it has none, its host memory says nothing about the run's.
+    """
+    if device == "cpu":
+        return Machine(device, _host_bytes())
+    known = gpus if gpus and not config.cluster.address else None
+    return Machine(device, gpu_bytes(config), host=_host_bytes() if known else None, gpus=known)
 
 
 def faults_of_memory(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Pools that need more than there is; nothing where that is not known."""
-    if machine.total is not None:
-        found = _gpu_faults if machine.device == "cuda" else _host_faults
-        yield from found(config, machine, machine.total)
+    for fault in list(_faults(config, machine)):
+        yield fault.pool, fault.text, _remedy(config, fault, machine)
 
 
 def near(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -55,7 +85,7 @@ def fewest_ranks(config: RunConfig, machine: Machine) -> int | None:
     ranks = config.train.replicate * config.train.context_parallel
     while ranks <= MOST_RANKS:
         changed = _with(config, "train", {"ranks": ranks})
-        if _sum(changed, "train", machine) <= (machine.total or 0):
+        if sum(memory_of(changed, "train", machine).gpu.values()) <= (machine.total or 0):
             return ranks
         ranks *= 2
     return None
@@ -67,7 +97,7 @@ def memory_rows(config: RunConfig, machine: Machine) -> Iterator[tuple[str, ...]
     Raises ModelError for a model that is not on this machine.
     """
     for pool in pools_of(config, machine):
-        for where, terms in (("GPU", pool.gpu), ("host", pool.host)):
+        for where, terms in (("GPU", pool.gpu), ("host", pool.host | pool.first)):
             if terms:
                 listed = _listed(terms)
                 if where == "GPU" and pool.name != "train" and machine.total is not None:
@@ -88,50 +118,118 @@ def _cache(config: RunConfig, name: str, machine: Machine, nbytes: int) -> str:
     return f"{cache_tokens(config, name, machine, max(nbytes, 0))} tokens"
 
 
-def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[Problem]:
+def _faults(config: RunConfig, machine: Machine) -> Iterator[_Fault]:
+    host = machine.total if machine.device == "cpu" else machine.host
+    if machine.device == "cuda" and machine.total is not None:
+        yield from _gpu_faults(config, machine, machine.total)
+    if host is not None:
+        yield from _host_faults(config, machine, host)
+
+
+def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[_Fault]:
     """Pools with GPUs of their own; ``gpu_memory.faults`` has those that share them."""
     for pool in pools_of(config, machine):
         if host_of(config, pool.name) != pool.name or guests_of(config, pool.name):
             continue
-        room = _room(config, pool.name, total)
-        if sum(pool.gpu.values()) > room:
+        room, needed = _room(config, pool.name, total), sum(pool.gpu.values())
+        if needed > room:
             what = "a rank" if pool.name == "train" else "an engine"
             fault = f"{what} needs {_needs(pool.gpu)}; its GPU has {in_gib(total)}"
             fault += "" if room == total else f", of which it may take {in_gib(room)}"
-            yield pool.name, fault, _remedy(config, pool.name, machine)
+            yield _Fault(pool.name, "GPU", needed, fault)
 
 
-def _host_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[Problem]:
+def _host_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[_Fault]:
     """Of all pools together; the bound of what code takes refuses nothing."""
     pools = pools_of(config, machine)
-    sums = {
-        pool.name: pool.processes * (sum(pool.host.values()) - pool.host["process"])
-        for pool in pools
-    }
+    sums = {pool.name: _on_host(pool) for pool in pools}
     needed = sum(sums.values())
     if needed > total:
         largest = max(pools, key=lambda pool: sums[pool.name])
         most = f"most of it {largest.name}, {largest.processes} times {_needs(largest.host)}"
-        fault = f"the run needs {in_gib(needed)}, {most}; this machine has {in_gib(total)}"
-        yield largest.name, fault, _remedy(config, largest.name, machine)
+        most += f" and once {_needs(largest.first)}" if largest.first else ""
+        fault = f"the run needs {in_gib(needed)} of host memory, {most}; this machine has "
+        yield _Fault(largest.name, "host", needed, fault + in_gib(total))
 
 
-def _remedy(config: RunConfig, name: str, machine: Machine) -> str:
-    """Single changes that need less, each with what it needs, the best one first."""
-    now = _sum(config, name, machine)
-    found = [
-        (nbytes, f"{name}.{key}: {value} ({in_gib(nbytes)})")
-        for key, value in _changes(config, name, machine)
-        if (nbytes := _sum(_with(config, name, {key: value}), name, machine)) < now
-    ]
-    return "; ".join(change for _, change in sorted(found)) or SMALLER
+def _on_host(pool: PoolMemory) -> int:
+    each = sum(pool.host.values()) - pool.host["process"]
+    return pool.processes * each + sum(pool.first.values())
+
+
+def _remedy(config: RunConfig, fault: _Fault, machine: Machine) -> str:
+    """Single changes that mend the fault and make no other one, the best first, with their bytes.
+
+    If there is none, those changes that mend it together.
+    """
+    known = {one.place for one in _faults(config, machine)} - {fault.place}
+    found, smaller = [], []
+    for key, value in _changes(config, fault.pool, machine):
+        changed = _valid(_with(config, fault.pool, {key: value}))
+        if changed is None or (needed := _needed(changed, fault, machine)) >= fault.needed:
+            continue
+        words = f"{fault.pool}.{key}: {value} ({in_gib(needed)}{_missing(changed, machine)})"
+        smaller.append((needed, key, value))
+        if {one.place for one in _faults(changed, machine)} <= known:
+            found.append((bool(_missing(changed, machine)), needed, words))
+    if found:
+        return "; ".join(words for *_, words in sorted(found))
+    return _together(config, fault, machine, known, sorted(smaller, key=itemgetter(0)))
+
+
+def _together(
+    config: RunConfig,
+    fault: _Fault,
+    machine: Machine,
+    known: set[tuple[str, str]],
+    changes: list[tuple[int, str, Any]],
+) -> str:
+    """Changes one after the other, the best first, each that still helps, until they suffice."""
+    taken: dict[str, Any] = {}
+    needed = fault.needed
+    for _, key, value in changes:
+        changed = _valid(_with(config, fault.pool, taken | {key: value}))
+        if key in taken or changed is None or _needed(changed, fault, machine) >= needed:
+            continue
+        taken, needed = taken | {key: value}, _needed(changed, fault, machine)
+        if {one.place for one in _faults(changed, machine)} <= known:
+            words = " and ".join(f"{fault.pool}.{key}: {value}" for key, value in taken.items())
+            return f"together {words} ({in_gib(needed)}{_missing(changed, machine)})"
+    return SMALLER
+
+
+def _valid(config: RunConfig) -> RunConfig | None:
+    """The config as a file with the changes would give it; None if it is refused."""
+    try:
+        return RunConfig.model_validate(config.model_dump(by_alias=True))
+    except ValueError:
+        return None
+
+
+def _needed(config: RunConfig, fault: _Fault, machine: Machine) -> int:
+    """The bytes that the fault is about, under another config."""
+    if fault.where == "GPU":
+        return sum(memory_of(config, fault.pool, machine).gpu.values())
+    return sum(map(_on_host, pools_of(config, machine)))
+
+
+def _missing(config: RunConfig, machine: Machine) -> str:
+    """Words for a config that takes more GPUs than the machine has; empty for others."""
+    taken = sum(pool.gpus for pool in pools(config))
+    if machine.gpus is None or taken <= machine.gpus:
+        return ""
+    return f"; the pools then take {taken} GPUs, this machine has {machine.gpus}"
 
 
 def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[str, Any]]:
     """Keys of a pool's section, with values that take less memory."""
     if name != "train":
-        parallel = _section(config, name).tensor_parallel
-        yield from (("tensor_parallel", parallel * times) for times in (2, 4, 8))
+        section = _section(config, name)
+        model = config.student.model if name == "rollout" else config.teacher_model(_teacher(name))
+        heads, parallel = machine.sizes(model).heads, section.tensor_parallel
+        more = (parallel * times for times in (2, 4, 8))
+        yield from (("tensor_parallel", wide) for wide in more if heads % wide == 0)
+        yield from (("replicas", fewer) for fewer in (1,) if fewer < section.replicas)
         return
     train = config.train
     if machine.device == "cuda":
@@ -139,22 +237,20 @@ def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[s
         yield "ranks", ranks if ranks > train.ranks else 2 * train.ranks
         yield "reduce_gradients", "micro_batch"
         yield "dtype", "bfloat16"
-        yield "offload", "moments"
-        yield "offload", "parameters"
+        yield from (("offload", what) for what in ("moments", "parameters", "none"))
     yield "gradient_checkpointing", "full"
     yield "tokens_per_micro_batch", max(train.tokens_per_micro_batch // 2, 1)
     yield "moments", "8bit"
 
 
-def _sum(config: RunConfig, name: str, machine: Machine) -> int:
-    memory = memory_of(config, name, machine)
-    return sum((memory.gpu if machine.device == "cuda" else memory.host).values())
-
-
 def _section(config: RunConfig, name: str) -> Any:
     if name in ("train", "rollout"):
         return getattr(config, name)
-    return config.teachers[name.removeprefix("teachers.")]
+    return config.teachers[_teacher(name)]
+
+
+def _teacher(name: str) -> str:
+    return name.removeprefix("teachers.")
 
 
 def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
@@ -162,7 +258,7 @@ def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
     section = _section(config, name).model_copy(update=changes)
     if name in ("train", "rollout"):
         return config.model_copy(update={name: section})
-    teachers = {**config.teachers, name.removeprefix("teachers."): section}
+    teachers = {**config.teachers, _teacher(name): section}
     return config.model_copy(update={"teachers": teachers})
 
 

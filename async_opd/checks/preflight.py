@@ -131,7 +131,7 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
         if config.train.attention not in ("auto", "sdpa"):
             message = f"{config.train.attention} computes on GPUs only, this run is on a CPU"
             found.add("train.attention", message, "set it to auto")
-        _memory(config, found, models, "cpu")
+        _memory(config, found, models, "cpu", gpus)
         return
     wanted = pools(config)
     total = sum(pool.gpus for pool in wanted)
@@ -142,14 +142,16 @@ def _hardware(config: RunConfig, found: Findings, models: ModelChecks, gpus: int
             f"the pools take {total} GPUs ({terms}), this machine has {gpus}",
             "take fewer replicas, or join a larger cluster with cluster.address",
         )
-    _memory(config, found, models, "cuda")
+    _memory(config, found, models, "cuda", gpus)
 
 
-def _memory(config: RunConfig, found: Findings, models: ModelChecks, device: Device) -> None:
+def _memory(
+    config: RunConfig, found: Findings, models: ModelChecks, device: Device, gpus: int
+) -> None:
     """Checks that every pool fits its GPUs, or the host, as far as their memory is known."""
     if found.problems or models.partial or (device == "cpu" and config.cluster.address):
         return
-    machine = this_machine(config, device)
+    machine = this_machine(config, device, gpus)
     try:
         problems = list(faults_of_memory(config, machine))
     except ModelError as error:  # its weights: its other files are checked

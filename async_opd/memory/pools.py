@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from async_opd.config.device_defaults import recomputation, reduces_once
 from async_opd.config.run_config import RunConfig
@@ -49,21 +49,30 @@ Sizes = Callable[[str], ModelSize]
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run is: its device, bytes of each GPU (of the host for CPUs) if they are known."""
+    """Where a run is: its device, bytes of each GPU (of the host for CPUs) if they are known.
+
+    ``host`` are the bytes beside GPUs, ``gpus`` their number; None where a run joins a cluster.
+    """
 
     device: Device
     total: int | None = None
     sizes: Sizes = ModelSize.read
+    host: int | None = None
+    gpus: int | None = None
 
 
 @dataclass(frozen=True)
 class PoolMemory:
-    """A pool of ``processes``: bytes of each one's GPU, and of its part of the host's memory."""
+    """A pool of ``processes``: bytes of each one's GPU, and of its part of the host's memory.
+
+    ``first`` is what the first process has in host memory beside.
+    """
 
     name: str
     processes: int
     gpu: Terms
     host: Terms
+    first: Terms = field(default_factory=dict)
 
 
 def pool_memory(config: RunConfig, machine: Machine) -> list[PoolMemory]:
@@ -149,22 +158,27 @@ def _heads(config: RunConfig, machine: Machine) -> Terms:
 
 
 def _trainer(config: RunConfig, machine: Machine) -> PoolMemory:
-    """Host memory of a rank has its part of a checkpoint, a copy of weights and moments."""
+    """Host memory of a rank has its part of a checkpoint, a copy of what is trained.
+
+    The first rank has the snapshot.
+    """
     step = step_of(config, machine)
     terms, ranks = peak(step), config.train.ranks
     state = states(replace(step, kept={}, on_host=frozenset()))
-    host = {"process": RANK_PROCESS, "checkpoint": state["parameters"] + state["moments"]}
-    host["snapshot"] = _snapshot(config, step, machine.device)
+    trained = step.size.floats if step.trained is None else step.trained
+    copied = 4 * trained * step.copies // ranks + state["moments"]
+    host = {"process": RANK_PROCESS, "checkpoint": copied}
+    first = {"snapshot": _snapshot(config, step, machine.device)}
     away = ON_HOST["parameters"] if config.rollout.host == "train" else step.on_host
     if machine.device == "cuda":
         host |= {term: nbytes for term, nbytes in state.items() if term in away}
     if machine.device == "cpu":
-        return PoolMemory("train", ranks, {}, terms | host)
-    return PoolMemory("train", ranks, terms | {"CUDA context": CONTEXT}, host)
+        return PoolMemory("train", ranks, {}, terms | host, first)
+    return PoolMemory("train", ranks, terms | {"CUDA context": CONTEXT}, host, first)
 
 
 def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
-    """Each of an engine's GPUs has a shard of its weights."""
+    """Each of an engine's GPUs has a shard of its weights, its host while the engine sleeps."""
     pool, model = _engine_section(config, name)
     parallel = pool.tensor_parallel
     weights = machine.sizes(model).engine_bytes(engine_dtype(pool.engine, machine.device))
@@ -173,6 +187,9 @@ def _engine(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
         host |= {"weights": weights, "KV cache": pool.engine.cpu_kv_cache_mib << 20}
         return PoolMemory(name, pool.replicas, {}, host)
     terms = {"weights": weights // parallel, "least KV cache": LEAST, "CUDA context": CONTEXT}
+    hosts = {teacher.host for teacher in config.teachers.values()}
+    if pool.host is not None or name in hosts:
+        host["weights asleep"] = weights // parallel
     return PoolMemory(name, pool.replicas * parallel, terms, host)
 
 
