@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain, zip_longest
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -39,7 +40,8 @@ from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
 from trainer.saving.captured import all_written
 from trainer.saving.export import export_dtype, save_model
-from trainer.saving.shards import Stamp
+from trainer.saving.shards import Shards, Stamp
+from trainer.saving.state import frozen_digest, refuse_other_frozen
 from trainer.schedule import learning_rate
 from trainer.utilization import memory_metrics, utilization
 
@@ -265,7 +267,8 @@ class Learner:
 
     def capture(self, version: int) -> int:
         """Each rank copies its part of the state to host memory; returns the bytes of all."""
-        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8))
+        frozen = frozen_digest(self.model)
+        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8), frozen)
         return sum(self._on_all_ranks("capture", stamp))
 
     def write(self, folder: str) -> Mapping[str, WrittenFile]:
@@ -277,6 +280,7 @@ class Learner:
 
     def restore(self, folder: str) -> Stamp:
         """Each rank reads its part of the state that the folder holds. CheckpointError."""
+        refuse_other_frozen(self.model, Shards(Path(folder)).stamp)
         stamp: Stamp = self._on_all_ranks("load", folder)[0]
         self._step = stamp.step
         return stamp

@@ -19,7 +19,7 @@ from tests.trainer.test_named_weights import mixture
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
-from trainer.student.adapters import LORA, adapter_state, add_adapters, plain_state
+from trainer.student.adapters import LORA, adapter_state, add_adapters, halve_frozen, plain_state
 from trainer.student.check import check_rank, check_student
 from trainer.student.named_weights import named_weights
 
@@ -189,6 +189,26 @@ def test_a_restored_student_goes_on_bit_for_bit_on_the_base_of_its_own_files() -
 def test_adapters_of_another_rank_are_refused() -> None:
     with pytest.raises(CheckpointError, match="another model"):
         restore(learner(adapted(LoraConfig(rank=2))), 1, state_of(learner(adapted())))
+
+
+def test_adapters_of_another_base_of_the_same_shapes_are_refused(tmp_path: Path) -> None:
+    one = learner(adapted(seed=0))
+    one.capture(version=0)
+    one.write(str(tmp_path))
+    other = learner(adapted(seed=1))
+    before = values(other.model)
+    with pytest.raises(CheckpointError, match="frozen weights of another model"):
+        other.restore(str(tmp_path))
+    assert all(torch.equal(before[name], now) for name, now in values(other.model).items())
+
+
+def test_the_base_of_adapters_is_the_same_in_bfloat16(tmp_path: Path) -> None:
+    one = learner(adapted())
+    one.capture(version=3)
+    one.write(str(tmp_path))
+    other = adapted()
+    halve_frozen(other)
+    assert learner(other).restore(str(tmp_path)).version == 3
 
 
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:

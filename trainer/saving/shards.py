@@ -41,12 +41,16 @@ Where = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Stamp:
-    """What all files of one checkpoint have in common; ``id`` is drawn for each."""
+    """What all files of one checkpoint have in common; ``id`` is drawn for each.
+
+    ``frozen`` is ``saving.state.frozen_digest``, '' if it is not known.
+    """
 
     step: int
     version: int
     ranks: int
     id: str
+    frozen: str = ""
 
 
 @dataclass(frozen=True)
@@ -177,7 +181,8 @@ class Shards:
             return Stamp(step, version, 1, "")
         if int(metadata["rank"]) != rank:
             raise ValueError(f"{path.name} is the file of rank {metadata['rank']}")
-        return Stamp(step, version, int(metadata["ranks"]), metadata["id"])
+        frozen = metadata.get("frozen", "")
+        return Stamp(step, version, int(metadata["ranks"]), metadata["id"], frozen)
 
     def _unreadable(self, error: Exception) -> CheckpointError:
         if isinstance(error, CheckpointError):

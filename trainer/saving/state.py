@@ -10,6 +10,7 @@ no schedule to store.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,10 +19,12 @@ import torch
 from async_opd.core.errors import CheckpointError
 from async_opd.core.stages import TRAINER
 from trainer.offload import HostMoments
-from trainer.saving.shards import Part, Parts, Shards
+from trainer.saving.shards import Part, Parts, Shards, Stamp
 from trainer.student.slices import own_part, own_slices, sharded_as
 
 Tensors = dict[str, torch.Tensor]
+COMPARED = 64
+"""Numbers of each frozen parameter that are compared."""
 
 
 def copy_parts(model: Any, optimizer: torch.optim.Optimizer, rank: int = 0) -> Parts:
@@ -64,6 +67,31 @@ def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, ran
                 for key in moments
             }
     _load_random_states(shards, rank)
+
+
+def frozen_digest(model: Any) -> str:
+    """Tells apart the frozen weights of models of the same shapes; '' if all weights are trained.
+
+    It is a SHA-256 of the first numbers of each frozen parameter in bfloat16: rank 0 has these,
+    however many ranks there are.
+    """
+    digest = hashlib.sha256()
+    frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
+    for name, parameter in frozen:
+        first = own_part(parameter.detach()).reshape(-1)[:COMPARED].to("cpu", torch.bfloat16)
+        digest.update(name.encode() + first.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if frozen else ""
+
+
+def refuse_other_frozen(model: Any, stamp: Stamp) -> None:
+    """CheckpointError if the frozen weights are not those that the checkpoint was trained with."""
+    if stamp.frozen and stamp.frozen != frozen_digest(model):
+        raise CheckpointError(
+            TRAINER,
+            "the checkpoint's adapters were trained on frozen weights of another model, of the "
+            "same shapes",
+            "resume with the files that student.model had when the run began",
+        )
 
 
 def training_state(model: Any, optimizer: Any) -> Iterator[tuple[str, torch.Tensor]]:
