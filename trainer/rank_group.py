@@ -99,7 +99,7 @@ async def run_with_ranks(
     if rank_group.ranks == 1:
         return await work
     own, failure = asyncio.ensure_future(work), asyncio.ensure_future(rank_group.failure())
-    own.add_done_callback(_retrieve_exception)
+    own.add_done_callback(retrieve_exception)
     try:
         await asyncio.wait((own, failure), return_when=asyncio.FIRST_COMPLETED)
         if own.done() and own.exception() is not None:  # perhaps because another rank died
@@ -112,7 +112,7 @@ async def run_with_ranks(
         own.cancel()
 
 
-def _retrieve_exception(task: asyncio.Future[Any]) -> None:
-    """Marks the error as seen: it is raised already, or replaced by another rank's failure."""
+def retrieve_exception(task: asyncio.Future[Any]) -> None:
+    """Marks the error as seen: it is raised already, replaced by another's, or of work given up."""
     if not task.cancelled():
         task.exception()

@@ -24,6 +24,7 @@ from async_opd.core.batch import Batch, unpack
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.reports import Captured, Progress, StageReport, StepReport
 from async_opd.core.samples import Header, Sample
+from async_opd.core.stages import TRAINER
 from async_opd.core.uid import Uid
 from async_opd.core.written_file import WrittenFile
 from async_opd.observability.activity import Activity
@@ -32,7 +33,7 @@ from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from trainer.batcher import Batcher
 from trainer.publisher import Publisher
-from trainer.rank_group import SINGLE_RANK, RankGroup, run_with_ranks
+from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ class TrainerStage:
         self._skipped = ""
         self._version = 0
         self._captured: _Captured | None = None
+        self._writing: asyncio.Task[Mapping[str, WrittenFile]] | None = None
         self._tokens = self._pending_tokens = 0
         self._waits_for = "scored samples"
 
@@ -161,6 +163,9 @@ class TrainerStage:
 
     async def capture(self) -> Captured:
         """Copies the trainer's state to host memory, between two steps; see Trainer.capture."""
+        if self._writing is not None and not self._writing.done():  # a second copy beside it
+            cause = "the copy of a checkpoint that was given up is still being written"
+            raise CheckpointError(TRAINER, cause, "see checkpoint.timeout_s")
         async with self._weights:
             nbytes = await self._compute(self._learner.capture, self._version)
             self._captured = _Captured(self._version, self._batcher.held)
@@ -176,7 +181,10 @@ class TrainerStage:
         if captured is None:
             raise CheckpointError("trainer", "checkpoint was called without a capture before it")
         samples = await self._scored(captured, in_flight)
-        files = await asyncio.to_thread(self._learner.write, directory)
+        write = asyncio.to_thread(self._learner.write, directory)
+        self._writing = asyncio.create_task(write, name="write a checkpoint")
+        self._writing.add_done_callback(retrieve_exception)
+        files = await asyncio.shield(self._writing)  # nothing ends the threads that write
         scored = await asyncio.to_thread(write_scored, Path(directory), samples)
         return {**files, SCORED_FILE: scored}
 

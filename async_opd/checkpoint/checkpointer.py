@@ -56,14 +56,20 @@ class Checkpointer:
     async def take(self, cut_of: Callable[[Captured], Cut]) -> None:
         """Starts a checkpoint, and returns when the trainer's state and ``cut_of`` it are copied.
 
-        Raises what the trainer or ``cut_of`` raise: then there is no consistent state to keep.
+        Raises what the trainer or ``cut_of`` raise: then there is no consistent state to keep. With
+        a CheckpointError of the trainer it is skipped, and counted.
         """
         # A slow disk delays no training: this checkpoint is skipped, and counted.
         if self._writing is not None and not self._writing.done():
             self.metrics["checkpoint/skipped"] += 1
             return
         started = self.clock()
-        captured = await self.trainer.capture()
+        try:
+            captured = await self.trainer.capture()
+        except CheckpointError as error:  # it still writes one that was given up
+            self.metrics["checkpoint/skipped"] += 1
+            self.notify(f"a checkpoint is skipped: {error.cause}")
+            return
         cut = replace(cut_of(captured), files=self.sizes())
         self.metrics["checkpoint/capture_s"] = self.clock() - started
         self.metrics["checkpoint/gib"] = captured.nbytes / (1 << 30)

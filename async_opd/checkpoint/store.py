@@ -1,6 +1,6 @@
 """Checkpoints on disk: a checkpoint is loaded only if it is complete and unchanged.
 
-    .step_N.partial/   each rank of the trainer writes its file, the driver cut.json and, last,
+    .step_N.*.partial/ each rank of the trainer writes its file, the driver cut.json and, last,
           │            the manifest; who writes a file flushes it to the disk (fsync)
           ▼ rename
     step_N/            manifest.json: size and SHA-256 of every other file
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -81,10 +82,12 @@ class Checkpoints:
         )
 
     def begin(self, step: int) -> Path:
-        """Makes an empty folder for the files of a checkpoint. OSError."""
-        part = self.folder / f".step_{step}.partial"
+        """Makes an empty folder for the files of a checkpoint, of a new name. OSError.
+
+        Who writes files of an earlier one late writes none into this one.
+        """
+        part = self.folder / f".step_{step}.{token_hex(4)}.partial"
         make_folder(self.folder)
-        remove_tree(part)
         part.mkdir(mode=FOLDER_MODE)
         return part
 
@@ -140,7 +143,7 @@ class Checkpoints:
     def begun(self) -> set[int]:
         """Steps of all checkpoints, and of those that are being written."""
         parts = (part.name for part in self.folder.glob(".step_*.partial"))
-        numbers = (name.removeprefix(".step_").removesuffix(".partial") for name in parts)
+        numbers = (name.removeprefix(".step_").partition(".")[0] for name in parts)
         return {*self.steps(), *(int(number) for number in numbers if number.isdecimal())}
 
     def roll_back(self, step: int) -> None:

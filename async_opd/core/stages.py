@@ -189,7 +189,10 @@ class Trainer(Protocol):
         """Writes the student in Hugging Face format."""
 
     async def capture(self) -> Captured:
-        """Copies the trainer's state after the current step; training may go on when it returns."""
+        """Copies the trainer's state after the current step; training may go on when it returns.
+
+        CheckpointError while the copy of a checkpoint that was given up is still being written.
+        """
         ...
 
     async def checkpoint(

@@ -13,7 +13,7 @@ import pytest
 
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.core.errors import StageTimeout
+from async_opd.core.errors import CheckpointError, StageTimeout
 from async_opd.core.reports import Captured
 from tests.checkpoint.test_store import cut
 
@@ -50,6 +50,29 @@ async def test_a_checkpoint_that_takes_too_long_is_reported_with_its_bound(tmp_p
         "it took longer than 0.01 s, for which checkpoint.timeout_s and "
         "checkpoint.min_mib_per_s allow"
     ]
+
+
+async def test_a_state_that_cannot_be_copied_now_is_a_checkpoint_that_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    checkpointer, trainer = writing(tmp_path, said, 20)
+
+    async def refuse() -> Captured:
+        raise CheckpointError("trainer", "the copy before is still being written")
+
+    monkeypatch.setattr(trainer, "capture", refuse)
+    await checkpointer.take(lambda captured: cut(captured.step))
+    assert said == ["a checkpoint is skipped: the copy before is still being written"]
+    assert checkpointer.metrics["checkpoint/skipped"] == 1
+
+
+async def test_a_folder_that_a_late_write_knows_is_no_later_checkpoints(tmp_path: Path) -> None:
+    """A rank that was given up may write into the folder that it was told, at any time."""
+    store = Checkpoints(tmp_path, 2)
+    first = store.begin(4)
+    assert store.begin(4) != first
+    assert store.begun() == {4}
 
 
 async def test_what_is_abandoned_while_the_trainer_writes_never_becomes_a_checkpoint(

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -59,6 +60,32 @@ async def trained_stage(steps: int, queue: MessageQueue) -> TrainerStage:
         await queue.put(SCORED, Batch.pack(batch(step)))
         await made.step()
     return made
+
+
+async def test_no_second_copy_is_made_while_one_that_was_given_up_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing ends the thread that writes: it holds its copy until the disk has it."""
+    made = learner()
+    begun, disk = threading.Event(), threading.Event()
+    write = made.write
+
+    def slow(folder: str) -> Any:
+        begun.set()
+        assert disk.wait(20)
+        return write(folder)
+
+    monkeypatch.setattr(made, "write", slow)
+    one = stage(made)
+    await one.capture()
+    given_up = asyncio.create_task(one.checkpoint(str(tmp_path), frozenset()))
+    await asyncio.to_thread(begun.wait, 20)
+    given_up.cancel()
+    with pytest.raises(CheckpointError, match="still being written"):
+        await one.capture()
+    disk.set()
+    await asyncio.wait((cast(Any, one)._writing,), timeout=20)
+    assert (await one.capture()).nbytes > 0
 
 
 async def test_a_stage_goes_on_bit_for_bit_after_a_restore(tmp_path: Path) -> None:
