@@ -40,6 +40,7 @@ from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.evaluation_files import TEACHERS, of_step
 from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.observability.activity import traced, trained_samples
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, teachers_s
@@ -273,7 +274,8 @@ class Pipeline:
 
     async def _push(self) -> None:
         """Snapshot ──► every rollout replica; then admission has the new version's budget."""
-        report = await self.stages.sync.push()
+        with traced(self.log, "weight sync", "sync"):
+            report = await self.stages.sync.push()
         self.run_state.admission.advance(report.version)
         self.metering.synced(report)
         if self.evaluations.is_due(report.version):
@@ -292,7 +294,8 @@ class Pipeline:
         """
         if self.evaluation is not None:
             work = self.evaluation.run(self.stages.rollouter.generate, prefix)
-            measured = await self._bounded("the evaluation", work)
+            with traced(self.log, "evaluation", "eval"):
+                measured = await self._bounded("the evaluation", work)
             if self.checkpointer is not None:
                 await self.checkpointer.evaluated(step, measured.metrics)
             await self._publish(measured, step, of_step(step))
@@ -301,7 +304,8 @@ class Pipeline:
         if self.evaluation is not None and self.config.eval.teachers:
             work = self.evaluation.run_teachers(self.stages.scorer.generate)
             least_s = teachers_s(self.config, self.evaluation.prompts, self.evaluation.sampling)
-            measured = await self._bounded("the evaluation of the teachers", work, least_s)
+            with traced(self.log, "evaluation", "eval teachers"):
+                measured = await self._bounded("the evaluation of the teachers", work, least_s)
             await self._publish(measured, 0, TEACHERS)
 
     async def _publish(self, measured: EvaluationResult, step: int, name: str) -> None:
@@ -321,7 +325,9 @@ class Pipeline:
         pools |= {f"teacher/{name}": one for name, one in teachers.result().items()}
         pools["train"] = trainer.result()
         metrics = self.metering.step(report, pools, topics.result())
-        self.log.busy({pool: found.busy for pool, found in pools.items()})
+        shown = {pool: [*found.busy, *found.spans] for pool, found in pools.items()}
+        shown["train"] += trained_samples(report, pools["train"].busy)
+        self.log.busy(shown)
         warnings = self.run_state.guardrail.observe(metrics)
         metrics |= self.run_state.metrics
         if self.checkpointer is not None:

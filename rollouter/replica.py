@@ -94,7 +94,7 @@ class StudentReplica:
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
-        self._activity = Activity("generate")
+        self._activity = Activity("generate", track=spec.name)
         self._version = 0
         self._requests = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
@@ -182,13 +182,14 @@ class StudentReplica:
         request = TokensPrompt(
             prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
         )
-        with self._activity.busy():
+        with self._activity.busy() as begun:
             name = f"{uid}#{self._requests}"
             outputs = self._engine.generate(request, params, name, lora_request=self._adapter)
             async for output in outputs:
                 if output.finished:
                     rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
                     self._counters["tokens"] += len(rollout.response_ids)
+                    self._activity.sampled(uid, begun)
                     newer = any(span.version > version for span in rollout.version_spans[:1])
                     return None if newer and output.num_cached_tokens else rollout
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
@@ -262,7 +263,7 @@ class StudentReplica:
         await self._exit_watch.within(self._engine.resume_generation())
         self._syncing.clear()
         self._unpaused.set()
-        paused_s = self._activity.clock() - self._pause_started
+        paused_s = self._activity.span("sync", self._pause_started)
         self._counters["paused_s"] += paused_s
         self._total_paused_s += paused_s
 
@@ -333,6 +334,7 @@ class StudentReplica:
             },
             busy=self._activity.drain(),
             waits_for=self._waits_for,
+            spans=self._activity.drain_spans(),
         )
 
     @property

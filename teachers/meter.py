@@ -27,8 +27,8 @@ class ScoringMeter:
     trainer, which has the teacher's head, reports theirs (``trainer/losses/report.py``).
     """
 
-    def __init__(self) -> None:
-        self.activity = Activity("score")
+    def __init__(self, replica: str = "") -> None:
+        self.activity = Activity("score", track=replica)
         self._counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def score(
@@ -36,8 +36,10 @@ class ScoringMeter:
     ) -> Batch:
         """The samples of a batch of rollouts, in order; see ``gather_or_cancel``."""
         rollouts = unpack(Rollout, [batch])
-        with self.activity.busy():
+        with self.activity.busy() as since:
             samples = await gather_or_cancel(*map(score, rollouts))
+            for rollout in rollouts:
+                self.activity.sampled(rollout.uid, since)
         self._counters["batches"] += 1
         self.add(samples)
         return Batch.pack(samples)
@@ -64,4 +66,5 @@ class ScoringMeter:
             gauges={"in_flight": float(self.activity.depth)},
             busy=self.activity.drain(),
             waits_for="" if self.activity.depth else IDLE,
+            spans=self.activity.drain_spans(),
         )

@@ -35,7 +35,7 @@ class TeacherReplica:
         kwargs = fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
         self._scoring = RequestScoring(spec, self._engine)
-        self._meter = ScoringMeter()
+        self._meter = ScoringMeter(spec.name)
         self._requests = 0
         self._unpaused = asyncio.Event()
         self._unpaused.set()

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
 from async_opd.core.errors import StageError
+from async_opd.core.reports import Interval
 
 T = TypeVar("T")
 
@@ -45,6 +46,10 @@ class RankGroup(Protocol):
     def mark_broken(self) -> None:
         """Refuses every later dispatch: rank 0 failed in a computation that all ranks share."""
 
+    def spans(self) -> tuple[Interval, ...]:
+        """When each of the ranks computed what, since the last call."""
+        ...
+
     async def failure(self) -> StageError:
         """Waits until a rank has died or failed; returns its error."""
         ...
@@ -63,6 +68,10 @@ class SingleRank:
 
     def mark_broken(self) -> None:
         """There is no other rank to refuse."""
+
+    def spans(self) -> tuple[Interval, ...]:
+        """There is no other rank."""
+        return ()
 
     async def failure(self) -> StageError:
         """Never returns."""

@@ -84,7 +84,7 @@ class TrainerStage:
         self._model_dir = model_dir
         self._rank_group = rank_group
         self._computing, self._sending = WorkThread("train"), WorkThread("send weights")
-        self._activity = Activity("train")
+        self._activity = Activity("step", track="trainer/0")
         self._weights = asyncio.Lock()  # held while weights change or are copied
         self._gate = Gate()
         self._turns = turns
@@ -157,6 +157,7 @@ class TrainerStage:
             gauges={"version": float(self._version)},
             busy=self._activity.drain(),
             waits_for=self._waits_for,
+            spans=self._rank_group.spans(),
         )
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ learner's thread ──dispatch──► event loop ──remote calls──► 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from async_opd.cluster.actor_shell import Remote
 from async_opd.cluster.proxies import NO_TIMEOUT
 from async_opd.core.errors import ProcessDied, StageError
+from async_opd.core.reports import Interval
 from async_opd.core.stages import TRAINER
 from trainer.rank_group import GRACE_S
 
@@ -28,6 +30,7 @@ class RemoteRankGroup:
         self._broken = False
         self._loop = asyncio.get_running_loop()
         self._grace_s = grace_s
+        self._spans: list[Interval] = []
         self._failure: asyncio.Future[StageError] = self._loop.create_future()
         self._death: asyncio.Future[StageError] = self._loop.create_future()
 
@@ -43,6 +46,11 @@ class RemoteRankGroup:
         ]
         return lambda: [call.result() for call in calls]
 
+    def spans(self) -> tuple[Interval, ...]:
+        """See RankGroup.spans; each lasts from the call to its answer."""
+        spans, self._spans = self._spans, []
+        return tuple(spans)
+
     def mark_broken(self) -> None:
         """See RankGroup.mark_broken."""
         self._broken = True
@@ -54,8 +62,11 @@ class RemoteRankGroup:
         return (self._death if self._death.done() else self._failure).result()
 
     async def _call(self, follower: Remote, method: str, arguments: tuple[Any, ...]) -> Any:
+        since = time.time()
         try:
-            return await follower.call(method, *arguments, timeout_s=NO_TIMEOUT)
+            answer = await follower.call(method, *arguments, timeout_s=NO_TIMEOUT)
+            self._spans.append(Interval(method, since, time.time(), follower.name))
+            return answer
         except Exception as error:
             self._broken = True
             failure = _failure(follower.name, error)

@@ -10,11 +10,17 @@ from async_opd.core.samples import Header
 
 @dataclass(frozen=True)
 class Interval:
-    """A pool was busy from ``start`` to ``end`` (seconds since the epoch) doing ``what``."""
+    """A pool was busy from ``start`` to ``end`` (seconds since the epoch) doing ``what``.
+
+    ``track`` names the replica or rank that did it ('' for the pool as a whole), ``sample`` the uid
+    of the one sample that it was done for, if it is one of those that the trace follows.
+    """
 
     what: str
     start: float
     end: float
+    track: str = ""
+    sample: str = ""
 
 
 @dataclass(frozen=True)
@@ -35,13 +41,15 @@ class StageReport:
     """What a stage did since its last report.
 
     ``counters`` are sums since the last report, ``gauges`` the values now, ``busy`` the intervals
-    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes).
+    in which the pool computed, ``waits_for`` what it waits for now ('' if it computes). ``spans``
+    are further intervals, which only the trace shows: they count in no busy share.
     """
 
     counters: Mapping[str, float] = field(default_factory=dict)
     gauges: Mapping[str, float] = field(default_factory=dict)
     busy: tuple[Interval, ...] = ()
     waits_for: str = ""
+    spans: tuple[Interval, ...] = ()
 
 
 @dataclass(frozen=True)

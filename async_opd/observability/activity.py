@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
-from async_opd.core.reports import Interval
+from async_opd.core.reports import Interval, StepReport
+from async_opd.core.stages import Log
+from async_opd.observability.trace_events import is_traced
 
 
 class Activity:
@@ -15,34 +18,76 @@ class Activity:
     Times are seconds since the epoch, so that intervals of several processes can be compared.
     """
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self, what: str, clock: Callable[[], float] = time.time, track: str = "") -> None:
         self.clock = clock
         self.depth = 0
         self._what = what
+        self._track = track
         self._since = 0.0
         self._intervals: list[Interval] = []
+        self._spans: list[Interval] = []
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Records the block as work of the pool; blocks may overlap."""
+    def busy(self) -> Iterator[float]:
+        """Records the block as work of the pool; blocks may overlap. Yields when it began."""
+        begun = self.clock()
         if self.depth == 0:
-            self._since = self.clock()
+            self._since = begun
         self.depth += 1
         try:
-            yield
+            yield begun
         finally:
             self.depth -= 1
             if self.depth == 0:
-                self._intervals.append(Interval(self._what, self._since, self.clock()))
+                self._intervals.append(self._interval(self._since, self.clock()))
 
     def drain(self) -> tuple[Interval, ...]:
         """The intervals since the last call; one that is still open is cut now."""
         if self.depth:
             now = self.clock()
-            self._intervals.append(Interval(self._what, self._since, now))
+            self._intervals.append(self._interval(self._since, now))
             self._since = now
         intervals, self._intervals = self._intervals, []
         return tuple(intervals)
+
+    def sampled(self, uid: str, since: float) -> None:
+        """Records work on one sample that ends now, in a ``busy`` block, if the trace follows it.
+
+        ``since`` is when it began.
+        """
+        if is_traced(uid):
+            self._spans.append(replace(self._interval(since, self.clock()), sample=uid))
+
+    def span(self, what: str, since: float) -> float:
+        """Records for the trace that ``what`` began at ``since`` and ends now; its seconds."""
+        now = self.clock()
+        self._spans.append(Interval(what, since, now, f"{self._track} {what}".strip()))
+        return now - since
+
+    def drain_spans(self) -> tuple[Interval, ...]:
+        """What the trace alone shows, since the last call."""
+        spans, self._spans = self._spans, []
+        return tuple(spans)
+
+    def _interval(self, start: float, end: float) -> Interval:
+        return Interval(self._what, start, end, self._track)
+
+
+@contextmanager
+def traced(log: Log, pool: str, what: str) -> Iterator[None]:
+    """Shows the block in the trace, as a slice of ``pool``, if it ends without an error."""
+    since = time.time()
+    yield
+    log.busy({pool: [Interval(what, since, time.time())]})
+
+
+def trained_samples(report: StepReport, busy: Sequence[Interval]) -> list[Interval]:
+    """The step as work on each of its samples that the trace follows.
+
+    ``busy`` are the trainer's intervals, of which the last one is the step.
+    """
+    uids = [header.uid for header in report.trained if is_traced(header.uid)] if busy else []
+    return [replace(busy[-1], sample=uid) for uid in uids]
 
 
 def covered(intervals: list[Interval]) -> list[Interval]:

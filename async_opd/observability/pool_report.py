@@ -9,7 +9,7 @@ from async_opd.core.reports import StageReport
 
 
 def merge_reports(reports: Iterable[StageReport]) -> StageReport:
-    """Sums counters and gauges (``version``: the oldest) and concatenates busy intervals.
+    """Sums counters and gauges (``version``: the oldest) and concatenates intervals.
 
     The pool waits only if every replica waits.
     """
@@ -23,6 +23,7 @@ def merge_reports(reports: Iterable[StageReport]) -> StageReport:
         gauges=gauges,
         busy=tuple(interval for report in reports for interval in report.busy),
         waits_for=waiting[0] if waiting and all(waiting) else "",
+        spans=tuple(interval for report in reports for interval in report.spans),
     )
 
 

@@ -69,7 +69,7 @@ class EndpointReplica:
     def __init__(self, spec: EndpointSpec) -> None:
         self._spec = spec
         self._api = make_api(spec.api, spec.served_model)
-        self._meter = ScoringMeter()
+        self._meter = ScoringMeter(spec.name)
         self._session: aiohttp.ClientSession | None = None
 
     def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec]]:

@@ -22,6 +22,7 @@ import torch
 
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, WeightSyncError
+from async_opd.observability.activity import Activity
 from async_opd.processes.members import MemberSet, Policy
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import WeightMeta
@@ -158,7 +159,7 @@ def replica(index: int, workers: int) -> Any:
     made._transport = nccl
     made._exit_watch = Watch()
     made._spec = SimpleNamespace(name=f"student/{index}")
-    made._activity = SimpleNamespace(clock=lambda: 0.0)
+    made._activity = Activity("generate", clock=lambda: 0.0)
     made._counters = dict.fromkeys(COUNTERS, 0.0)
     made._total_paused_s = made._pause_started = 0.0
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from async_opd.core.reports import Interval
 from async_opd.observability.activity import Activity, covered, overlap_s
+from async_opd.observability.trace_events import is_traced
 
 
 def interval(start: float, end: float) -> Interval:
@@ -11,7 +12,7 @@ def interval(start: float, end: float) -> Interval:
 
 
 def test_overlapping_work_is_one_interval() -> None:
-    now = iter([1.0, 4.0])
+    now = iter([1.0, 2.0, 4.0])
     activity = Activity("x", clock=lambda: next(now))
     with activity.busy(), activity.busy():
         pass
@@ -38,3 +39,20 @@ def test_overlap_counts_only_the_time_in_which_all_pools_are_busy() -> None:
 
 def test_pools_that_never_meet_do_not_overlap() -> None:
     assert overlap_s([[interval(0, 1)], [interval(1, 2)]]) == 0.0
+
+
+def test_work_on_a_sample_that_the_trace_follows_is_reported_beside_the_busy_intervals() -> None:
+    now = iter([1.0, 2.0, 3.0, 4.0, 5.0])
+    activity = Activity("generate", lambda: next(now), "student/0")
+    uid = next(uid for uid in map(str, range(10_000)) if is_traced(uid))
+    other = next(uid for uid in map(str, range(10_000)) if not is_traced(uid))
+    with activity.busy() as begun:
+        activity.sampled(uid, begun)
+        activity.sampled(other, begun)
+    assert activity.span("sync", 1.5) == 2.5
+    assert activity.drain() == (Interval("generate", 1.0, 3.0, "student/0"),)
+    assert activity.drain_spans() == (
+        Interval("generate", 1.0, 2.0, "student/0", uid),
+        Interval("sync", 1.5, 4.0, "student/0 sync"),
+    )
+    assert activity.drain_spans() == ()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +15,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.reports import Interval
-from async_opd.observability import trace as module
+from async_opd.observability import trace_file as module
 from async_opd.observability.sinks import Summary
-from async_opd.observability.trace import Lanes, TraceSink
+from async_opd.observability.trace import TraceSink
+from async_opd.observability.trace_events import MAX_PENDING, TRACED, Lanes, SampleFlows, is_traced
 
 START = 1_000_000.0
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
 
-def interval(start: float, end: float, what: str = "work") -> Interval:
-    return Interval(what, START + start, START + end)
+def interval(
+    start: float, end: float, what: str = "work", track: str = "", sample: str = ""
+) -> Interval:
+    return Interval(what, START + start, START + end, track, sample)
 
 
 def sink(run_dir: Path, **options: Any) -> TraceSink:
@@ -141,23 +146,162 @@ def test_another_run_does_not_go_on_with_a_trace_that_is_there(tmp_path: Path) -
     assert events(sink(tmp_path)) == []
 
 
-def test_intervals_beyond_the_bound_are_counted_in_the_file_and_told(tmp_path: Path) -> None:
-    trace = sink(tmp_path, max_intervals=3)
-    for step in range(3):
-        trace.busy({"train": [interval(step, step + 1), interval(step + 0.1, step + 0.2)]})
-    assert len(events(trace)) == 3
-    assert written(trace)["otherData"]["left_out"] == 3
+def test_a_file_does_not_grow_beyond_its_bytes_and_counts_what_is_left_out(tmp_path: Path) -> None:
+    trace, each = sink(tmp_path, max_bytes=2000), 40
+    for step in range(each):
+        trace.busy({"train": [interval(step, step + 1)]})
+    left = written(trace)["otherData"]["left_out"]
+    assert 0 < left < each
+    assert len(events(trace)) + left == each
+    assert trace.path.stat().st_size < 2000 + 500
     assert len(events(trace, "i")) == 1
-    assert trace.close(SUMMARY) == "trace.json has 3 intervals; 3 were dropped"
+    assert trace.close(SUMMARY) == (
+        f"trace.json has {each - left} intervals; {left} events were dropped"
+    )
 
 
-def test_a_resumed_run_keeps_to_the_bound_of_the_whole_trace(tmp_path: Path) -> None:
-    first = sink(tmp_path, max_intervals=2)
-    first.busy({"train": [interval(0, 1)]})
+def test_a_resumed_run_keeps_to_the_bytes_of_the_whole_trace(tmp_path: Path) -> None:
+    first = sink(tmp_path, max_bytes=1500)
+    first.busy({"train": [interval(step, step + 1) for step in range(40)]})
     first.close(SUMMARY)
-    second = sink(tmp_path, max_intervals=2, resumed=True)
-    second.busy({"train": [interval(1, 2), interval(2, 3)]})
-    assert len(events(second)) == 2
+    size = first.path.stat().st_size
+    second = sink(tmp_path, max_bytes=1500, resumed=True)
+    second.busy({"train": [interval(step, step + 1) for step in range(40, 60)]})
+    assert written(second)["otherData"]["left_out"] > 20
+    assert second.path.stat().st_size < size + 10
+
+
+UID = next(uid for uid in map(str, range(10_000)) if is_traced(uid))
+
+
+def way(uid: str = UID, start: float = 0.0) -> list[dict[str, list[Interval]]]:
+    """Two reports: the sample is generated and scored; then it is trained."""
+    parts = [
+        ("rollout", interval(start, start + 1, "generate", "student/0")),
+        ("teacher/a", interval(start + 1, start + 2, "score", "teacher a/1")),
+        ("train", interval(start + 3, start + 4, "step", "trainer/0")),
+    ]
+    reports = [
+        {pool: [one, Interval(one.what, one.start, one.end, one.track, uid)]} for pool, one in parts
+    ]
+    return [{**reports[0], **reports[1]}, reports[2]]
+
+
+def test_each_replica_and_rank_has_a_track_of_its_own(tmp_path: Path) -> None:
+    trace = sink(tmp_path)
+    trace.busy(
+        {
+            "rollout": [interval(0, 2, "generate", f"student/{replica}") for replica in range(3)],
+            "train": [interval(0, 2, "step", f"trainer/{rank}") for rank in range(2)],
+        }
+    )
+    names = [e["args"]["name"] for e in events(trace, "M") if e["name"] == "thread_name"]
+    assert names == ["student/0", "student/1", "student/2", "trainer/0", "trainer/1"]
+    places = sorted((e["pid"], e["tid"]) for e in events(trace))
+    assert places == [(1, 0), (1, 1), (1, 2), (2, 0), (2, 1)]
+
+
+def test_a_replica_keeps_its_track_when_the_run_is_resumed(tmp_path: Path) -> None:
+    first = sink(tmp_path)
+    first.busy({"rollout": [interval(0, 1, "generate", f"student/{at}") for at in range(2)]})
+    first.close(SUMMARY)
+    second = sink(tmp_path, resumed=True)
+    second.busy({"rollout": [interval(1, 2, "generate", f"student/{at}") for at in (1, 0)]})
+    assert [e["tid"] for e in events(second)] == [0, 1, 1, 0]
+    assert sum(e["name"] == "thread_name" for e in events(second, "M")) == 2
+
+
+def test_arrows_lead_from_the_generation_of_a_sample_through_its_scoring_to_its_step(
+    tmp_path: Path,
+) -> None:
+    trace = sink(tmp_path)
+    for report in way():
+        trace.busy(report)
+    check_format(written(trace))
+    arrows = [e for e in written(trace)["traceEvents"] if e["ph"] in "stf"]
+    assert [(e["ph"], e["id"]) for e in arrows] == [("s", 1), ("t", 1), ("f", 1)]
+    assert {e["args"]["uid"] for e in arrows} == {UID}
+
+
+def test_a_sample_that_is_not_trained_yet_has_no_arrow(tmp_path: Path) -> None:
+    trace = sink(tmp_path)
+    trace.busy(way()[0])
+    check_format(written(trace))
+    assert not events(trace, "s")
+
+
+def test_a_sample_that_was_generated_again_has_one_way(tmp_path: Path) -> None:
+    trace = sink(tmp_path)
+    for report in [way()[0], *way(start=10)]:
+        trace.busy(report)
+    check_format(written(trace))
+    assert [e["ts"] for e in events(trace, "s")] == [11_000_000 - 1]
+
+
+def test_one_sample_in_a_hundred_is_followed() -> None:
+    found = sum(is_traced(f"p{prompt}/{member}") for prompt in range(5000) for member in range(4))
+    assert 0.8 < found / 20_000 * TRACED < 1.2
+
+
+def test_samples_that_are_never_trained_are_forgotten() -> None:
+    flows = SampleFlows()
+    for number in range(2 * MAX_PENDING):
+        flows.add("rollout", interval(0, 1, sample=str(number)))
+    assert len(flows._pending) == MAX_PENDING
+
+
+def check_format(content: dict[str, Any]) -> None:
+    """What the trace event format asks for: nesting slices, and arrows that begin and end.
+
+    An arrow's point must lie within a slice of its thread.
+    """
+    found = content["traceEvents"]
+    slices: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for e in found:
+        assert e["ph"] in "XMistf"  # complete events: nothing that must be closed
+        if e["ph"] == "X":
+            assert e["dur"] >= 0
+            slices.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in slices.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1 for a, b in pairwise(spans))  # rounded to a microsecond
+    assert slices.keys() <= {(e["pid"], e["tid"]) for e in found if e["name"] == "thread_name"}
+    ways: dict[int, list[dict[str, Any]]] = {}
+    for e in found:
+        if e["ph"] in "stf":
+            ways.setdefault(e["id"], []).append(e)
+            thread = slices[e["pid"], e["tid"]]
+            assert any(start <= e["ts"] <= end for start, end in thread)
+    for points in ways.values():
+        kinds = "".join(e["ph"] for e in points)
+        assert kinds[0] + kinds[-1] == "sf"
+        assert set(kinds[1:-1]) <= {"t"}
+        assert points[-1]["bp"] == "e"
+        assert [e["ts"] for e in points] == sorted(e["ts"] for e in points)
+
+
+@given(st.sets(st.integers(0, 40)), st.integers(400, 6000), st.integers(0, 12))
+def test_whatever_is_killed_or_left_out_the_trace_keeps_to_the_format(
+    starts: set[int], max_bytes: int, killed: int
+) -> None:
+    uids = [uid for uid in map(str, range(8000)) if is_traced(uid)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = sink(Path(folder), max_bytes=max_bytes)
+        for number, start in enumerate(sorted(starts)):
+            if number == killed:  # and never closed; the next process resumes
+                trace = sink(Path(folder), max_bytes=max_bytes, resumed=True)
+            for report in way(uids[number], 5 * start):
+                trace._write([report])
+        check_format(json.loads(trace.path.read_text()))
+
+
+def test_a_step_of_many_replicas_costs_little_time_to_trace(tmp_path: Path) -> None:
+    trace, replicas, steps = sink(tmp_path), 64, 50
+    started = time.thread_time()
+    for step in range(steps):
+        busy = [interval(step, step + 0.9, "generate", f"student/{at}") for at in range(replicas)]
+        trace._write([{"rollout": busy}])
+    assert (time.thread_time() - started) / steps < 0.05  # 1 ms; loosely, for a busy machine
 
 
 def test_a_disk_that_fills_up_leaves_what_was_written_before(
