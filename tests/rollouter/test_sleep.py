@@ -52,7 +52,7 @@ def replica(engine: Engine) -> Any:
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
     made._unpaused.set()
     made._counters, made._mixed, made._version = {}, "", 1
-    made._worker, made._slots = SimpleNamespace(rollouts=0), SimpleNamespace(limit=4)
+    made._worker, made._slots = SimpleNamespace(rollouts=0, grading=0), SimpleNamespace(limit=4)
     return made
 
 
