@@ -77,6 +77,7 @@ class Pipeline:
         self._events = EventForwarder(self.log)
         self._issued = self.start is None
         self._past_cold_start = self.cold_start is None
+        self._restored = self.start is None
         self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
         self._coroutines = asyncio.TaskGroup()
@@ -128,6 +129,11 @@ class Pipeline:
         return self.run_state.step == self.config.train.steps
 
     @property
+    def has_weights(self) -> bool:
+        """Whether the trainer has the weights of the run's step: not before it is restored."""
+        return self._restored and not self.rewound
+
+    @property
     def state_s(self) -> float:
         """Bound, in seconds, of calls that copy, write or read the trainer's whole state."""
         return 0.0 if self.checkpointer is None else self.checkpointer.timeout_s
@@ -136,10 +142,12 @@ class Pipeline:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
 
         Raises if the trainer does not answer, or if its state does not match the run state;
-        CheckpointError in a cold start, which a resume would skip, and once the run is rewound.
+        CheckpointError in a cold start, which a resume would skip, and once the run is rewound,
+        until the trainer is restored.
         """
-        if self.rewound or not self._past_cold_start:
-            cause = "the run is being rewound" if self.rewound else "the cold start is not over"
+        if not (self.has_weights and self._past_cold_start):
+            before = "the cold start is not over" if self._restored else "nothing is restored yet"
+            cause = "the run is being rewound" if self.rewound else before
             raise CheckpointError("checkpoint", cause)
         if self.checkpointer is not None:
             await self.checkpointer.settled()
@@ -150,6 +158,7 @@ class Pipeline:
         """The checkpoint's weights ──► trainer and replicas; unfinished groups ──► prompts."""
         restoring = self.stages.trainer.restore(str(start.folder))
         finished = await self._bounded("the trainer's restart", restoring, self.state_s)
+        self._restored = True
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         self._issued = True

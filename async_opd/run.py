@@ -212,7 +212,10 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
         except asyncio.CancelledError:
             grace_s = config.shutdown.grace_s
             await _checkpoint_at_end(training.pipeline, log, grace_s, "shutdown.grace_s")
-            await _save_partial_model(stages, job)
+            if training.pipeline.has_weights:
+                await _save_partial_model(stages, job)
+            else:
+                log.message("the student is not saved: the trainer has not its weights again yet")
             raise
         except Exception as error:
             outcome.error = error
@@ -281,9 +284,11 @@ async def _checkpoint_after_failure(error: Exception, pipeline: Pipeline, log: R
 
 async def _save_partial_model(stages: LaunchedStages, job: Job) -> None:
     try:
-        await _save(stages, job.run_dir, job.log)
+        await stages.save_early(str(job.run_dir / "model"))
     except StageError as error:
         job.message(f"the student of the failed run could not be saved: {error}")
+    else:
+        job.message(f"the student is in {job.run_dir / 'model'}")
 
 
 async def _shielded(work: Coroutine[Any, Any, None]) -> None:

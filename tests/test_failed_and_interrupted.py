@@ -54,7 +54,8 @@ class Training(FakeTraining):
 @asynccontextmanager
 async def launch(*args, **options):
     try:
-        yield SimpleNamespace(trainer=Trainer())
+        trainer = Trainer()
+        yield SimpleNamespace(trainer=trainer, save_early=trainer.save)
     finally:
         if when == "processes":
             os.kill(os.getpid(), signal.SIGTERM)

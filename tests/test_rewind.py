@@ -25,6 +25,7 @@ from async_opd.accounting.roll_backs import RollBack, add_roll_back, read_roll_b
 from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, GuardrailExceeded, ProcessDied
+from async_opd.core.reports import Captured
 from async_opd.core.stages import PROMPTS
 from async_opd.files.run_format import write_run_format
 from async_opd.job import Job
@@ -320,6 +321,16 @@ async def test_a_rewound_pipeline_takes_no_checkpoint(tmp_path: Path) -> None:
     pipeline.rewound = True
     with pytest.raises(CheckpointError, match="the run is being rewound"):
         await pipeline.checkpoint()
+
+
+async def test_until_the_trainer_is_restored_neither_a_checkpoint_nor_a_model_is_written() -> None:
+    made = Mortal(SHAPE, None).world
+    start: Any = SimpleNamespace(cut=made.pipeline.run_state.cut(Captured(0, ())), folder="x")
+    made.pipeline.start = start
+    made.pipeline.__post_init__()
+    assert not made.pipeline.has_weights
+    with pytest.raises(CheckpointError, match="nothing is restored yet"):
+        await made.pipeline.checkpoint()
 
 
 async def test_a_run_that_degenerates_once_too_often_ends_with_what_was_found(

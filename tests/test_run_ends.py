@@ -29,7 +29,7 @@ from async_opd.files.run_format import (
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
 from async_opd.processes.run_lock import run_lock
-from async_opd.run import BAD_INPUT, RUN_OUTPUTS, _is_completed, _shielded, _start, run
+from async_opd.run import BAD_INPUT, INTERRUPTED, RUN_OUTPUTS, _is_completed, _shielded, _start, run
 from tests.checkpoint.test_store import ROWS, config, cut
 from tests.observability.test_run_log import Recorder
 
@@ -204,8 +204,8 @@ class FakeTrainer:
 class FakeTraining:
     """Trains in no time; then ends with the error it is given."""
 
-    error: Exception | None = None
-    trained = True
+    error: BaseException | None = None
+    trained = has_weights = True
 
     def __init__(self, job: Job, stages: Any, text: Any) -> None:
         self.job = job
@@ -213,6 +213,7 @@ class FakeTraining:
             config=job.config,
             stages=stages,
             is_trained=self.trained,
+            has_weights=self.has_weights,
             checkpoint=self.checkpoint,
             state_s=5.0,
         )
@@ -236,7 +237,8 @@ def distilling(monkeypatch: pytest.MonkeyPatch) -> type[FakeTraining]:
 
     @asynccontextmanager
     async def launch(*_: Any, **__: Any) -> AsyncIterator[Any]:
-        yield SimpleNamespace(trainer=FakeTrainer())
+        trainer = FakeTrainer()
+        yield SimpleNamespace(trainer=trainer, save_early=trainer.save)
 
     monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(module, "Training", Own)
@@ -299,6 +301,18 @@ def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
     distilling.trained = False
     assert run(quiet(tmp_path / "half"), Inputs(ROWS)) == 1
     assert not (tmp_path / "half" / "model").exists()
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_an_interrupted_run_saves_the_student_only_if_the_trainer_has_its_weights(
+    tmp_path: Path, distilling: type[FakeTraining], has_weights: bool
+) -> None:
+    distilling.error = asyncio.CancelledError()
+    distilling.has_weights = has_weights
+    assert run(quiet(tmp_path), Inputs(ROWS)) == INTERRUPTED
+    assert (tmp_path / "model").is_dir() == has_weights
+    told = "the student is not saved: the trainer has not its weights again yet"
+    assert (told in (tmp_path / "run.log").read_text()) != has_weights
 
 
 def test_a_checkpoint_that_cannot_be_had_at_the_end_does_not_replace_the_error(

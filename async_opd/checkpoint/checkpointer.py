@@ -117,9 +117,11 @@ class Checkpointer:
                 in_flight = frozenset(cut.ledger.in_flight)
                 files = await self.trainer.checkpoint(str(part), in_flight)
                 folder = await _in_thread(self._commit, part, cut, files)
-        except (OSError, StageError) as error:  # a timeout is an OSError
+        except Exception as error:  # of any kind: the run goes on
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
+            if not isinstance(error, OSError | StageError):
+                cause = f"{type(error).__name__}: {error}"
             if isinstance(error, TimeoutError) and not cause:
                 cause = f"it took longer than {self.timeout_s:g} s, for which checkpoint.timeout_s "
                 cause += "and checkpoint.min_mib_per_s allow"

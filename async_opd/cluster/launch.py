@@ -36,6 +36,7 @@ from async_opd.config.sections.teachers import SelfTeacher
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
+from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from teachers.protocols import TeacherWeights
 
@@ -63,6 +64,26 @@ class LaunchedStages:
         The trainer then has the student's first weights. Raises if it died too often.
         """
         await self.singletons.rebuild_all(error)
+
+    async def save_early(self, directory: str) -> None:
+        """Saves the student of a run that ends before its time. Raises what the trainer raises.
+
+        Engines on the GPUs of several ranks, which gather their shards there, finish no response
+        before: that may take longer than the run has left.
+        """
+        config, rollouter = self.singletons.config, self.singletons.rollouter
+        if config.rollout.host is None or config.train.ranks == 1:
+            await self.trainer.save(directory)
+            return
+        bound = config.supervision.timeout_s
+        await rollouter.stop(bound)
+        await rollouter.halt_replicas(bound)
+        await gather_or_cancel(self.trainer.save(directory), self._turn())
+
+    async def _turn(self) -> None:
+        """The trainer's turn for the work that waits, when nobody gives it one any more."""
+        await self.trainer.wait_for_work("rollout")
+        await self.trainer.take_turn("rollout")
 
 
 @asynccontextmanager

@@ -75,6 +75,27 @@ async def test_a_folder_that_a_late_write_knows_is_no_later_checkpoints(tmp_path
     assert store.begun() == {4}
 
 
+async def test_a_failure_of_any_kind_is_counted_and_the_next_checkpoint_is_taken(
+    tmp_path: Path,
+) -> None:
+    said: list[str] = []
+    checkpointer, trainer = writing(tmp_path, said, 20)
+    trainer.written.set()
+    syncs = iter([ValueError("write to closed file"), None])
+
+    def sync() -> None:
+        error = next(syncs)
+        if error is not None:
+            raise error
+
+    checkpointer.sync = sync
+    for step in (4, 8):
+        await checkpointer.take(lambda _, step=step: cut(step))  # type: ignore[misc]
+        await checkpointer.settled()
+    assert said[0].endswith("the run goes on: ValueError: write to closed file")
+    assert (checkpointer.metrics["checkpoint/failures"], checkpointer.store.steps()) == (1, [8])
+
+
 async def test_what_is_abandoned_while_the_trainer_writes_never_becomes_a_checkpoint(
     tmp_path: Path,
 ) -> None:

@@ -1,0 +1,90 @@
+"""The student of a run that ends before its time, whose trainer shares the engines' GPUs."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from async_opd.cluster.launch import LaunchedStages
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.waiting.gpu_turns import GpuTurns
+
+
+class Ending:
+    """The trainer and the rollout stage's actor; engines have responses that never end."""
+
+    def __init__(self, ranks: int, colocated: bool = True) -> None:
+        self.ranks, self.turns = ranks, GpuTurns(0.0)
+        self.told: list[str] = []
+        place = {"placement": "colocated", "with": "train"} if colocated else {}
+        config = RunConfig.model_validate(
+            {
+                "student": {"model": "s"},
+                "teachers": {"a": {"model": "a"}},
+                "data": {"train": "rows.jsonl"},
+                "train": {"ranks": ranks},
+                "rollout": place,
+            }
+        )
+        own: Any = self
+        singletons: Any = SimpleNamespace(config=config, rollouter=self)
+        self.stages = LaunchedStages(own, own, own, own, own, singletons)
+        self.gathers = colocated and ranks > 1
+
+    async def save(self, directory: str) -> None:
+        if self.gathers:
+            async with self.turns:
+                self.told.append(f"saves {directory}")
+        else:
+            self.told.append(f"saves {directory}")
+
+    async def stop(self, bound: float) -> None:
+        self.told.append("no supervision")
+
+    async def halt_replicas(self, bound: float) -> None:
+        self.told.append("engines sleep")
+
+    async def wait_for_work(self, pool: str) -> None:
+        await self.turns.wanted()
+
+    async def take_turn(self, pool: str) -> None:
+        await self.turns.take(self._moved("onloads"), self._moved("offloads"))
+
+    def _moved(self, what: str) -> Any:
+        async def move() -> None:
+            self.told.append(what)
+
+        return move
+
+
+async def test_several_ranks_get_their_gpus_without_a_wait_for_responses() -> None:
+    made = Ending(ranks=2)
+    await asyncio.wait_for(made.stages.save_early("model"), 5)
+    assert made.told == ["no supervision", "engines sleep", "onloads", "saves model", "offloads"]
+
+
+@pytest.mark.parametrize(("ranks", "colocated"), [(1, True), (2, False)])
+async def test_a_trainer_that_needs_no_turn_saves_beside_the_engines(
+    ranks: int, colocated: bool
+) -> None:
+    made = Ending(ranks, colocated)
+    await made.stages.save_early("model")
+    assert made.told == ["saves model"]
+
+
+async def test_a_trainer_that_cannot_save_says_so_and_its_turn_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Ending(ranks=2)
+
+    async def fails(directory: str) -> None:
+        async with made.turns:
+            raise StageError("trainer", "the disk is full")
+
+    monkeypatch.setattr(made, "save", fails)
+    with pytest.raises(StageError, match="the disk is full"):
+        await asyncio.wait_for(made.stages.save_early("model"), 5)
