@@ -51,12 +51,17 @@ class Display:
         topics = _topics(state, width)
         curves = _curves(state.curves, width)
         room = max(rows - 2, 0)
-        yield from topics[: max(room // 2, room - len(curves))]
-        yield from curves[: max(room - min(len(topics), room // 2), 0)]
-        facts = _facts(state)
-        if facts:
-            yield Text(fit(facts, width))
-        yield from messages
+        shown = [
+            topics[: max(room // 2, room - len(curves))],
+            curves[: max(room - min(len(topics), room // 2), 0)],
+            [Text(fit(facts, width))] if (facts := _facts(state)) else [],
+            messages,
+        ]
+        apart = room - sum(map(len, shown[:2])) >= len(shown)
+        for part in filter(None, shown):
+            if apart:
+                yield Text("")
+            yield from part
 
 
 def fit(text: str, width: int) -> str:
@@ -141,7 +146,7 @@ def _curves(rows: Sequence[CurveRow], width: int) -> list[Text]:
     entries = [
         (row.name, sparkline(row.curve.means, CURVE).ljust(CURVE), row.value) for row in rows
     ]
-    title = Text(fit("learning, accuracies by data source", width), style="bold")
+    title = Text(fit("learning", width), style="bold")
     return [title, *_columns(entries, "green", width)] if entries else []
 
 

@@ -179,7 +179,11 @@ class ViewState:
             if key in self.metrics
         ]
         return found + [
-            CurveRow(source, f"{value:.1%}", self._curves.get(f"eval/{source}/accuracy", Curve()))
+            CurveRow(
+                f"accuracy {source}",
+                f"{value:.1%}",
+                self._curves.get(f"eval/{source}/accuracy", Curve()),
+            )
             for source, value in self.accuracies.items()
         ]
 

@@ -135,8 +135,8 @@ def test_the_view_has_the_newest_accuracy_of_each_source(state: ViewState) -> No
     state.post(0, {"eval_initial/sort/accuracy": 0.1, "eval_initial/math/accuracy": 0.2})
     state.post(1, METRICS)
     words = " ".join(shown(state).split())
-    assert "sort ▁█ 62.5%" in words
-    assert "math ▁ 20.0%" in words
+    assert "accuracy sort ▁█ 62.5%" in words
+    assert "accuracy math ▁ 20.0%" in words
 
 
 def test_the_view_has_the_last_messages(state: ViewState) -> None:
