@@ -13,7 +13,7 @@
     replace   consumes dead letters,     waits for rollouts that cannot be sampled or scored
     train     consumes scored batches,   waits for one batch; snapshots every ``sync_steps`` steps,
                                          and captures a checkpoint every so many versions
-    push      consumes a snapshot,       waits for the evaluation of the version before
+    push      consumes a snapshot,       begins an evaluation, for which nothing waits
     events    consumes events,           waits for those of replicas and leases
 
 All of them run at the same time. The first one that ends with an error ends the run with it.
@@ -22,8 +22,9 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from async_opd.accounting.journal import Journal
 from async_opd.accounting.replacements import ReplayablePrompts
@@ -37,13 +38,15 @@ from async_opd.core.errors import CheckpointError, StageError, first_cause
 from async_opd.core.reports import StepReport
 from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
-from async_opd.grading.evaluation import Evaluation, EvaluationResult
-from async_opd.grading.evaluation_files import TEACHERS, of_step
+from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.evaluation_runs import EvaluationRuns
 from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.activity import traced, trained_samples
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
 from async_opd.observability.stall import StallDetector, teachers_s
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -71,7 +74,7 @@ class Pipeline:
         """Makes the run state, the schedule of evaluations, and the metering."""
         cut = None if self.start is None else self.start.cut
         self.run_state = RunState(self.config, self.prompts, self.log, self.journal, cut)
-        self.evaluations = Evaluations(self.config, self.log, self.evaluated)
+        self.schedule = Evaluations(self.config, self.log, self.evaluated)
         self.metering = Metering()
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
@@ -83,6 +86,15 @@ class Pipeline:
         self._coroutines = asyncio.TaskGroup()
         evaluated = 0 if self.evaluation is None else self.evaluation.requests
         self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
+        self.evaluations = EvaluationRuns(
+            self.evaluation,
+            self.schedule,
+            self.stages,
+            self._bound_evaluation,
+            version=lambda: self.run_state.admission.version,
+            ungraded=self.run_state.supply.ungraded,
+            noted=self._note_evaluation,
+        )
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -101,8 +113,11 @@ class Pipeline:
                     await self.stages.trainer.scale_learning_rate(self.lr_factor)
                 if self.start is None:
                     await self._first_weights()
-                    await self._evaluate("eval_initial", 0)
-                    await self._evaluate_teachers()
+                    await self.evaluations.measure("eval_initial", 0)
+                    if self.evaluation is not None and self.config.eval.teachers:
+                        asked = self.evaluation
+                        least_s = teachers_s(self.config, asked.prompts, asked.sampling)
+                        await self.evaluations.measure_teachers(least_s)
                     if self.cold_start is not None and self.checkpointer is not None:
                         await self._take_checkpoint(self.checkpointer)
                 else:
@@ -111,8 +126,9 @@ class Pipeline:
                 endless.append(coroutines.create_task(self._requeue_stale()))
                 endless.append(coroutines.create_task(self._replace()))
                 await self._train()
-                if self.evaluations.is_last_missing:
-                    await self._evaluate("eval", self.config.train.steps)
+                await self.evaluations.finished()
+                if self.schedule.is_last_missing:
+                    await self.evaluations.measure("eval", self.config.train.steps)
                 if self.checkpointer is not None:
                     await self._settled(self.checkpointer)
                 for task in endless:
@@ -168,8 +184,8 @@ class Pipeline:
         ]
         # a task: they may exceed the queue, which has room again only when the training goes on
         self._coroutines.create_task(self._issue(groups))
-        if self.evaluations.is_missing(start.cut):
-            self._pushing = self._coroutines.create_task(self._evaluate("eval", start.cut.step))
+        if self.schedule.is_missing(start.cut):
+            self.evaluations.begin(start.cut.step, self._coroutines)
 
     async def _first_weights(self) -> None:
         """Trainer ──► replicas, if these may have other weights: new ones have the student's own.
@@ -268,7 +284,7 @@ class Pipeline:
         if self.checkpointer is None or not (every or keep_best):
             return
         last = self._step == self.config.train.steps
-        wanted = last or (keep_best is not None and self.evaluations.is_due(version))
+        wanted = last or (keep_best is not None and self.schedule.is_due(version))
         if wanted:
             await self._settled(self.checkpointer)
         if wanted or (every and version % every == 0):
@@ -287,8 +303,8 @@ class Pipeline:
             report = await self.stages.sync.push()
         self.run_state.admission.advance(report.version)
         self.metering.synced(report)
-        if self.evaluations.is_due(report.version):
-            await self._evaluate("eval", self.evaluations.step_of(report.version))
+        if self.schedule.is_due(report.version):
+            self.evaluations.begin(self.schedule.step_of(report.version), self._coroutines)
 
     async def _wait_for_push(self) -> None:
         """Waits until the previous push is done: one version at a time is sent."""
@@ -296,33 +312,17 @@ class Pipeline:
             await self._bounded("the weight sync before", self._pushing)
             self._pushing = None
 
-    async def _evaluate(self, prefix: str, step: int) -> None:
-        """Logs the student's accuracy under exactly one weight version: no sync runs meanwhile.
+    async def _bound_evaluation(
+        self, what: str, work: Awaitable[Result], least_s: float = 0.0, endless: bool = False
+    ) -> Result:
+        """``_bounded``, with a span of the trace."""
+        with traced(self.log, "evaluation", what):
+            return await self._bounded(what, work, least_s, endless)
 
-        ``step`` is the one that made these weights.
-        """
-        if self.evaluation is not None:
-            work = self.evaluation.run(self.stages.rollouter.generate, prefix)
-            with traced(self.log, "evaluation", "eval"):
-                measured = await self._bounded("the evaluation", work)
-            if self.checkpointer is not None:
-                await self.checkpointer.evaluated(step, measured.metrics)
-            await self._publish(measured, step, of_step(step))
-
-    async def _evaluate_teachers(self) -> None:
-        if self.evaluation is not None and self.config.eval.teachers:
-            work = self.evaluation.run_teachers(self.stages.scorer.generate)
-            least_s = teachers_s(self.config, self.evaluation.prompts, self.evaluation.sampling)
-            with traced(self.log, "evaluation", "eval teachers"):
-                measured = await self._bounded("the evaluation of the teachers", work, least_s)
-            await self._publish(measured, 0, TEACHERS)
-
-    async def _publish(self, measured: EvaluationResult, step: int, name: str) -> None:
-        """Answers ──► their file; then metrics ──► the log."""
-        assert self.evaluation is not None
-        await asyncio.to_thread(self.evaluation.record, name, measured)
-        self.run_state.supply.ungraded(measured.dead_letters)
-        self.evaluations.log(measured.metrics, step, self.run_state.admission.version)
+    async def _note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Evaluation ──► what checkpoints are compared by."""
+        if self.checkpointer is not None:
+            await self.checkpointer.evaluated(step, metrics)
 
     async def _meter(self, report: StepReport) -> None:
         async with asyncio.TaskGroup() as asked:

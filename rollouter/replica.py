@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -32,15 +31,16 @@ from async_opd.core.errors import RolloutFault, StageError, TransferAborted, Wei
 from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
-from async_opd.core.uid import Uid, rollout_uid
+from async_opd.core.uid import Uid
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.observability.activity import Activity
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
-from async_opd.waiting.race import gather_or_cancel, race
+from async_opd.waiting.race import race
 from async_opd.weight_sync.freshness import Evidence, refuse_other_digests
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 from rollouter.engine_load import load_watcher, sentinels
+from rollouter.evaluation_worker import EvaluationWorker
 from rollouter.freshness_worker import EXTENSION
 from rollouter.held_rows import ADAPTER, held_logprobs, rounding_of, with_seats
 from rollouter.outputs import refuse_foreign_tokens, rollout_of
@@ -68,10 +68,9 @@ class StudentReplica:
     def __init__(self, spec: StudentEngineSpec, queue: Queue) -> None:
         register()
         self._transport = transport(spec.transfer_backend)
+        memory = current_platform.get_device_total_memory
         args = AsyncEngineArgs(
-            **fitted(
-                with_seats(spec.kwargs), spec.beside, current_platform.get_device_total_memory
-            ),
+            **fitted(with_seats(spec.kwargs), spec.beside, memory),
             worker_extension_cls=EXTENSION,
             weight_transfer_config=WeightTransferConfig(backend=BACKEND),
             logprobs_mode="processed_logprobs",
@@ -80,11 +79,13 @@ class StudentReplica:
         self._spec = spec
         self._adapter = ADAPTER if spec.kwargs.get("enable_lora") else None
         adaptive = AdaptiveLimit(spec.kwargs["max_num_seqs"])
-        slots = Slots(first_limit(spec.concurrency, adaptive.max_num_seqs), spec.sampling.n)
-        self._slots = slots
+        first = first_limit(spec.concurrency, adaptive.max_num_seqs)
+        self._slots = slots = Slots(first, spec.sampling.n)
         self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
         grade = self._grader.grade if self._grader else None
         self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll, grade=grade)
+        self._evaluation = EvaluationWorker(slots, self._sample)
+        self._rollouts = Gate()  # inside are the engine's requests for rollouts
         self._computed = self._pending_tokens = 0  # computed since the start; at most to come
 
         def observe(load: EngineLoad) -> None:
@@ -95,15 +96,11 @@ class StudentReplica:
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
         self._activity = Activity("generate", track=spec.name)
-        self._version = 0
-        self._requests = 0
+        self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
-        self._total_paused_s = 0.0  # all pauses since the start
-        self._pause_started = 0.0
-        self._syncs = 0
+        self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
         self._mixed = ""  # why it has weights of two versions, if it does
-        self._unpaused = asyncio.Event()
-        self._syncing = asyncio.Event()
+        self._unpaused, self._syncing = asyncio.Event(), asyncio.Event()
         self._unpaused.set()
         self._gate = Gate()
 
@@ -119,8 +116,9 @@ class StudentReplica:
         return int(self._engine.vllm_config.parallel_config.world_size)
 
     async def run(self) -> None:
-        """Answers groups from topic ``prompts`` until stopped."""
-        await self._exit_watch.within(self._worker.run())
+        """Answers groups from topic ``prompts`` until stopped; none if it only evaluates."""
+        work = asyncio.Event().wait() if self._spec.evaluates else self._worker.run()
+        await self._exit_watch.within(work)
 
     async def stop(self) -> None:
         """See RolloutWorker.stop."""
@@ -131,59 +129,53 @@ class StudentReplica:
         begun = self._activity.clock() - self._total_paused_s
         refuse_foreign_tokens(prompt, uid, self._engine.vllm_config.model_config.get_vocab_size())
         try:
-            rollout = await self._sample(prompt, uid, self._spec.sampling, self._spec.top_k)
+            given = (self._spec.sampling, self._spec.top_k, self._rollouts)
+            rollout = await self._sample(prompt, uid, *given)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._counters["request_s"] += self._activity.clock() - self._total_paused_s - begun
         return rollout
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        """``sampling.n`` rollouts of each prompt, returned in order and not queued."""
-        return await gather_or_cancel(
-            *(
-                self._sample(prompt, rollout_uid(prompt.uid, index), sampling)
-                for prompt in prompts
-                for index in range(sampling.n)
-            )
-        )
+        """See EvaluationWorker."""
+        return await self._evaluation.generate(prompts, sampling)
 
     async def _sample(
-        self, prompt: Prompt, uid: Uid, sampling: SamplingSpec, top_k: int = 0
+        self,
+        prompt: Prompt,
+        uid: Uid,
+        sampling: SamplingSpec,
+        top_k: int = 0,
+        inside: Gate | None = None,
     ) -> Rollout:
         self._requests += 1
-        params = SamplingParams(
-            **asdict(replace(sampling, n=1)),
-            seed=self._spec.seed_of(uid),
-            stop_token_ids=list(self._spec.eos_ids),
-            logprobs=top_k,
-            flat_logprobs=True,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
+        name = f"{uid}#{self._requests}"  # an evaluation's prompt may have the uid of another
+        asked = self._spec.request(uid, sampling, top_k)
+        params = SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY)
         max_tokens = len(prompt.token_ids) + sampling.max_tokens
         self._pending_tokens += max_tokens
         try:
             async with self._gate:
-                rollout = await self._answer(prompt, uid, params, top_k)
+                await self._unpaused.wait()
+                async with inside or Gate():
+                    rollout = await self._answer(name, prompt, uid, params, top_k)
         finally:
             self._pending_tokens -= max_tokens
-        return rollout or await self._sample(prompt, uid, sampling, top_k)
+        return rollout or await self._sample(prompt, uid, sampling, top_k, inside)
 
     async def _answer(
-        self, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int
+        self, name: str, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int
     ) -> Rollout | None:
         """The engine's answer; None if a sync overtook its request: the caller repeats it.
 
         ``version`` is read when the request is sent. A sync may follow before the engine begins,
         and the cached prefix is then of older weights than the first sampled token.
         """
-        await self._unpaused.wait()
         version = self._version
         request = TokensPrompt(
             prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
         )
         with self._activity.busy() as begun:
-            name = f"{uid}#{self._requests}"
             outputs = self._engine.generate(request, params, name, lora_request=self._adapter)
             async for output in outputs:
                 if output.finished:
@@ -214,6 +206,9 @@ class StudentReplica:
         self._unpaused.clear()
         self._syncing.set()
         self._pause_started = self._activity.clock()
+        if on_sync == "finish":
+            await self._exit_watch.within(self._rollouts.empty())
+            self._evaluation.break_off()
         await self._exit_watch.within(self._engine.pause_generation(**PAUSE[on_sync]))
 
     async def receive(self, meta: WeightMeta) -> None:
@@ -263,6 +258,7 @@ class StudentReplica:
         await self._exit_watch.within(self._engine.resume_generation())
         self._syncing.clear()
         self._unpaused.set()
+        self._evaluation.go_on()
         paused_s = self._activity.span("sync", self._pause_started)
         self._counters["paused_s"] += paused_s
         self._total_paused_s += paused_s

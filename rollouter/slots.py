@@ -1,5 +1,8 @@
 """Slots bound the number of rollouts that a replica samples at the same time.
 
+Evaluations have slots of their own beside them, the fewer the more rollouts run: no rollout waits
+for a slot because of an evaluation.
+
 The number is fixed, or follows the engine: ``AdaptiveLimit`` reads its waiting requests, its
 preemptions and its KV cache after every engine step.
 """
@@ -14,6 +17,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 SlotReservation = AbstractAsyncContextManager[None]
+EVALUATION_SHARE = 8
+"""An evaluation may have one in so many slots however many rollouts run, so that it ends."""
 
 
 class Slots:
@@ -22,8 +27,10 @@ class Slots:
     def __init__(self, limit: int, group_size: int = 1) -> None:
         self.limit = limit
         self.running = 0
+        self.evaluating = 0
         self._group_size = group_size
         self._waiting: deque[asyncio.Future[None]] = deque()
+        self._evaluations: deque[asyncio.Future[None]] = deque()
         self._changed = asyncio.Event()
 
     async def room(self) -> int:
@@ -57,13 +64,39 @@ class Slots:
                 self.running -= 1
                 self._settle()
 
+    @property
+    def for_evaluation(self) -> int:
+        """Slots of evaluations: what is left if the running rollouts double, at least an eighth."""
+        return max(1, self.limit // EVALUATION_SHARE, self.limit - 2 * self.running)
+
+    @asynccontextmanager
+    async def evaluation(self) -> AsyncIterator[None]:
+        """Waits for a slot of evaluations and holds it."""
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._evaluations.append(ready)
+        self._settle()
+        try:
+            await ready
+            yield
+        finally:
+            if ready.done() and not ready.cancelled():
+                self.evaluating -= 1
+                self._settle()
+
     def _settle(self) -> None:
         while self._waiting and self.running < self.limit:
-            ready = self._waiting.popleft()
-            if not ready.done():
-                self.running += 1
-                ready.set_result(None)
+            self.running += _begun(self._waiting.popleft())
+        while self._evaluations and self.evaluating < self.for_evaluation:
+            self.evaluating += _begun(self._evaluations.popleft())
         self._changed.set()
+
+
+def _begun(ready: asyncio.Future[None]) -> bool:
+    """Gives the future its slot. Whether it still waited for one."""
+    if ready.done():
+        return False
+    ready.set_result(None)
+    return True
 
 
 @dataclass(frozen=True)

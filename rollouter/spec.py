@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal
 
@@ -22,7 +22,8 @@ class StudentEngineSpec:
     ``top_k`` is the number of its own best tokens that it returns at each position, 0 if the
     objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
     rollout has a seed of its own, derived from it and the uid. ``incarnation`` counts the restarts.
-    ``beside``: see ``async_opd.models.engine_args.fitted``.
+    ``beside``: see ``async_opd.models.engine_args.fitted``. One that ``evaluates`` takes no prompts
+    of the queue.
     """
 
     name: str
@@ -36,6 +37,7 @@ class StudentEngineSpec:
     seed: int | None = None
     incarnation: int = 0
     beside: int | None = None
+    evaluates: bool = False
 
     @classmethod
     def of(
@@ -47,6 +49,7 @@ class StudentEngineSpec:
         index: int,
         incarnation: int,
         beside: int | None,
+        evaluates: bool = False,
     ) -> StudentEngineSpec:
         """Replica ``index`` of a run's student, on a device."""
         rollout = config.rollout
@@ -59,8 +62,11 @@ class StudentEngineSpec:
                 tensor_parallel=rollout.tensor_parallel,
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
-                sleeps=rollout.host is not None
-                or any(teacher.host == "rollout" for teacher in config.teachers.values()),
+                sleeps=not evaluates
+                and (
+                    rollout.host is not None
+                    or any(teacher.host == "rollout" for teacher in config.teachers.values())
+                ),
             )
             | adapter_kwargs(config.train.lora)
             | ({"enable_return_routed_experts": True} if config.train.routing == "replay" else {}),
@@ -80,12 +86,24 @@ class StudentEngineSpec:
             seed=config.seed if rollout.reproducible else None,
             incarnation=incarnation,
             beside=beside,
+            evaluates=evaluates,
         )
 
     @property
     def consumer(self) -> str:
         """Its name in the queue, a new one for each incarnation: old leases are released."""
         return f"{self.name}#{self.incarnation}"
+
+    def request(self, uid: Uid, sampling: SamplingSpec, top_k: int) -> dict[str, Any]:
+        """The engine's sampling parameters of one rollout."""
+        return {
+            **asdict(replace(sampling, n=1)),
+            "seed": self.seed_of(uid),
+            "stop_token_ids": list(self.eos_ids),
+            "logprobs": top_k,
+            "flat_logprobs": True,
+            "detokenize": False,
+        }
 
     def seed_of(self, uid: Uid) -> int | None:
         """A rollout's seed, if any: 63 bits of BLAKE2b over the run's seed and the uid."""

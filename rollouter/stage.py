@@ -24,6 +24,7 @@ from async_opd.core.stages import PROMPTS, Queue, SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
 from async_opd.observability.pool_report import merge_reports
 from async_opd.processes.event_log import EventLog
+from async_opd.processes.events import Event
 from async_opd.processes.members import Member, MemberSet, Policy
 from async_opd.queue.sizes import calls
 from async_opd.waiting.deadline import Timer
@@ -79,6 +80,7 @@ class RollouterStage:
         timer: Timer | None = None,
         answer_s: float = ANSWER_S / 2,
         current: asyncio.Event | None = None,
+        pool: str = "rollout",
     ) -> None:
         """Without ``rebuild`` a replica that fails is GONE.
 
@@ -97,13 +99,17 @@ class RollouterStage:
             reached=lambda member: self._served[member.name],
             needed=1,
         )
-        self.members = MemberSet("rollout", replicas, policy, timer)
+        self.members = MemberSet(pool, replicas, policy, timer)
         self._event_log = EventLog()
-        self.members.listen(lambda event: self._event_log.append(str(event)))
+        self.members.listen(self.note)
         self._progress = CombinedProgress({}, answer_s, timer)
         self._current = current or asyncio.Event()
         if current is None:
             self._current.set()
+
+    def note(self, event: Event) -> None:
+        """Adds an event to those that ``events`` returns."""
+        self._event_log.append(str(event))
 
     async def run(self) -> None:
         """Serves until cancelled, or until the last replica is gone: then raises its error."""

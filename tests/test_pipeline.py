@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -92,7 +92,10 @@ class FakeStudent:
         return Progress(self.tokens)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
-        return [self._rollout(prompt, 0, self.version) for prompt in prompts]
+        version = self.version
+        await self.pace.wait()
+        indices = range(sampling.n)
+        return [self._rollout(prompt, index, version) for prompt in prompts for index in indices]
 
     async def report(self) -> StageReport:
         return StageReport(gauges={"version": float(self.version)})
@@ -690,19 +693,74 @@ async def test_accuracy_is_measured_before_during_and_after() -> None:
 
 
 async def test_an_evaluation_belongs_to_the_step_of_the_version_that_it_measured() -> None:
-    """Training goes on while it is graded."""
-    ahead: list[int] = []
+    """Training goes on while it is graded, and no weight sync waits for it."""
+    synced: list[int] = []
 
     async def grade(rollout: Rollout) -> float:
-        await turns(300)
-        ahead.append(run.trainer.steps)
+        while run.trainer.version and run.students[0].version < 3:
+            await turns(1)
+        synced.append(run.students[0].version)
         return 1.0
 
-    evaluation = Evaluation(tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), grade)
-    run = world(steps=8, k=2, s=2.0, evaluation=evaluation)
+    run = evaluated_world(grade)
     await asyncio.wait_for(run.pipeline.run(), 20)
-    assert run.log.evaluated == [0, 2, 4, 6, 8]
-    assert ahead[4] > 2  # while version 1 was measured
+    assert synced[4] == 3
+    assert run.log.evaluated[:2] == [0, 2]
+
+
+async def test_a_version_that_is_due_during_an_evaluation_has_none_and_that_is_said() -> None:
+    async def grade(rollout: Rollout) -> float:
+        while 0 < run.trainer.steps < 8:
+            await turns(1)
+        return 1.0
+
+    run = evaluated_world(grade)
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert run.log.evaluated == [0, 2, 8]
+    skipped = [line.split(":")[0] for line in run.log.told if "no evaluation" in line]
+    assert skipped == ["step 4", "step 6"]
+
+
+async def test_an_evaluation_belongs_to_the_oldest_version_of_its_answers() -> None:
+    """All of its requests waited while the next version was pushed."""
+    run = evaluated_world(right)
+    generate = run.rollouter.generate
+
+    async def late(*asked: Any) -> list[Rollout]:
+        while run.trainer.version and run.pipeline.run_state.admission.version < 2:
+            await turns(1)
+        return await generate(*asked)
+
+    run.rollouter.generate = late  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert run.log.evaluated[:2] == [0, 4]
+
+
+async def test_an_evaluation_whose_answers_are_of_several_versions_names_them() -> None:
+    run = evaluated_world(right)
+    answer = run.students[0].generate
+
+    async def slow(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        version = run.students[0].version
+        found = await answer(prompts, sampling)
+        while version == 1 == run.students[0].version:
+            await turns(1)
+        spans = (VersionSpan(version, 0, 2), VersionSpan(run.students[0].version, 2, 4))
+        return [replace(one, version_spans=spans) for one in found]
+
+    run.students[0].generate = slow  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert any(line.startswith("step 2, versions 1 to 2: eval/a 100.0%") for line in run.log.told)
+
+
+async def right(rollout: Rollout) -> float:
+    return 1.0
+
+
+def evaluated_world(grade: Callable[[Rollout], Awaitable[float]]) -> World:
+    prompts = tuple(FakePrompts().next(4))
+    evaluation = Evaluation(prompts, SamplingSpec(4, 0.0, 1.0, 1), grade)
+    return world(steps=8, k=2, s=2.0, replicas=1, evaluation=evaluation)
 
 
 async def test_the_summary_has_accuracy_before_and_after() -> None:

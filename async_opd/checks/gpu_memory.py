@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from async_opd.checks.gpu_plan import table
-from async_opd.checks.resources import guests_of, pools
+from async_opd.checks.resources import guests_of, pools, section_of
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import CONTEXT, GIB, Machine, Sizes, memory_of, resting
 from async_opd.models.engine_args import share_left
@@ -115,7 +115,7 @@ def _tenants(config: RunConfig, host: str, machine: Machine) -> list[Tenant]:
 def share_of(config: RunConfig, name: str) -> float | None:
     """The configured share of an engine; None for ``auto``."""
     pool: Any = config.rollout
-    if name != "rollout":
+    if section_of(name) != "rollout":
         pool = config.teachers[name.removeprefix("teachers.")]
     share: float | str = pool.engine.gpu_memory_utilization
     return None if isinstance(share, str) else share

@@ -13,10 +13,11 @@ from operator import itemgetter
 from typing import Any
 
 from async_opd.checks.gpu_memory import host_of, share_of
-from async_opd.checks.resources import gpu_bytes, guests_of, pools
+from async_opd.checks.resources import gpu_bytes, guests_of, pools, section_of
 from async_opd.config.run_config import RunConfig
 from async_opd.memory.pools import (
     CONTEXT,
+    EVAL,
     GIB,
     LEAST,
     Machine,
@@ -67,7 +68,7 @@ def this_machine(config: RunConfig, device: Device, gpus: int | None = None) -> 
 def faults_of_memory(config: RunConfig, machine: Machine) -> Iterator[Problem]:
     """Pools that need more than there is; nothing where that is not known."""
     for fault in list(_faults(config, machine)):
-        yield fault.pool, fault.text, _remedy(config, fault, machine)
+        yield section_of(fault.pool), fault.text, _remedy(config, fault, machine)
 
 
 def near(config: RunConfig, machine: Machine) -> Iterator[str]:
@@ -131,6 +132,8 @@ def _gpu_faults(config: RunConfig, machine: Machine, total: int) -> Iterator[_Fa
     for pool in pools_of(config, machine):
         if host_of(config, pool.name) != pool.name or guests_of(config, pool.name):
             continue
+        if pool.name == EVAL and host_of(config, "rollout") == "rollout":
+            continue  # its engines are those of rollout
         room, needed = _room(config, pool.name, total), sum(pool.gpu.values())
         if needed > room:
             what = "a rank" if pool.name == "train" else "an engine"
@@ -168,7 +171,8 @@ def _remedy(config: RunConfig, fault: _Fault, machine: Machine) -> str:
         changed = _valid(_with(config, fault.pool, {key: value}))
         if changed is None or (needed := _needed(changed, fault, machine)) >= fault.needed:
             continue
-        words = f"{fault.pool}.{key}: {value} ({in_gib(needed)}{_missing(changed, machine)})"
+        bytes_ = f"{in_gib(needed)}{_missing(changed, machine)}"
+        words = f"{section_of(fault.pool)}.{key}: {value} ({bytes_})"
         smaller.append((needed, key, value))
         if {one.place for one in _faults(changed, machine)} <= known:
             found.append((bool(_missing(changed, machine)), needed, words))
@@ -193,7 +197,8 @@ def _together(
             continue
         taken, needed = taken | {key: value}, _needed(changed, fault, machine)
         if {one.place for one in _faults(changed, machine)} <= known:
-            words = " and ".join(f"{fault.pool}.{key}: {value}" for key, value in taken.items())
+            section = section_of(fault.pool)
+            words = " and ".join(f"{section}.{key}: {value}" for key, value in taken.items())
             return f"together {words} ({in_gib(needed)}{_missing(changed, machine)})"
     return SMALLER
 
@@ -244,6 +249,7 @@ def _changes(config: RunConfig, name: str, machine: Machine) -> Iterator[tuple[s
 
 
 def _section(config: RunConfig, name: str) -> Any:
+    name = section_of(name)
     if name in ("train", "rollout"):
         return getattr(config, name)
     return config.teachers[_teacher(name)]
@@ -255,6 +261,7 @@ def _teacher(name: str) -> str:
 
 def _with(config: RunConfig, name: str, changes: dict[str, Any]) -> RunConfig:
     """The config with changes of one section."""
+    name = section_of(name)
     section = _section(config, name).model_copy(update=changes)
     if name in ("train", "rollout"):
         return config.model_copy(update={name: section})

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
+from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
 
 NVIDIA_SMI_TIMEOUT_S = 20
@@ -98,6 +99,11 @@ class Pool:
         return f"{self.name} 0 (on {self.shares}'s)" if self.shares else own
 
 
+def section_of(pool: str) -> str:
+    """The config section of a pool's engines or ranks."""
+    return "rollout" if pool == EVAL else pool
+
+
 def pools(config: RunConfig) -> list[Pool]:
     """The pools of a run, with the GPUs that they take if the device is cuda."""
     rollout, train, student = config.rollout, config.train, config.student.model
@@ -107,8 +113,10 @@ def pools(config: RunConfig) -> list[Pool]:
         shares = t.host and (rollout.host or t.host)  # all on the trainer's, if engines are there
         return Pool(f"teachers.{name}", t.replicas, t.gpus, model, shares)
 
+    evaluating = Pool(EVAL, config.eval.replicas, rollout.tensor_parallel, student)
     return [
         Pool("rollout", rollout.replicas, rollout.tensor_parallel, student, rollout.host),
+        *([evaluating] if evaluating.replicas else []),
         *map(teacher_pool, config.teachers),
         Pool("train", train.ranks, 1, student, together=train.context_parallel),
     ]

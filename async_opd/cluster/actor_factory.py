@@ -24,6 +24,7 @@ from async_opd.cluster.singleton_actors import QueueActor, ScorerActor, Teachers
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import EngineStartError
+from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
 from async_opd.waiting.barriers import Barriers
 from async_opd.waiting.race import gather_or_cancel
@@ -84,17 +85,23 @@ class ActorFactory:
         return queue
 
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
-        """One replica of the student; ``incarnation`` counts its restarts."""
-        actor = actor_names.student(index)
+        """One replica of the student; ``incarnation`` counts its restarts.
+
+        Those that only evaluate have the indices after those of the rollout replicas.
+        """
+        rollouts = self.config.rollout.replicas
+        evaluates = index >= rollouts
+        pool, at = (EVAL, index - rollouts) if evaluates else ("rollout", index)
+        actor = actor_names.evaluator(at) if evaluates else actor_names.student(at)
         given = (self.config, self.device, self.eos_ids, actor.name)
-        spec = StudentEngineSpec.of(*given, index, incarnation, self._beside("rollout"))
+        spec = StudentEngineSpec.of(*given, index, incarnation, self._beside(pool), evaluates)
         remote = await self._start(
             actor,
             self.factories.student.path,
             (spec, queue, *self.factories.student.extra),
             gpus=self.config.rollout.tensor_parallel,
-            bundle=self._bundle("rollout", index),
-            guest="rollout" if self.config.rollout.host is not None else "",
+            bundle=self._bundle(pool, at),
+            guest="rollout" if self._pool(pool).shares is not None else "",
         )
         return StudentProxy(remote, spec.consumer)
 

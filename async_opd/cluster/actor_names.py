@@ -3,6 +3,7 @@
     <run>/queue                                 MessageQueue
     <run>/rollouter                             Rollouter
     <run>/rollouter/replica/0 …                 StudentReplica
+    <run>/rollouter/evaluation/0 …              StudentReplica, one that only evaluates
     <run>/teacher_scorer                        TeacherScorer
     <run>/teacher_scorer/<teacher>/replica/0 …  TeacherReplica
     <run>/trainer/0 …                           Trainer, one for each rank
@@ -43,6 +44,11 @@ SCORER = ActorName("scorer", "teacher_scorer", "TeacherScorer")
 def student(index: int) -> ActorName:
     """A replica of the student."""
     return ActorName(f"student/{index}", f"{ROLLOUTER.path}/replica/{index}", "StudentReplica")
+
+
+def evaluator(index: int) -> ActorName:
+    """A replica of the student that only evaluates."""
+    return ActorName(f"eval/{index}", f"{ROLLOUTER.path}/evaluation/{index}", "StudentReplica")
 
 
 def teacher(teacher: str, index: int) -> ActorName:

@@ -121,9 +121,10 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
     queue = QueueProxy(queue_actor.remote)
     try:
         async with asyncio.TaskGroup() as group:
+            hosted = 0 if config.rollout.host is None else config.rollout.replicas
+            own = range(hosted, config.rollout.replicas + config.eval.replicas)
             student_tasks = [
-                group.create_task(actor_factory.student(index, queue))
-                for index in range(config.rollout.replicas if config.rollout.host is None else 0)
+                group.create_task(actor_factory.student(index, queue)) for index in own
             ]
             teacher_tasks = {
                 name: [
@@ -142,7 +143,7 @@ async def _build(actor_factory: ActorFactory) -> LaunchedStages:
     }
     for pool, guests in actor_factory.colocated.items():
         if pool == "rollout":
-            students = [cast(StudentProxy, guest) for _, guest in sorted(guests.items())]
+            students = [cast(StudentProxy, one) for _, one in sorted(guests.items())] + students
         else:
             teachers[pool.removeprefix("teachers.")] = list(guests.values())
     training = trainer_task.result()

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Protocol, cast
 
 from async_opd.config.run_config import RunConfig
@@ -28,11 +28,14 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import TRAINER, Queue, SamplingSpec, WeightSync
 from async_opd.processes.members import Member
 from async_opd.waiting.liveness import CombinedProgress, ProgressWatchdog, answer_s
+from async_opd.waiting.race import gather_or_cancel
 from async_opd.waiting.stage_calls import StageCalls
 from async_opd.weight_sync.coordinator import BroadcastSync, Snapshot
 from async_opd.weight_sync.freshness import Freshness
 from async_opd.weight_sync.layout import WeightMeta
 from async_opd.weight_sync.sync_group import WeightSender
+from rollouter.evaluators import Evaluators
+from rollouter.orders import Order, Orders
 from rollouter.stage import RollouterStage
 from teachers.time_sharing import (
     GpuGuests,
@@ -81,51 +84,6 @@ class Predecessor:
     behind: bool = False
 
 
-@dataclass(frozen=True)
-class Order:
-    """A request to start the replica of member ``index``. Later orders have larger numbers."""
-
-    number: int
-    index: int
-
-
-class Orders:
-    """The orders that the driver has not answered yet."""
-
-    def __init__(self) -> None:
-        self._open: dict[int, tuple[Order, asyncio.Future[StartedReplica]]] = {}
-        self._placed = asyncio.Event()
-        self._next = time.time_ns()  # numbers stay unique when the actor restarts
-
-    async def replica(self, index: int) -> StartedReplica:
-        """Orders a replica and waits for it. Raises the StageError of its start."""
-        order, self._next = Order(self._next, index), self._next + 1
-        answer: asyncio.Future[StartedReplica] = asyncio.get_running_loop().create_future()
-        self._open[order.number] = order, answer
-        self._placed.set()
-        try:
-            return await answer
-        finally:
-            del self._open[order.number]
-
-    async def after(self, seen: int) -> tuple[Order, ...]:
-        """The open orders with numbers above ``seen``; waits until there is one."""
-        while not (found := tuple(o for o, _ in self._open.values() if o.number > seen)):
-            self._placed.clear()
-            await self._placed.wait()
-        return found
-
-    def answer(self, number: int, answer: StartedReplica | StageError) -> None:
-        """Answers an order; ignored if its caller was cancelled."""
-        _, waiting = self._open.get(number, (None, None))
-        if waiting is None or waiting.done():
-            return
-        if isinstance(answer, StageError):
-            waiting.set_exception(answer)
-        else:
-            waiting.set_result(answer)
-
-
 async def build_rollouter(
     config: RunConfig,
     replicas: Sequence[StartedReplica],
@@ -163,18 +121,28 @@ class RollouterService:
         They are those of the pools, ``rollout`` or ``train``, that share their GPUs with some of
         the ``teachers``, or of rollout engines with the trainer.
         """
-        self.orders = Orders()
+        self.orders = Orders[StartedReplica]()
         self._current = asyncio.Event()
         if before.newest is None and not before.behind:
             self._current.set()
-        self.stage = RollouterStage(
-            {replica.student.name: replica.student for replica in replicas},
-            queue,
-            self._rebuilt,
-            config.supervision,
-            answer_s=answer_s(config.timeouts.stall_s, depth=2),
-            current=self._current,
-        )
+        rollouts = len(replicas) - config.eval.replicas
+
+        def stage(pool: str, own: Sequence[StartedReplica], first: int) -> RollouterStage:
+            return RollouterStage(
+                {replica.student.name: replica.student for replica in own},
+                queue,
+                partial(self._rebuilt, first),
+                config.supervision,
+                answer_s=answer_s(config.timeouts.stall_s, depth=2),
+                current=self._current,
+                pool=pool,
+            )
+
+        self.stage = stage("rollout", replicas[:rollouts], 0)
+        self.evaluators: Evaluators | None = None
+        if own := replicas[rollouts:]:
+            self.evaluators = Evaluators(stage("eval", own, rollouts), self._refresh)
+            self.evaluators.stage.members.listen(self.stage.note)
         self._broadcast = self._broadcast_of(config, replicas, trainer, before.newest)
         self._progress = self._progress_of(config, trainer, teachers)
         self._timeouts = config.timeouts
@@ -209,6 +177,7 @@ class RollouterService:
             tries=config.sync.tries,
             newest=newest,
             freshness=_freshness(config),
+            evaluators=self.evaluators.stage.members if self.evaluators else None,
         )
 
     async def run(self) -> None:
@@ -223,6 +192,8 @@ class RollouterService:
         """
         async with asyncio.TaskGroup() as group:
             group.create_task(self.stage.run())
+            if self.evaluators is not None:
+                group.create_task(self.evaluators.stage.run())
             for each in self._sharing:
                 group.create_task(each.endless())
             if self._broadcast.newest is not None and not self._current.is_set():
@@ -230,11 +201,17 @@ class RollouterService:
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         """See Rollouter."""
-        return await self._calls.run(self.stage.generate(prompts, sampling))
+        answers = self.evaluators or self.stage
+        return await self._calls.run(answers.generate(prompts, sampling))
 
     async def progress(self) -> Progress:
         """See Rollouter."""
-        return await self.stage.progress()
+        if self.evaluators is None:
+            return await self.stage.progress()
+        stages = self.stage, self.evaluators.stage
+        one, other = await gather_or_cancel(*(stage.progress() for stage in stages))
+        unresponsive = one.unresponsive + other.unresponsive
+        return Progress(one.tokens + other.tokens, one.most + other.most, unresponsive)
 
     async def events(self, seen: int, wait: bool = True) -> Events:
         """See Rollouter."""
@@ -293,14 +270,22 @@ class RollouterService:
         """See Orders.answer."""
         self.orders.answer(number, answer)
 
-    async def _rebuilt(self, member: Member[StudentProxy]) -> StudentProxy:
-        """A new replica with the newest weights; see RollouterStage."""
+    async def _refresh(self) -> None:
+        async with holding("an evaluation", self._trainers):
+            await self._broadcast.refresh_evaluators()
+
+    async def _rebuilt(self, first: int, member: Member[StudentProxy]) -> StudentProxy:
+        """A new replica with the newest weights; see RollouterStage.
+
+        ``first`` is the index among all replicas of its pool's first one.
+        """
+        index = first + member.index
         member.value.kill()
         async with self._rebuilding:
-            replica = await self.orders.replica(member.index)
+            replica = await self.orders.replica(index)
             try:
                 async with holding("a replica that joins", self._trainers):
-                    await self._broadcast.rejoin(member.index, replica.student, replica.workers)
+                    await self._broadcast.rejoin(index, replica.student, replica.workers)
             except BaseException:
                 replica.student.kill()
                 raise
@@ -313,7 +298,7 @@ class RollouterService:
     ) -> CombinedProgress:
         """The tokens that any pool has computed."""
         computes = {
-            "rollouter": self.stage.progress,
+            "rollouter": self.progress,
             "scorer": teachers.progress,
             TRAINER: cast(GpuHost, trainer).progress,
         }

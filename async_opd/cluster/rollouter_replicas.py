@@ -20,13 +20,14 @@ from async_opd.cluster.proxies import (
     StudentProxy,
     TrainerProxy,
 )
-from async_opd.cluster.rollouter_actor import Order, Predecessor, StartedReplica
+from async_opd.cluster.rollouter_actor import Predecessor, StartedReplica
 from async_opd.cluster.singleton_actors import SingletonActor
 from async_opd.core.errors import StageError
 from async_opd.core.reports import SyncReport
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel
 from async_opd.weight_sync.coordinator import Snapshot
+from rollouter.orders import Order
 
 if TYPE_CHECKING:
     from async_opd.cluster.actor_factory import ActorFactory
@@ -136,13 +137,15 @@ class RollouterActor(SingletonActor):
         """
         await self._cancel_starts()
         self.newest = None
-        await gather_or_cancel(*(self._stopped(replica, timeout_s) for replica in self.replicas))
+        stopping = (self._stopped(index, timeout_s) for index in range(len(self.replicas)))
+        await gather_or_cancel(*stopping)
 
-    async def _stopped(self, replica: StartedReplica, timeout_s: float) -> None:
+    async def _stopped(self, index: int, timeout_s: float) -> None:
+        replica, rollout = self.replicas[index], self.actor_factory.config.rollout
         try:
             async with asyncio.timeout(timeout_s):
                 await replica.student.stop()
-                if self.actor_factory.config.rollout.host is not None:
+                if rollout.host is not None and index < rollout.replicas:
                     await replica.student.sleep()
         except (StageError, TimeoutError):
             replica.student.kill()

@@ -1,7 +1,7 @@
 """The evaluations that a run has to make, and the step to which each belongs.
 
-    version v is pushed ── due ──────► evaluation under v ──► logged at the step that made v
-    the run is resumed ── missing ──► evaluation under the checkpoint's weights ──► at its step
+    version v is pushed ── due ──────► evaluation, from v on ──► logged at the step that made v
+    the run is resumed ── missing ──► evaluation, from the checkpoint's weights on ──► at its step
 
 Training goes on during an evaluation: the step at which the evaluation ends is not the step of the
 weights that were measured, and a resume would cut an evaluation that was logged there.
@@ -49,13 +49,24 @@ class Evaluations:
         """Whether the evaluation after the last step is missing."""
         return self._logged < self._steps
 
+    def skip(self, step: int) -> None:
+        """Says that the weights after ``step`` have no evaluation, and why."""
+        self._log.message(
+            f"step {step}: no evaluation, since the one before is still under way: it takes longer "
+            "than eval.every weight versions"
+        )
+
     def log(self, metrics: Mapping[str, float], step: int, version: int) -> None:
-        """Logs an evaluation at the step of the weights that it measured."""
+        """Logs an evaluation at the step of the oldest ``version`` that it measured."""
         self._log.summarize(metrics)
         self._log.log(step, metrics)
+        newest = int(metrics.get("eval/newest_version", version))
+        versions = f"versions {version} to {newest}" if newest > version else f"version {version}"
+        if any(key.startswith("eval/") for key in metrics):
+            self._logged = max(self._logged, step)
         found = ", ".join(
             f"{key.removesuffix('/accuracy')} {value:.1%}"
             for key, value in metrics.items()
             if key.endswith("/accuracy")
         )
-        self._log.message(f"step {step}, version {version}: {found}")
+        self._log.message(f"step {step}, {versions}: {found}")

@@ -22,6 +22,8 @@ from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.model_size import ModelSize
 from async_opd.models.moments import moment_bytes
 
+EVAL = "eval"
+"""The pool of engines that only evaluate: the student's, as in ``rollout``."""
 GIB = 1 << 30
 CONTEXT = GIB
 """Bytes of a process that no allocator counts: CUDA context, loaded kernels, communicators of NCCL,
@@ -77,12 +79,13 @@ class PoolMemory:
 
 def pool_memory(config: RunConfig, machine: Machine) -> list[PoolMemory]:
     """All pools that the run has on its own machines. ModelError for a model that is not local."""
-    names = ["train", "rollout", *(f"teachers.{n}" for n, t in config.teachers.items() if t.gpus)]
+    names = ["train", "rollout", *([EVAL] if config.eval.replicas else [])]
+    names += [f"teachers.{name}" for name, t in config.teachers.items() if t.gpus]
     return [memory_of(config, name, machine) for name in names]
 
 
 def memory_of(config: RunConfig, name: str, machine: Machine) -> PoolMemory:
-    """One pool, by the name of its config section."""
+    """One pool, by its name: that of its config section, or ``EVAL``."""
     return _trainer(config, machine) if name == "train" else _engine(config, name, machine)
 
 
@@ -197,6 +200,9 @@ def _engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | Engin
     """The section of a pool of engines, and their model."""
     if name == "rollout":
         return config.rollout, config.student.model
+    if name == EVAL:
+        evaluating = config.rollout.model_copy(update={"replicas": config.eval.replicas})
+        return evaluating, config.student.model
     teacher = config.teachers[name.removeprefix("teachers.")]
     assert isinstance(teacher, EngineTeacher)
     return teacher, config.teacher_model(name.removeprefix("teachers."))

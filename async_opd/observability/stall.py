@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Awaitable, Sequence
 from typing import TypeVar
 
@@ -47,16 +48,20 @@ class StallDetector:
             timer,
         )
 
-    async def within(self, what: str, work: Awaitable[Result], least_s: float = 0.0) -> Result:
+    async def within(
+        self, what: str, work: Awaitable[Result], least_s: float = 0.0, endless: bool = False
+    ) -> Result:
         """The work's result. StageTimeout when no token was computed for ``timeouts.stall_s``.
 
-        The bound is at least ``least_s``, the longest time without a progress report. The error
-        says what each pool waited for.
+        The bound is at least ``least_s``, the longest time without a progress report. ``endless``:
+        other work goes on meanwhile, of any number of tokens. The error says what each pool waited
+        for.
         """
         quiet_s = max(self._bound_s, least_s)
         watchdog = ProgressWatchdog(PIPELINE, quiet_s, "timeouts.stall_s", self._timer)
         try:
-            return await watchdog.within(f"waited for {what}", work, self._asked, self._most)
+            most = sys.maxsize if endless else self._most
+            return await watchdog.within(f"waited for {what}", work, self._asked, most)
         except StageTimeout as error:
             if error.stage != PIPELINE:
                 raise

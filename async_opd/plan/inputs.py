@@ -55,7 +55,7 @@ def setting_of(config: RunConfig, plan: PlanConfig, where: str, gpus: int | None
         ),
         whole_groups=config.reward is not None,
         queue_samples=config.queue.max_samples,
-        evaluation_every=config.eval.every if config.data.eval else 0,
+        evaluation_every=0 if config.eval.replicas or not config.data.eval else config.eval.every,
         evaluation_s=plan.evaluation_s,
         outside_s=plan.outside_s,
         least_ranks=least,

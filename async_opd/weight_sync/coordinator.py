@@ -70,17 +70,21 @@ class BroadcastSync:
         newest: Snapshot | None = None,
         freshness: Freshness | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        evaluators: MemberSet[Any] | None = None,
     ) -> None:
         """Every member that serves takes part; its value is a WeightReceiver.
 
+        ``evaluators`` take part in no push, but in ``refresh_evaluators``; their indices follow
+        those of ``members``.
         ``workers[i]`` is the number of ranks that member i contributes to its group. ``timeout_s``
         bounds each part. A pause with ``finish`` lasts as long as the longest response: there it
         bounds the time without a new token. ``newest`` is the sender's snapshot, where another
         coordinator had it made. ``freshness`` None: no replica is compared with the trainer.
         """
+        self._pools = [members] if evaluators is None else [members, evaluators]
         self._groups = SyncGroups(
             sender,
-            [member.value for member in members.all],
+            [member.value for pool in self._pools for member in pool.all],
             workers,
             on_sync=on_sync,
             timeout_s=timeout_s,
@@ -113,14 +117,38 @@ class BroadcastSync:
         async with self._lock:
             self._groups.replace_receiver(index, receiver, workers)
             if self.newest is not None:
-                number = index if self._rolling else 1 + index
-                failures = await self._groups.update(number, [index], *self.newest)
-                failures = failures or (await self._compare([index], rebuilt=True))[0]
+                number, failures = await self._update_alone(index)
                 if failures:
                     # A rebuild's error is one failed try of its member: only a push ends the run.
                     self._ends = self._counted(failures) or self._ends
                     self._groups.disband(number)
                     raise _worst(failures)
+
+    async def refresh_evaluators(self) -> None:
+        """Gives the newest weights to the evaluation replicas that serve; they have to be idle.
+
+        One after the other, each a group of its own. One that fails is ejected, and rebuilt.
+        Raises as ``push`` does if the sender fails.
+        """
+        async with self._lock:
+            for pool in self._pools[1:]:
+                for member in pool.serving if self.newest is not None else ():
+                    await self._refresh(len(self._members.all) + member.index)
+
+    async def _refresh(self, index: int) -> None:
+        for left in reversed(range(self._tries)):
+            number, failures = await self._update_alone(index)
+            if not failures or await self._handle_failures(number, failures):
+                return
+            if not left:
+                raise _worst(failures)
+
+    async def _update_alone(self, index: int) -> tuple[int, Failures]:
+        """Updates a member as a group of its own to the newest snapshot. The group's number."""
+        assert self.newest is not None
+        number = index if self._rolling else 1 + index
+        failures = await self._groups.update(number, [index], *self.newest)
+        return number, failures or (await self._compare([index], rebuilt=True))[0]
 
     async def connect(self) -> None:
         """Connects all groups. Raises WeightSyncError if a member does not connect in time."""
@@ -250,8 +278,8 @@ class BroadcastSync:
         if error := self._counted(failures):
             raise error
         for index, failure in failures.items():
-            member = self._members.all[index]
-            self._members.fail(member, member.incarnation, failure)
+            pool, member = [(pool, one) for pool in self._pools for one in pool.all][index]
+            pool.fail(member, member.incarnation, failure)
 
     def _counted(self, failures: Failures) -> WrongWeights | None:
         """Counts replicas with wrong weights. The error of the first one, if that ends the run."""

@@ -85,3 +85,9 @@ def test_the_config_says_the_memory_of_gpus_that_this_machine_does_not_have(
     bare.setattr(subprocess, "run", None)
     assert resources.gpu_bytes(config("cluster.gpu_memory_gib=40")) == 40 << 30
     assert resources.gpu_bytes(config("cluster.address=auto")) is None
+
+
+def test_replicas_that_only_evaluate_are_a_pool_with_gpus_of_its_own() -> None:
+    taken = {pool.name: pool.gpus for pool in resources.pools(config("eval.replicas=2"))}
+    assert taken["eval"] == 2
+    assert "eval" not in {pool.name for pool in resources.pools(config())}

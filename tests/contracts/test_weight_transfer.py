@@ -24,6 +24,7 @@ from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.core.errors import ProcessDied, WeightSyncError
 from async_opd.observability.activity import Activity
 from async_opd.processes.members import MemberSet, Policy
+from async_opd.waiting.gate import Gate
 from async_opd.weight_sync.coordinator import BroadcastSync
 from async_opd.weight_sync.layout import WeightMeta
 from rollouter.transports import chunks, nccl
@@ -163,6 +164,7 @@ def replica(index: int, workers: int) -> Any:
     made._counters = dict.fromkeys(COUNTERS, 0.0)
     made._total_paused_s = made._pause_started = 0.0
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
+    made._rollouts, made._evaluation = Gate(), SimpleNamespace(go_on=lambda: None)
     made._mixed, made._version, made._syncs, made._adapter = "", 0, 0, None
     made.alive = settle
     return made

@@ -10,6 +10,7 @@ import pytest
 
 from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
+from tests.conftest import make_prompt
 from tests.rollouter.test_stage import settle
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -43,7 +44,9 @@ class Watch:
 
 def replica(engine: Engine) -> Any:
     """A replica without the processes of a real engine."""
+    from rollouter.evaluation_worker import EvaluationWorker
     from rollouter.replica import StudentReplica
+    from rollouter.slots import Slots
 
     made: Any = object.__new__(StudentReplica)
     made._engine, made._gate = engine, Gate()
@@ -51,6 +54,7 @@ def replica(engine: Engine) -> Any:
     made._activity, made._exit_watch = Activity("the engine"), Watch()
     made._unpaused, made._syncing = asyncio.Event(), asyncio.Event()
     made._unpaused.set()
+    made._rollouts, made._evaluation = Gate(), EvaluationWorker(Slots(4), made._sample)
     made._counters, made._mixed, made._version = {}, "", 1
     made._worker, made._slots = SimpleNamespace(rollouts=0, grading=0), SimpleNamespace(limit=4)
     return made
@@ -122,3 +126,100 @@ async def test_with_weights_of_two_versions_a_replica_waits_for_weights_whatever
     student._mixed = "some weights were replaced"
     with student._activity.busy():
         assert await waits_for(student) == "the newest weights"
+
+
+class Sampling(Engine):
+    """Answers a request when it is in ``done``; vLLM's pause ``wait`` waits for all requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.in_flight: dict[str, asyncio.Event] = {}
+        self.version = 1
+
+    async def generate(self, request: Any, params: Any, name: str, **_: Any) -> Any:
+        self.in_flight[name] = asyncio.Event()
+        version = self.version
+        try:
+            await self.in_flight[name].wait()
+        finally:
+            del self.in_flight[name]
+        span = SimpleNamespace(version=str(version), start=0, end=1)
+        flat = SimpleNamespace(logprobs=[-1.0], token_ids=[5])
+        yield SimpleNamespace(
+            finished=True,
+            num_cached_tokens=0,
+            outputs=[
+                SimpleNamespace(
+                    token_ids=[5],
+                    logprobs=flat,
+                    weight_versions=[span],
+                    finish_reason="stop",
+                    routed_experts=None,
+                )
+            ],
+        )
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        while mode == "wait" and self.in_flight:
+            await settle()
+
+    async def resume_generation(self) -> None: ...
+
+
+def sampling_replica(engine: Sampling) -> Any:
+    """One that samples rollouts and answers."""
+    from async_opd.core.stages import SamplingSpec
+
+    made = replica(engine)
+    made._spec.request = lambda uid, sampling, top_k: {"max_tokens": 4}
+    made._spec.sampling, made._spec.top_k, made._spec.name = SamplingSpec(4, 1.0, 1.0, 1), 0, "s"
+    vocabulary = SimpleNamespace(get_vocab_size=lambda: 99)
+    made._engine.vllm_config = SimpleNamespace(model_config=vocabulary)
+    made._requests = made._pending_tokens = made._syncs = 0
+    made._total_paused_s = made._pause_started = 0.0
+    made._counters = dict.fromkeys(("tokens", "request_s", "paused_s"), 0.0)
+    made._adapter = None
+    return made
+
+
+async def in_flight(on_sync: str) -> tuple[Sampling, Any, Any, Any, Any]:
+    """A rollout and an evaluation's answer of the same uid, and the pause of a sync."""
+    from async_opd.core.stages import SamplingSpec
+
+    engine = Sampling()
+    student = sampling_replica(engine)
+    prompt = make_prompt("p")
+    rollout = asyncio.create_task(student._roll(prompt, "p/0"))
+    answer = asyncio.create_task(student.generate([prompt], SamplingSpec(4, 0.0, 1.0, 1)))
+    await settle()
+    assert len(engine.in_flight) == 2
+    pause = asyncio.create_task(student.pause(on_sync))
+    await settle()
+    return engine, student, rollout, answer, pause
+
+
+async def test_a_sync_that_finishes_rollouts_does_not_wait_for_an_evaluation() -> None:
+    engine, student, rollout, answer, pause = await in_flight("finish")
+    assert not pause.done()
+    engine.in_flight["p/0#1"].set()
+    assert (await rollout).version_spans[0].version == 1
+    await asyncio.wait_for(pause, 5)
+    assert not engine.in_flight
+    engine.version = 2
+    await student.resume()
+    await settle()
+    (again,) = engine.in_flight.values()
+    again.set()
+    (found,) = await asyncio.wait_for(answer, 5)
+    assert found.version_spans[0].version == 2
+
+
+@pytest.mark.parametrize("on_sync", ["keep", "recompute"])
+async def test_a_sync_that_keeps_what_is_in_flight_keeps_an_evaluation_too(on_sync: str) -> None:
+    engine, student, rollout, answer, pause = await in_flight(on_sync)
+    await asyncio.wait_for(pause, 5)
+    assert len(engine.in_flight) == 2
+    await student.resume()
+    for one in engine.in_flight.values():
+        one.set()
+    assert (await rollout).uid == (await answer)[0].uid == "p/0"

@@ -52,6 +52,7 @@ class Seen:
     by_tcp: float = 1.0
     mixed: tuple[str, str, bool] = ("", "", False)
     sent_again: float = 1.0
+    evaluated: dict[str, list[tuple[Any, ...]]] = field(default_factory=dict)
 
 
 @dataclass
@@ -114,9 +115,9 @@ class World:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.queue = MessageQueue(("prompts", "rollouts/sort", "dead"), 1000, 1 << 30, 60.0)
         self.sampling = SamplingSpec(12, 1.0, 1.0, 1)
-        long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
+        self.long = SamplingSpec(100, 1.0, 1.0, 1)  # so that some are in flight when a sync comes
         spec = StudentEngineSpec(
-            "student/0", kwargs(path), long, EOS, "gloo", concurrency=AT_ONCE, top_k=K
+            "student/0", kwargs(path), self.long, EOS, "gloo", concurrency=AT_ONCE, top_k=K
         )
         self.replica = StudentReplica(spec, self.queue)
         self.publisher = publisher = Publisher(
@@ -327,6 +328,11 @@ async def scenario(path: Path) -> Seen:
                 if any(r.version_spans[-1].version == w.version for r in rollouts)
                 else 0.0
             )
+        for mode in ("keep", "finish"):
+            asked = asyncio.create_task(w.replica.generate(prompts(MANY), w.long))
+            await decoding(w.replica)
+            await w.push(mode)
+            seen.evaluated[mode] = [rollout.version_spans for rollout in await asked]
         worker.cancel()
         seen.broken_off = await w.transfer_that_breaks_off()
         await w.push()
@@ -371,6 +377,19 @@ def test_and_generates_on_with_the_weights_that_are_sent_again(seen: Seen) -> No
 
 def test_weights_come_through_a_transport_of_another_module_too(seen: Seen) -> None:
     assert seen.by_tcp < 1e-4
+
+
+def test_answers_to_an_evaluation_go_on_over_a_sync_and_name_both_versions(seen: Seen) -> None:
+    assert any(len(spans) == 2 for spans in seen.evaluated["keep"])
+
+
+def test_a_sync_that_waits_for_rollouts_breaks_evaluations_off_which_begin_again(
+    seen: Seen,
+) -> None:
+    versions = {tuple(span.version for span in spans) for spans in seen.evaluated["finish"]}
+    newest = max(versions)
+    assert len(newest) == 1
+    assert versions <= {newest, (newest[0] - 1,)}
 
 
 def test_rollout_logprobs_agree_with_transformers(seen: Seen) -> None:

@@ -547,3 +547,68 @@ def test_chunks_cover_every_tensor_once_in_order() -> None:
 
 def test_no_tensors_need_no_chunk() -> None:
     assert chunk_plan([], 10) == []
+
+
+class TestEvaluators:
+    """Members of a pool of their own, whose indices follow those of the rollout replicas."""
+
+    def made(
+        self, events: list[str], rollout: Receiver, *own: Receiver, tries: int = 1
+    ) -> BroadcastSync:
+        self.sender, self.own = Sender(events), pool(*own)
+        self.sender.receivers = list(own)
+        return BroadcastSync(
+            self.sender,
+            pool(rollout),
+            [1] * (1 + len(own)),
+            on_sync="keep",
+            timeout_s=5.0,
+            tries=tries,
+            evaluators=self.own,
+        )
+
+    async def test_they_take_part_in_no_push_and_each_is_refreshed_alone(self) -> None:
+        rollout, own = Receiver([]), [Receiver([]), Receiver([])]
+        coordinator = self.made([], rollout, *own)
+        await coordinator.snapshot(1)
+        await coordinator.push()
+        assert [one.version for one in (rollout, *own)] == [1, 0, 0]
+        await coordinator.refresh_evaluators()
+        assert [one.version for one in own] == [1, 1]
+        assert self.sender.worlds == [2, 2, 2]
+
+    async def test_a_refresh_leaves_the_group_of_the_rollout_replicas_connected(self) -> None:
+        coordinator = self.made([], Receiver([]), Receiver([]))
+        for version in (1, 2, 3):
+            await coordinator.snapshot(version)
+            await coordinator.push()
+            await coordinator.refresh_evaluators()
+        assert self.sender.worlds == [2, 2]
+
+    async def test_without_a_snapshot_they_keep_their_weights(self) -> None:
+        own = Receiver([])
+        await self.made([], Receiver([]), own).refresh_evaluators()
+        assert own.events == []
+
+    async def test_one_that_fails_is_ejected_from_its_own_pool(self) -> None:
+        own = [Receiver([], fail="receive"), Receiver([])]
+        coordinator = self.made([], Receiver([]), *own)
+        await coordinator.snapshot(1)
+        await coordinator.refresh_evaluators()
+        assert [member.index for member in self.own.serving] == [1]
+        assert own[1].version == 1
+
+    async def test_a_transfer_that_breaks_off_is_made_again(self) -> None:
+        own = Receiver([])
+        coordinator = self.made([], Receiver([]), own, tries=2)
+        await coordinator.snapshot(1)
+        self.sender.fails = 1
+        await coordinator.refresh_evaluators()
+        assert own.version == 1
+
+    async def test_a_trainer_that_dies_meanwhile_is_the_error(self) -> None:
+        coordinator = self.made([], Receiver([]), Receiver([]))
+        await coordinator.snapshot(1)
+        self.sender.dead = True
+        with pytest.raises(ProcessDied):
+            await coordinator.refresh_evaluators()

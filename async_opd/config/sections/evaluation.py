@@ -34,6 +34,10 @@ class EvalConfig(Section):
     samples_mib: float = Field(default=16, ge=0)
     """Maximum size of ``evals/step_N.jsonl``, which has the answers of the evaluation at step N,
     of each data source equally many; 0: no files."""
+    replicas: int = Field(default=0, ge=0)
+    """Engines that only evaluate, as ``rollout`` says otherwise, on GPUs of their own: an
+    evaluation then measures exactly one weight version, and takes nothing from the rollouts. 0: the
+    rollout replicas evaluate beside their rollouts, which may take several versions."""
     teachers: bool = True
     """Also measures each teacher on its own data sources once, before training."""
 

@@ -1,0 +1,57 @@
+"""Orders of the rollout stage for replicas, which another process starts and owns."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from async_opd.core.errors import StageError
+
+Replica = TypeVar("Replica")
+
+
+@dataclass(frozen=True)
+class Order:
+    """A request to start the replica of member ``index``. Later orders have larger numbers."""
+
+    number: int
+    index: int
+
+
+class Orders(Generic[Replica]):
+    """The orders that the driver has not answered yet."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[Order, asyncio.Future[Replica]]] = {}
+        self._placed = asyncio.Event()
+        self._next = time.time_ns()  # numbers stay unique when the actor restarts
+
+    async def replica(self, index: int) -> Replica:
+        """Orders a replica and waits for it. Raises the StageError of its start."""
+        order, self._next = Order(self._next, index), self._next + 1
+        answer: asyncio.Future[Replica] = asyncio.get_running_loop().create_future()
+        self._open[order.number] = order, answer
+        self._placed.set()
+        try:
+            return await answer
+        finally:
+            del self._open[order.number]
+
+    async def after(self, seen: int) -> tuple[Order, ...]:
+        """The open orders with numbers above ``seen``; waits until there is one."""
+        while not (found := tuple(o for o, _ in self._open.values() if o.number > seen)):
+            self._placed.clear()
+            await self._placed.wait()
+        return found
+
+    def answer(self, number: int, answer: Replica | StageError) -> None:
+        """Answers an order; ignored if its caller was cancelled."""
+        _, waiting = self._open.get(number, (None, None))
+        if waiting is None or waiting.done():
+            return
+        if isinstance(answer, StageError):
+            waiting.set_exception(answer)
+        else:
+            waiting.set_result(answer)

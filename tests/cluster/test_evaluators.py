@@ -1,0 +1,138 @@
+"""Replicas of their own for evaluation: one version an evaluation, no part in other syncs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from async_opd.cluster import rollouter_actor
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+from tests.cluster import test_rollouter_actor as stages
+from tests.conftest import make_rollout
+
+ASKED = [Prompt(uid, "t", "t", stages.PROMPTS[0].token_ids) for uid in ("p", "q", "r", "s")]
+
+
+class Answering(stages.Student):
+    """Answers when ``goes_on`` is set, with the version that it had when it was asked."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.goes_on = asyncio.Event()
+        self.asked: list[int] = []
+
+    async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
+        version = self.version
+        self.asked.append(version)
+        await self.goes_on.wait()
+        await self.alive()
+        return [make_rollout(f"{prompt.uid}/0", version=version) for prompt in prompts]
+
+
+class World(stages.World):
+    """Two students, and two that only evaluate: members 2 and 3 for the driver."""
+
+    def __init__(self) -> None:
+        self.evaluators = [Answering("eval/0"), Answering("eval/1")]
+        students = [stages.Student("student/0"), stages.Student("student/1")]
+        super().__init__(*students, *self.evaluators)
+
+    async def synced(self, version: int) -> None:
+        await self.service.snapshot(version)
+        await self.service.push()
+
+    @property
+    def versions(self) -> list[int]:
+        return [student.version for student in self.students]
+
+
+@pytest.fixture
+async def world(monkeypatch: pytest.MonkeyPatch) -> Any:
+    two = {"every": 1, "replicas": 2}
+    monkeypatch.setattr(
+        stages, "run_config", lambda host="": stages.config(stages.Path("run"), eval=two)
+    )
+    made = World()
+    await made.runs()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+
+
+async def evaluating(world: World) -> asyncio.Task[list[Rollout]]:
+    task = asyncio.create_task(world.service.generate(ASKED, stages.GREEDY))
+    await stages.settled()
+    return task
+
+
+def versions(answers: list[Rollout]) -> set[int]:
+    return {span.version for answer in answers for span in answer.version_spans}
+
+
+async def test_an_evaluation_gets_the_newest_weights_and_rollout_replicas_answer_nothing(
+    world: World,
+) -> None:
+    await world.synced(1)
+    assert world.versions == [1, 1, 0, 0]
+    task = await evaluating(world)
+    assert world.versions == [1, 1, 1, 1]
+    for one in world.evaluators:
+        one.goes_on.set()
+    assert versions(await task) == {1}
+
+
+async def test_weight_syncs_go_on_during_an_evaluation_which_keeps_its_version(
+    world: World,
+) -> None:
+    await world.synced(1)
+    task = await evaluating(world)
+    for version in (2, 3):
+        await asyncio.wait_for(world.synced(version), 1)
+    assert world.versions == [3, 3, 1, 1]
+    for one in world.evaluators:
+        one.goes_on.set()
+    assert versions(await task) == {1}
+
+
+async def test_one_that_dies_is_rebuilt_and_the_evaluation_has_one_version_all_the_same(
+    world: World,
+) -> None:
+    await world.synced(1)
+    task = await evaluating(world)
+    await world.synced(2)
+    world.evaluators[0].over.set()
+    assert await world.ordered() == [2]
+    rebuilt: Any = Answering("eval/0")
+    rebuilt.goes_on.set()
+    answer = rollouter_actor.StartedReplica(rebuilt, 1)
+    await world.service.deliver(world.numbers[2], answer)
+    await stages.settled()
+    world.evaluators[1].goes_on.set()
+    assert versions(await asyncio.wait_for(task, 5)) in ({1}, {2})
+    assert rebuilt.version == 2
+
+
+async def test_answers_of_two_versions_are_no_evaluation_and_it_begins_anew(world: World) -> None:
+    await world.synced(1)
+    task = await evaluating(world)
+    world.evaluators[1].version = 2  # as if it had been rebuilt after a sync
+    await world.synced(2)
+    world.evaluators[0].goes_on.set()
+    world.evaluators[1].over.set()
+    await world.ordered()
+    rebuilt: Any = Answering("eval/1")
+    rebuilt.goes_on.set()
+    answer = rollouter_actor.StartedReplica(rebuilt, 1)
+    await world.service.deliver(world.numbers[3], answer)
+    assert len(versions(await asyncio.wait_for(task, 5))) == 1
+
+
+async def test_what_becomes_of_them_is_told_with_their_names(world: World) -> None:
+    world.evaluators[1].over.set()
+    await world.ordered()
+    lines = (await world.service.events(0)).lines
+    assert lines[0] == "eval/1 is ejected: eval/1: its process died"

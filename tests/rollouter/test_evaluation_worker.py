@@ -1,0 +1,149 @@
+"""Evaluation answers beside rollouts: few while rollouts run, and no drain waits for them."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.samples import Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+from rollouter.evaluation_worker import EvaluationWorker
+from rollouter.slots import Slots
+from tests.conftest import make_prompt, make_rollout
+from tests.properties import examples
+
+TWO = SamplingSpec(4, 1.0, 1.0, 2)
+
+
+async def settle() -> None:
+    for _ in range(8):
+        await asyncio.sleep(0)
+
+
+class Engine:
+    """Answers when it is told to; ``asked`` counts the requests of each answer."""
+
+    def __init__(self) -> None:
+        self.finished = asyncio.Event()
+        self.in_flight = 0
+        self.asked: list[str] = []
+
+    async def sample(self, prompt: Prompt, uid: str, sampling: SamplingSpec) -> Rollout:
+        self.asked.append(uid)
+        self.in_flight += 1
+        try:
+            await self.finished.wait()
+        finally:
+            self.in_flight -= 1
+        return make_rollout(uid)
+
+
+async def hold(slots: Slots, release: asyncio.Event) -> None:
+    async with slots.reserve():
+        await release.wait()
+
+
+async def begun(
+    slots: Slots, prompts: int
+) -> tuple[Engine, EvaluationWorker, asyncio.Task[list[Rollout]]]:
+    engine = Engine()
+    worker = EvaluationWorker(slots, engine.sample)
+    asked = [make_prompt(f"p{i}") for i in range(prompts)]
+    task = asyncio.create_task(worker.generate(asked, TWO))
+    await settle()
+    return engine, worker, task
+
+
+async def test_the_answers_come_in_order_n_to_each_prompt() -> None:
+    engine, _, task = await begun(Slots(3), 2)
+    engine.finished.set()
+    assert [rollout.uid for rollout in await task] == ["p0/0", "p0/1", "p1/0", "p1/1"]
+
+
+@pytest.mark.parametrize(("rollouts", "answers"), [(0, 16), (4, 8), (7, 2), (16, 2)])
+async def test_an_evaluation_has_the_slots_that_are_left_if_rollouts_double(
+    rollouts: int, answers: int
+) -> None:
+    slots, release = Slots(16), asyncio.Event()
+    tasks = [asyncio.create_task(hold(slots, release)) for _ in range(rollouts)]
+    await settle()
+    engine, _, task = await begun(slots, 20)
+    assert engine.in_flight == answers
+    release.set()
+    engine.finished.set()
+    await asyncio.gather(task, *tasks)
+    assert slots.evaluating == 0
+
+
+async def test_rollouts_start_at_once_however_many_answers_are_in_flight() -> None:
+    slots, release = Slots(4), asyncio.Event()
+    engine, _, task = await begun(slots, 20)
+    assert engine.in_flight == 4
+    tasks = [asyncio.create_task(hold(slots, release)) for _ in range(4)]
+    await settle()
+    assert slots.running == 4
+    release.set()
+    engine.finished.set()
+    await asyncio.gather(task, *tasks)
+
+
+async def test_answers_that_are_broken_off_begin_again_when_it_goes_on() -> None:
+    engine, worker, task = await begun(Slots(2), 2)
+    worker.break_off()
+    await settle()
+    assert (engine.in_flight, len(engine.asked)) == (0, 2)
+    worker.go_on()
+    await settle()
+    assert (engine.in_flight, len(engine.asked)) == (2, 4)
+    engine.finished.set()
+    assert len(await task) == 4
+
+
+async def test_an_evaluation_that_is_cancelled_leaves_no_slot_behind() -> None:
+    slots = Slots(2)
+    engine, _, task = await begun(slots, 9)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await settle()
+    assert (slots.evaluating, engine.in_flight) == (0, 0)
+
+
+@examples(60)
+@given(
+    limit=st.integers(1, 9),
+    moves=st.lists(st.sampled_from(["rollout", "done", "break", "go on", "wait"]), max_size=30),
+)
+def test_whatever_rollouts_do_the_evaluation_ends_and_no_rollout_waits_for_it(
+    limit: int, moves: list[str]
+) -> None:
+    async def scenario() -> None:
+        slots = Slots(limit)
+        engine, worker, task = await begun(slots, 5)
+        held: list[tuple[asyncio.Task[None], asyncio.Event]] = []
+        for move in moves:
+            if move == "rollout":
+                release = asyncio.Event()
+                held.append((asyncio.create_task(hold(slots, release)), release))
+            elif move == "done" and held:
+                held[0][1].set()
+                await held.pop(0)[0]
+            elif move == "break":
+                worker.break_off()
+            elif move == "go on":
+                worker.go_on()
+            await settle()
+            assert slots.running == min(limit, len(held))
+            assert slots.evaluating <= limit
+        engine.finished.set()
+        worker.go_on()
+        found = await asyncio.wait_for(task, 5)  # though the rollouts still run
+        assert [one.uid for one in found] == [f"p{i}/{m}" for i in range(5) for m in (0, 1)]
+        for _, release in held:
+            release.set()
+        await asyncio.gather(*(rollout for rollout, _ in held))
+
+    asyncio.run(scenario())
