@@ -220,7 +220,7 @@ async def _distil(job: Job, outcome: _Outcome) -> None:
         except Exception as error:
             outcome.error = error
             await _checkpoint_after_failure(error, training.pipeline, log)
-            if training.pipeline.is_trained:
+            if training.pipeline.is_trained and training.pipeline.has_weights:
                 await _save_partial_model(stages, job)
             raise
         finally:

@@ -303,6 +303,15 @@ def test_the_model_is_kept_when_all_is_trained_and_the_last_evaluation_fails(
     assert not (tmp_path / "half" / "model").exists()
 
 
+def test_a_run_that_fails_while_the_trainer_is_restarted_saves_no_other_student(
+    tmp_path: Path, distilling: type[FakeTraining]
+) -> None:
+    distilling.error = StageError("trainer", "it died too often")
+    distilling.has_weights = False
+    assert run(quiet(tmp_path), Inputs(ROWS)) == 1
+    assert not (tmp_path / "model").exists()
+
+
 @pytest.mark.parametrize("has_weights", [True, False])
 def test_an_interrupted_run_saves_the_student_only_if_the_trainer_has_its_weights(
     tmp_path: Path, distilling: type[FakeTraining], has_weights: bool

@@ -84,7 +84,7 @@ class Checkpointer:
         if value is None:
             return
         try:
-            await asyncio.to_thread(self.store.evaluated.add, step, value)
+            await _in_thread(self.store.evaluated.add, step, value)
         except (OSError, CheckpointError) as error:
             self.notify(f"{self.keep_best} of step {step} is not compared: {error}")
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.evaluated import EvaluatedSteps
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import CheckpointError, StageTimeout
 from async_opd.core.reports import Captured
@@ -167,6 +168,27 @@ async def test_an_evaluation_is_noted_for_the_metric_that_keeps_the_best(tmp_pat
     keeping = checkpointer(tmp_path, [], "eval/*/accuracy")
     await keeping.evaluated(4, {"eval/a/accuracy": 0.5, "eval/b/accuracy": 1.0})
     assert keeping.store.evaluated.values() == {4: 0.75}
+
+
+async def test_an_evaluation_that_is_cancelled_changes_no_value_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keeping = checkpointer(tmp_path, [], "eval/a/accuracy")
+    begun, go_on = threading.Event(), threading.Event()
+    add = EvaluatedSteps.add
+
+    def slow(steps: EvaluatedSteps, step: int, value: float) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        add(steps, step, value)
+
+    monkeypatch.setattr(EvaluatedSteps, "add", slow)
+    noting = asyncio.create_task(keeping.evaluated(4, {"eval/a/accuracy": 0.5}))
+    await asyncio.to_thread(begun.wait, 20)
+    noting.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    await asyncio.wait({noting})
+    assert keeping.store.evaluated.values() == {4: 0.5}
 
 
 async def test_without_that_metric_no_evaluation_is_noted(tmp_path: Path) -> None:
