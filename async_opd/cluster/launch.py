@@ -36,7 +36,7 @@ from async_opd.config.sections.teachers import SelfTeacher
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.models.engine_args import Device
-from async_opd.waiting.race import gather_or_cancel
+from async_opd.waiting.race import race
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from teachers.protocols import TeacherWeights
 
@@ -78,12 +78,13 @@ class LaunchedStages:
         bound = config.supervision.timeout_s
         await rollouter.stop(bound)
         await rollouter.halt_replicas(bound)
-        await gather_or_cancel(self.trainer.save(directory), self._turn())
+        await race(self.trainer.save(directory), self._turn())
 
     async def _turn(self) -> None:
-        """The trainer's turn for the work that waits, when nobody gives it one any more."""
+        """Gives the trainer its turn, which nobody else does any more. Ends with an error only."""
         await self.trainer.wait_for_work("rollout")
         await self.trainer.take_turn("rollout")
+        await asyncio.Event().wait()  # the save is what is waited for, and what has a bound
 
 
 @asynccontextmanager

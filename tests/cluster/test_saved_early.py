@@ -64,7 +64,33 @@ class Ending:
 async def test_several_ranks_get_their_gpus_without_a_wait_for_responses() -> None:
     made = Ending(ranks=2)
     await asyncio.wait_for(made.stages.save_early("model"), 5)
-    assert made.told == ["no supervision", "engines sleep", "onloads", "saves model", "offloads"]
+    assert made.told[:4] == ["no supervision", "engines sleep", "onloads", "saves model"]
+
+
+async def test_an_end_of_the_turn_that_hangs_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Ending(ranks=2)
+
+    async def hangs(pool: str) -> None:
+        await made.turns.take(made._moved("onloads"), asyncio.Event().wait)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(made, "take_turn", hangs)
+    await asyncio.wait_for(made.stages.save_early("model"), 5)
+    assert "saves model" in made.told
+
+
+async def test_a_turn_that_cannot_begin_is_the_error_of_the_save(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Ending(ranks=2)
+
+    async def fails(pool: str) -> None:
+        raise StageError("trainer", "no memory for its weights")
+
+    monkeypatch.setattr(made, "take_turn", fails)
+    with pytest.raises(StageError, match="no memory for its weights"):
+        await asyncio.wait_for(made.stages.save_early("model"), 5)
 
 
 @pytest.mark.parametrize(("ranks", "colocated"), [(1, True), (2, False)])
