@@ -59,6 +59,11 @@ class SnapshotBuffers:
         """The next copy is the first of a snapshot, in the memory of the one before."""
         self._chunk = self._filled = 0
 
+    def give_up(self) -> None:
+        """The next snapshot is in other memory; this one's is freed when nobody reads it."""
+        self._buffers = []
+        self.clear()
+
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
         """The copy, which a GPU may still be making when this returns: see ``Publisher``.
 
@@ -157,7 +162,13 @@ class Publisher:
         with self._in_use:
             if self._copied is not None:
                 self._copied.synchronize()
-            return self._transports[group].broadcast(self._snapshot, self._meta)
+            try:
+                return self._transports[group].broadcast(self._snapshot, self._meta)
+            except BaseException:
+                # A collective that timed out ends for its caller only: its threads may go on, and
+                # a member that is late would take a mixture of two snapshots for this one.
+                self._buffers.give_up()
+                raise
 
 
 def _event_behind_all_work() -> torch.cuda.Event | None:

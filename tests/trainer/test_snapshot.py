@@ -122,6 +122,25 @@ def test_a_snapshot_waits_for_the_broadcast_of_the_one_before(
     assert seen[3] == 2.0
 
 
+def test_what_a_broken_off_broadcast_may_still_read_is_not_written_again(
+    publisher: Publisher, transport: Transport, value: list[float]
+) -> None:
+    """A collective that times out ends for its caller only: its threads go on with the memory."""
+    kept: list[torch.Tensor] = []
+
+    def during(weights: Named) -> None:
+        kept.extend(weight for _, weight in weights)
+        raise RuntimeError("timed out")
+
+    publisher.snapshot()
+    transport.during = during
+    with pytest.raises(RuntimeError, match="timed out"):
+        publisher.send(0)
+    value[0] = 2.0
+    publisher.snapshot()
+    assert [float(weight[0]) for weight in kept] == [1.0, 1.0, 1.0]
+
+
 @pytest.mark.parametrize("build", [tiny_model, mixture])
 def test_the_full_weights_of_one_layer_exist_at_a_time(
     build: Any, monkeypatch: pytest.MonkeyPatch
