@@ -23,7 +23,10 @@ Move = Callable[[], Awaitable[None]]
 
 
 class GpuTurns:
-    """``async with`` it around work on the GPUs: entering waits for a turn."""
+    """``async with`` it around work on the GPUs: entering waits for a turn.
+
+    The error of a turn is that of all work that waits or comes later: nobody knows what moved.
+    """
 
     def __init__(self, linger_s: float = LINGER_S, timer: Timer | None = None) -> None:
         self._linger_s = linger_s
@@ -33,6 +36,7 @@ class GpuTurns:
         self._unwanted.set()
         self._given = asyncio.Event()
         self._turn = asyncio.Lock()
+        self._fault: Exception | None = None
         self._timer = timer or loop_timer
         self._holds: list[Cancellable] = []
 
@@ -43,6 +47,8 @@ class GpuTurns:
         self._unwanted.clear()
         try:
             await self._given.wait()
+            if self._fault is not None:
+                raise self._fault
         except BaseException:
             self._leave()
             raise
@@ -82,17 +88,26 @@ class GpuTurns:
 
         It goes on if the caller is cancelled: work may be under way.
         """
-        await asyncio.shield(asyncio.create_task(self._take(onload, offload)))
+        turn = asyncio.create_task(self._take(onload, offload))
+        turn.add_done_callback(lambda _: turn.cancelled() or turn.exception())  # work raises it
+        await asyncio.shield(turn)
 
     async def _take(self, onload: Move, offload: Move) -> None:
         async with self._turn:
             if not self._users:
                 return
-            await onload()
-            self._given.set()
-            await self._end()
-            self._given.clear()
-            await offload()
+            try:
+                if self._fault is not None:
+                    raise self._fault
+                await onload()
+                self._given.set()
+                await self._end()
+                self._given.clear()
+                await offload()
+            except Exception as error:
+                self._fault = error
+                self._given.set()
+                raise
 
     async def _end(self) -> None:
         """Returns when no work is left, and none has come for ``linger_s``."""

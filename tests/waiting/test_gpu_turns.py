@@ -129,9 +129,11 @@ async def test_an_onload_that_fails_is_the_error_of_the_turn_and_no_work_begins(
         raise MemoryError("out of memory")
 
     gpu._onload = fails  # type: ignore[method-assign]
-    await gpu.begins("step")
+    step = await gpu.begins("step")
     with pytest.raises(MemoryError):
         await (await gpu.turn())
+    with pytest.raises(MemoryError):
+        await step
     assert gpu.done == []
 
 
@@ -150,3 +152,25 @@ async def test_a_turn_that_is_held_lasts(released: bool) -> None:
     await gpu.lingers(1)
     await gpu.lingers(1)
     assert gpu.done == ["onload", "offload"]
+
+
+async def test_work_gets_the_error_of_a_turn_whose_caller_has_gone() -> None:
+    gpu = Gpu()
+
+    async def no_memory() -> None:
+        await gpu.goes_on.wait()
+        raise RuntimeError("no memory")
+
+    gpu.goes_on.clear()
+    step = await gpu.begins("step")
+    taken = asyncio.create_task(gpu.turns.take(no_memory, gpu._offload))
+    await settle()
+    taken.cancel()
+    await settle()
+    gpu.goes_on.set()
+    await settle()
+    assert step.done()
+    with pytest.raises(RuntimeError, match="no memory"):
+        await step
+    with pytest.raises(RuntimeError, match="no memory"):
+        await gpu.work("snapshot")
