@@ -24,7 +24,7 @@ def move(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torc
     shards: FSDP2 takes the new memory in ``FSDPModule._apply``.
     """
     module._apply(lambda tensor: _copy(tensor, device))  # type: ignore[no-untyped-call]
-    if device.type != "cpu" and isinstance(optimizer, HostMoments):
+    if isinstance(optimizer, HostMoments):
         return
     for state in optimizer.state.values():
         for key, value in state.items():

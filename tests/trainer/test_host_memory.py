@@ -70,6 +70,17 @@ def test_steps_with_moments_in_host_memory_are_the_same(expected: dict[str, torc
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+def test_moments_in_host_memory_stay_where_they_are_between_two_turns() -> None:
+    rank = rank_of(None, "moments")
+    stepped(Learner(rank), BATCHES[:1])
+    states = [v for s in rank.optimizer.state.values() for v in s.values() if v.ndim]
+    rank.offload()
+    rank.onload()
+    after = [v for s in rank.optimizer.state.values() for v in s.values() if v.ndim]
+    assert states
+    assert all(one is other for one, other in zip(states, after, strict=True))
+
+
 def test_the_moments_of_one_parameter_at_a_time_are_on_the_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
