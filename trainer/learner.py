@@ -22,7 +22,6 @@ from secrets import token_hex
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from async_opd.core.arrays import Int32
 from async_opd.core.batch import cut
@@ -39,7 +38,7 @@ from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
 from trainer.saving.captured import all_written
-from trainer.saving.export import export_dtype, save_model
+from trainer.saving.export import export_dtype, fault_of_saving
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import frozen_digest, refuse_other_frozen
 from trainer.schedule import learning_rate
@@ -288,17 +287,12 @@ class Learner:
     def save(self, source: str, directory: str) -> None:
         """Writes the student in Hugging Face format; see ``trainer.saving.export``.
 
-        OSError or SafetensorError if a file cannot be written: the ranks stay in step.
+        An error of writing is raised when all is gathered: the ranks stay in step.
         """
-        dtype, fault = export_dtype(self._train.export_dtype, source), None
+        dtype = export_dtype(self._train.export_dtype, source)
         with self._dispatched("join_gather", "exported", dtype):
             weights = self._rank.exported(dtype)
-            try:
-                save_model(self.model, source, directory, weights, dtype)
-            except (OSError, SafetensorError) as error:
-                fault = error
-                for _ in weights:  # the other ranks join every gather
-                    pass
+            fault = fault_of_saving(self.model, source, directory, weights, dtype)
         if fault is not None:
             raise fault
 

@@ -12,6 +12,7 @@ import torch
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import LoraConfig, TrainConfig
 from async_opd.core.errors import CheckpointError, StageError
+from async_opd.files.safe_open import FOLDER_MODE
 from async_opd.weight_sync.layout import WeightMeta
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.states import restore, state_of
@@ -241,6 +242,27 @@ def test_the_export_is_a_merged_model_and_a_peft_directory(tmp_path: Path) -> No
     assert torch.allclose(logits(both), logits(model), atol=1e-6)
     names = {name for name, _ in plain.named_parameters()}
     assert names == {name for name, _ in plain_state(model)}
+
+
+def test_an_export_with_adapters_is_private_and_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flushed: set[Path] = set()
+    rename = Path.rename
+
+    def renamed(self: Path, target: Path) -> Path:
+        if self.name == "model.part":
+            assert {self, *self.rglob("*")} <= flushed
+        return rename(self, target)
+
+    monkeypatch.setattr("trainer.saving.export.flush", flushed.add)
+    monkeypatch.setattr(Path, "rename", renamed)
+    source = tmp_path / "source"
+    tiny_model().save_pretrained(source)
+    learner(learned()).save(str(source), str(tmp_path / "model"))
+    adapter = tmp_path / "model" / "adapter"
+    assert adapter.stat().st_mode & 0o777 == FOLDER_MODE
+    assert tmp_path in flushed
 
 
 def test_no_error_of_a_later_sync_adds_up() -> None:

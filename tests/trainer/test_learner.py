@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -391,6 +392,37 @@ def test_a_step_that_is_not_finite_frees_all_ranks_gradients_and_leaves_them_in_
         of_a_rank_group(rank_group).train_batch(poisoned())
     assert rank_group.dispatched == ["backward", "apply"]
     assert not rank_group.broken
+
+
+def saving(made: Learner, folder: Path) -> None:
+    source = folder / "source"
+    tiny_model().save_pretrained(source)
+    made.save(str(source), str(folder / "model"))
+
+
+def test_a_config_that_transformers_does_not_save_leaves_them_in_step(tmp_path: Path) -> None:
+    """It is a ValueError, after all weights were gathered."""
+    rank_group = Watched()
+    made = of_a_rank_group(rank_group)
+    made.model.generation_config.temperature = -1.0
+    with pytest.raises(ValueError, match="temperature"):
+        saving(made, tmp_path)
+    assert rank_group.dispatched == ["join_gather"]
+    assert not rank_group.broken
+
+
+def test_a_gather_that_fails_in_an_export_leaves_them_out_of_step(tmp_path: Path) -> None:
+    rank_group = Watched()
+    made = of_a_rank_group(rank_group)
+
+    def fail(_: Any) -> Any:
+        raise RuntimeError("connection closed")
+        yield
+
+    made._rank.exported = fail  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="connection closed"):
+        saving(made, tmp_path)
+    assert rank_group.broken
 
 
 def test_a_batch_that_is_refused_leaves_them_in_step() -> None:

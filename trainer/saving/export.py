@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from async_opd.files.durable import flush
 from async_opd.files.safe_open import FOLDER_MODE, regular_file, remove_tree
 from async_opd.models.own_files import foreign, own_file, texts
 from async_opd.models.tokenizer import read_json, text_settings
@@ -35,6 +36,36 @@ def export_dtype(wanted: ExportDtype, source: str) -> torch.dtype:
     return torch.bfloat16 if wanted == "bfloat16" else torch.float32
 
 
+def fault_of_saving(
+    model: Any,
+    source: str,
+    directory: str,
+    weights: Iterable[tuple[str, torch.Tensor]],
+    dtype: torch.dtype,
+) -> Exception | None:
+    """Runs ``save_model``; takes all ``weights``, also after an error, which it returns.
+
+    Other ranks join each gather. An error of the weights themselves is raised.
+    """
+    gathered = False
+
+    def taken() -> Iterator[tuple[str, torch.Tensor]]:
+        nonlocal gathered
+        yield from weights
+        gathered = True
+
+    given = taken()
+    try:
+        save_model(model, source, directory, given, dtype)
+    except Exception as error:
+        for _ in given:
+            pass
+        if not gathered:
+            raise
+        return error
+    return None
+
+
 def save_model(
     model: Any,
     source: str,
@@ -47,10 +78,11 @@ def save_model(
 
         write <name>.part ──► rename <name> to <name>.old ──► rename ──► remove <name>.old
 
-    An existing directory is replaced, and a complete model is on the disk at every moment; after an
-    error it is the one before. ``weights`` are in ``dtype``, under the names of a checkpoint, and
-    are written as they come: one file of them is in memory. Adapters among them come under the
-    names of their parameters, and are written to a PEFT directory in ``ADAPTER_FOLDER``.
+    All is flushed to the disk before it has its name. An existing directory is replaced, and a
+    complete model is on the disk at every moment; after an error it is the one before. ``weights``
+    are in ``dtype``, under the names of a checkpoint, and are written as they come: one file of
+    them is in memory. Adapters among them come under the names of their parameters, and are
+    written to a PEFT directory in ``ADAPTER_FOLDER``.
     """
     target = Path(directory)
     part = target.with_name(target.name + ".part")
@@ -64,6 +96,8 @@ def save_model(
         if adapters:
             write_adapter(model, source, adapters, part / ADAPTER_FOLDER)
         _copy_rest(Path(source), part)
+        for path in (*part.rglob("*"), part):
+            flush(path)
         if target.exists():
             remove_tree(old)
             target.rename(old)
@@ -73,6 +107,7 @@ def save_model(
             if old.exists():
                 old.rename(target)
             raise
+        flush(target.parent)
     finally:
         remove_tree(part)
     remove_tree(old)
@@ -116,7 +151,7 @@ def _copy_rest(source: Path, part: Path) -> None:
         real = own_file(file, source)
         if real is not None and not any(file.match(pattern) for pattern in NOT_COPIED):
             target = part / file.relative_to(source)
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(mode=FOLDER_MODE, exist_ok=True)
             with open(real, "rb", opener=regular_file) as read, target.open("wb") as written:
                 shutil.copyfileobj(read, written)
     left_out = foreign(source)

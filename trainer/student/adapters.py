@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.files.safe_open import FOLDER_MODE
 from async_opd.weight_sync.layout import PEFT_PREFIX
 from trainer.saving.state import Tensors, model_state
 from trainer.student.sharding import full_tensor, is_sharded
@@ -141,7 +142,7 @@ def write_adapter(model: Any, source: str, tensors: Tensors, folder: Path) -> No
     settings = next(iter(model.peft_config.values()))
     settings.base_model_name_or_path = source
     settings.task_type, settings.inference_mode = "CAUSAL_LM", True
-    folder.mkdir(parents=True)
+    folder.mkdir(mode=FOLDER_MODE)
     settings.save_pretrained(folder)
     named = {
         PEFT_PREFIX + name.replace(f".{ADAPTER}.", "."): tensor.contiguous()
