@@ -32,7 +32,7 @@ from async_opd.core.reports import Progress, SyncReport
 from async_opd.core.stages import WeightSync
 from async_opd.waiting.deadline import Deadline, Timer
 from async_opd.waiting.liveness import Ask, ProgressWatchdog
-from async_opd.waiting.race import race
+from async_opd.waiting.race import gather_or_cancel, race
 
 KEY = "timeouts.request_s"
 
@@ -85,7 +85,7 @@ class SeveralGuests:
 
     async def wait_asleep(self, host: str) -> None:
         """Returns when all of them sleep."""
-        await asyncio.gather(*(guest.wait_asleep(host) for guest in self._guests))
+        await gather_or_cancel(*(guest.wait_asleep(host) for guest in self._guests))
 
     async def wait_for_work(self, host: str) -> None:
         """Returns when one of them has work."""
@@ -102,7 +102,7 @@ class SeveralGuests:
 
     async def progress(self) -> Progress:
         """The tokens of all of them."""
-        found = await asyncio.gather(*(guest.progress() for guest in self._guests))
+        found = await gather_or_cancel(*(guest.progress() for guest in self._guests))
         return Progress(sum(one.tokens for one in found), sum(one.most for one in found))
 
 
