@@ -15,6 +15,7 @@ from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
 from async_opd.live_view import command as watch
 from async_opd.processes.output import write_stderr
+from async_opd.report import command as report
 
 if TYPE_CHECKING:
     from async_opd.models.engine_args import Device
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
         what = "async.sync_steps: optimizer steps between two weight syncs"
         sub.add_argument("--sync-steps", metavar="N", help=what)
     watch.add_arguments(commands)
+    report.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)

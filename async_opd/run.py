@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -27,6 +28,7 @@ from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
 from async_opd.config.load import dump_config
 from async_opd.config.run_config import RunConfig
+from async_opd.config.secrets import Redactor
 from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
@@ -38,6 +40,7 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
+from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, read_text, write_atomically
 from async_opd.grading.evaluation_files import EVALS
@@ -78,6 +81,7 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
     write_run_format(run_dir)
+    add_origin(run_dir, sys.argv[1:], Redactor(config.model_dump(mode="json", by_alias=True)))
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
     cut = start.cut if start else None

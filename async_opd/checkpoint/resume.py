@@ -25,7 +25,17 @@ from async_opd.grading.evaluation_files import forget_others
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
-    *("name", "run_dir", "plan", "plan.*", "log.*", "eval.*", "data.eval", "guardrail.*"),
+    *(
+        "name",
+        "run_dir",
+        "plan",
+        "plan.*",
+        "report.*",
+        "log.*",
+        "eval.*",
+        "data.eval",
+        "guardrail.*",
+    ),
     "grading.*",
     *("cluster.*", "queue.*", "sync.*", "timeouts.*", "shutdown.*", "checkpoint.*"),
     *("rollout.replicas", "rollout.tensor_parallel", "rollout.concurrency", "rollout.engine.*"),

@@ -27,6 +27,7 @@ from async_opd.config.sections.reliability import (
     SupervisionConfig,
     TimeoutConfig,
 )
+from async_opd.config.sections.report import ReportConfig
 from async_opd.config.sections.rollout import RolloutConfig, StudentConfig
 from async_opd.config.sections.section import Section
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, TeacherConfig
@@ -73,6 +74,7 @@ class RunConfig(Section):
     cluster: ClusterConfig = ClusterConfig()
     timeouts: TimeoutConfig = TimeoutConfig()
     supervision: SupervisionConfig = SupervisionConfig()
+    report: ReportConfig = ReportConfig()
     plan: PlanConfig | None = None
     """Speeds for ``async_opd plan``; a run does not read them."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -11,6 +11,9 @@ from dataclasses import asdict
 from async_opd.core.lease import TopicStats
 from async_opd.core.reports import Interval, StageReport, StepReport, SyncReport
 from async_opd.observability.activity import covered, overlap_s
+
+LONG_LAG = 8
+"""Samples with this staleness and more are counted together."""
 
 
 class Metering:
@@ -51,6 +54,8 @@ class Metering:
         metrics["perf/samples_per_s"] = len(report.trained) / elapsed
         metrics["staleness/mean"] = sum(report.staleness) / max(len(report.staleness), 1)
         metrics["staleness/requeued"] = float(report.requeued)
+        for lag, count in Counter(min(lag, LONG_LAG) for lag in report.staleness).items():
+            metrics[f"staleness/lag_{lag}"] = float(count)
         metrics["staleness/max"] = float(max(report.staleness, default=0))
         for pool, stage in pools.items():
             metrics |= self._pool(pool, stage, elapsed)

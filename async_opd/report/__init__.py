@@ -1,4 +1,4 @@
 """Finished and running runs, read from their directories: verdict, report, comparison.
 
-Imports ``plan``, ``observability``, ``accounting``, ``config``, ``files`` and ``core``.
+Imports ``plan``, ``checks``, ``observability``, ``accounting``, ``config``, ``files`` and ``core``.
 """

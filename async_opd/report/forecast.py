@@ -17,6 +17,9 @@ from async_opd.plan.setting import Setting
 from async_opd.report.recorded_run import RecordedRun
 from async_opd.report.verdict import Verdict, spoken
 
+WORTH = 0.05
+"""A change that gains so much is suggested without a look at the following ones."""
+
 
 @dataclass(frozen=True)
 class Forecast:
@@ -44,12 +47,18 @@ def forecast(run: RecordedRun, verdict: Verdict) -> Forecast | str:
     if not found:
         return "There is no prediction: the pool that limits has no GPUs of this run."
     now = steady_state(setting).samples_per_s
-    gains = [Forecast(what, steady_state(to).samples_per_s / now - 1) for what, to in found]
-    return max(gains, key=lambda one: one.gain)
+    best = Forecast("", 0.0)
+    for what, to in found:
+        gain = steady_state(to).samples_per_s / now - 1
+        if gain > best.gain:
+            best = Forecast(what, gain)
+        if best.gain >= WORTH:
+            break
+    return best if best.change else "The plan predicts no gain for any change that it knows."
 
 
 def changes(setting: Setting, verdict: Verdict) -> list[tuple[str, Setting]]:
-    """Settings with a change that the verdict asks for, each with that change in words."""
+    """Settings with a change that the verdict asks for, the best to have first, and its words."""
     if verdict.kind == "sync":
         steps = 2 * setting.sync_steps
         return [(f"async.sync_steps {steps}", replace(setting, sync_steps=steps))]
@@ -71,10 +80,10 @@ class _Pool:
 def _other_splits(setting: Setting, verdict: Verdict) -> Iterator[tuple[str, Setting]]:
     """Replicas of each starved pool that can spare some, given to the pool that limits.
 
-    If no pool can, the limiting one gets one more.
+    The last one gives it one more than the run has.
     """
     pools = {pool.name: pool for pool in _pools(setting)}
-    limiting, found = pools[verdict.pool], False
+    limiting = pools[verdict.pool]
     if not limiting.gpus:
         return
     for donor in (pools[name] for name in verdict.starved if pools[name].gpus):
@@ -85,10 +94,8 @@ def _other_splits(setting: Setting, verdict: Verdict) -> Iterator[tuple[str, Set
             words = f"{fewer * donor.gpus} of {donor.replicas * donor.gpus} GPUs"
             words += f" of {spoken(donor.name)} moved to {spoken(limiting.name)}"
             yield words, _split(setting, counts)
-            found = True
-    if not found:
-        words = f"{limiting.gpus} more GPU{'s' * (limiting.gpus > 1)} for {spoken(limiting.name)}"
-        yield words, _split(setting, {limiting.name: 1})
+    words = f"{limiting.gpus} more GPU{'s' * (limiting.gpus > 1)} for {spoken(limiting.name)}"
+    yield words, _split(setting, {limiting.name: 1})
 
 
 def _pools(setting: Setting) -> Iterator[_Pool]:

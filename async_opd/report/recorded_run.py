@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import cached_property
@@ -101,10 +101,13 @@ class RecordedRun:
         return audit(self.folder)
 
 
-def read_recorded_run(folder: Path) -> RecordedRun:
-    """Reads a run directory. ConfigError if it is none, or one of another format; OSError."""
+def read_recorded_run(folder: Path, overrides: Sequence[str] = ()) -> RecordedRun:
+    """Reads a run directory, with overrides of its config.
+
+    ConfigError if it is none, or one of another format, or a config that is not valid; OSError.
+    """
     refuse_other_formats(folder)
-    config = load_config(folder / "config.yaml")
+    config = load_config(folder / "config.yaml", overrides)
     metrics = folder / METRICS
     rows = (row for _, row in metrics_rows(metrics)) if metrics.exists() else ()
     return RecordedRun(

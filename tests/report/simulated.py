@@ -96,9 +96,9 @@ class Student(SimulatedStudent):
 
 
 class Teacher(SimulatedTeacher):
-    """Counts samples and batches, as ``teachers.meter.ScoringMeter`` does."""
+    """Counts samples, batches and a gap, which closes, as ``teachers.meter.ScoringMeter`` does."""
 
-    samples = batches = 0
+    samples = batches = scored = 0
 
     async def score(self, batch: Batch) -> Batch:
         scored = await super().score(batch)
@@ -108,7 +108,10 @@ class Teacher(SimulatedTeacher):
 
     async def report(self) -> StageReport:
         found = await super().report()
+        self.scored += self.samples
         counted = {"samples": float(self.samples), "batches": float(self.batches)}
+        tokens = found.counters["tokens"]
+        counted |= {"gap": -2 * tokens / (1 + self.scored / 100), "gap_tokens": tokens}
         self.samples = self.batches = 0
         return replace(found, counters={**found.counters, **counted})
 

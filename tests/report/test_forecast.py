@@ -32,6 +32,7 @@ def test_a_replica_of_each_starved_pool_moves_to_the_one_that_limits() -> None:
     assert [(words, split(one)) for words, one in found] == [
         ("1 of 3 GPUs of rollout moved to the trainer", (2, 2, 2, 2)),
         ("1 of 2 GPUs of teacher a moved to the trainer", (3, 1, 2, 2)),
+        ("1 more GPU for the trainer", (3, 2, 2, 2)),
     ]
 
 
@@ -44,7 +45,7 @@ def test_a_pool_of_one_replica_gives_none_away() -> None:
 
 def test_a_replica_of_two_gpus_takes_two_of_the_donor() -> None:
     wide = replace(ONE, teachers=(replace(ONE.teachers[0], gpus=2), ONE.teachers[1]))
-    ((words, one),) = changes(wide, limited("teacher/a", "rollout"))
+    (words, one), _ = changes(wide, limited("teacher/a", "rollout"))
     assert (words, split(one)) == ("2 of 3 GPUs of rollout moved to teacher a", (1, 3, 2, 1))
 
 

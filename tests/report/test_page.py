@@ -1,0 +1,189 @@
+"""The HTML of reports and comparisons: complete, self-contained, and hostile texts are inert."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from async_opd.cli import main
+from async_opd.config.load import load_config
+from async_opd.core.errors import ConfigError
+from async_opd.files.origin import add_origin, read_origins
+from async_opd.report.comparison import differing_keys, labels
+from async_opd.report.facts import Facts
+from async_opd.report.recorded_run import RecordedRun, read_recorded_run
+from async_opd.report.run_charts import sample_life
+from async_opd.report.run_report import report
+from async_opd.report.verdict import judge
+from tests.plan.runs import write_run
+from tests.report.pages import HOSTILE, write_full_run
+
+pytest.importorskip("vl_convert", reason="the extra report is not installed")
+MOST = 3_000_000
+
+
+class Tags(HTMLParser):
+    """All tags of a page with their attributes, and the content of its scripts."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found.append((tag, dict(attrs)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    return read_recorded_run(write_full_run(tmp_path_factory.mktemp("runs") / "full"))
+
+
+@pytest.fixture(scope="module")
+def html(run: RecordedRun) -> str:
+    return report(run, judge(run), "With one more GPU, the plan predicts +20 % samples/s.")
+
+
+def test_the_page_has_every_section(html: str) -> None:
+    for text in (
+        "the trainer limits",
+        "the plan predicts +20 %",
+        "Accuracy by source",
+        "Gap to each teacher",
+        "Staleness of trained samples",
+        "Rollout: computing and waiting",
+        "The life of a sample",
+        "is rebuilt",
+        "3 dead letters",
+        "commit 8d1f3a0c",
+        "tokens_per_micro_batch",
+    ):
+        assert text in html, text
+
+
+def test_the_page_is_one_file_below_three_megabytes(html: str) -> None:
+    assert len(html.encode()) < MOST
+    tags = Tags(html).found
+    assert [a for _, a in tags if {"src", "srcset", "data", "poster"} & a.keys()] == []
+    assert all(a["href"].startswith("#") for _, a in tags if a.get("href"))  # type: ignore[union-attr]
+    assert not [tag for tag, _ in tags if tag in ("link", "iframe", "img", "object", "base")]
+
+
+def test_the_policy_forbids_the_network_and_every_script_but_its_own(html: str) -> None:
+    (policy,) = (a["content"] for t, a in Tags(html).found if a.get("http-equiv"))
+    assert policy is not None
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe-eval" not in policy
+    assert "'unsafe-inline'" not in policy.split("style-src")[0]
+
+
+def test_a_script_in_a_text_of_the_run_is_text(html: str) -> None:
+    assert HOSTILE not in html
+    assert html.count("<script") == 3  # the charts' data, the bundle, the page's own
+    assert "onerror=" not in "".join(f"{t} {sorted(a)}" for t, a in Tags(html).found)
+
+
+def test_every_chart_has_its_numbers_as_a_table(html: str) -> None:
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    assert found is not None
+    charts = json.loads(found[1])
+    assert len(charts) >= 9
+    assert html.count("<figure") == html.count("<summary>Numbers") == len(charts)
+
+
+def test_the_specifications_are_valid_vega_lite(html: str) -> None:
+    altair = pytest.importorskip("altair")
+    found = re.search(r'<script type="application/json" id="charts">(.*?)</script>', html)
+    assert found is not None
+    for spec in json.loads(found[1]).values():
+        altair.Chart.from_dict({"width": "container", "height": 210, **spec})
+
+
+def test_a_running_run_of_no_steps_has_a_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    run = read_recorded_run(folder)
+    assert "too few steps" in report(run, judge(run), "")
+
+
+def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
+    chart = sample_life(run)
+    assert chart is not None
+    values = chart.spec["data"]["values"]
+    assert [one["a"] for one in values[1:]] == [one["b"] for one in values[:-1]]
+    most = run.config.max_in_flight / (run.config.train.batch_size / 2)
+    assert 0 < values[-1]["b"] < 3600 * most
+
+
+def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:
+    facts = Facts(10, 7200.0, 100, 4e6, 1.0, 0.0, gpus=8, dead_letters=0)
+    assert facts.gpu_hours == 16
+    assert facts.cost_of_million(2.5) == 2.5 * 16 / 4
+    assert facts.cost_of_million(None) is None
+
+
+def test_the_command_writes_the_report_and_says_the_verdict(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "r.html"
+    price = "report.gpu_hour_price=2"
+    assert main(["report", str(run.folder), price, "--out", str(out), "--no-plan"]) == 0
+    assert "the trainer limits" in capsys.readouterr().out
+    assert "cost per million tokens" in out.read_text(encoding="utf-8")
+
+
+def test_a_directory_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+
+
+def test_runs_are_compared_by_their_figures_and_differing_keys(
+    run: RecordedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = write_full_run(tmp_path / "other", seed=1, factor=2.5, hostile=False)
+    text = (other / "config.yaml").read_text().replace("sync_steps: 2", "sync_steps: 3")
+    (other / "config.yaml").write_text(text)
+    out = tmp_path / "c.html"
+    assert main(["compare", str(run.folder), str(other), "--out", str(out)]) == 0
+    assert "async.sync_steps" in capsys.readouterr().out
+    page = out.read_text(encoding="utf-8")
+    assert "async.sync_steps" in page
+    assert HOSTILE not in page
+    pair = [run, read_recorded_run(other)]
+    keys = {key: values for key, *values in differing_keys(pair)}
+    assert keys.pop("async.sync_steps") == ["2", "3"]
+    assert list(keys) == ["data.train"]  # a path in its own folder
+    assert labels(pair) == ["full", "other"]
+
+
+def test_the_same_run_twice_differs_in_no_key(run: RecordedRun) -> None:
+    assert differing_keys([run, run]) == []
+    assert len(set(labels([run, run]))) == 2
+
+
+def test_each_start_of_a_run_is_added_to_its_origins(tmp_path: Path) -> None:
+    def hide(text: str) -> str:
+        return text.replace("secret", "HIDDEN")
+
+    add_origin(tmp_path, ["run", "a b.yaml", "x=secret"], hide)
+    add_origin(tmp_path, ["run", "c.yaml", "--resume"])
+    first, second = read_origins(tmp_path)
+    assert (first.command, second.command) == (
+        "async_opd run 'a b.yaml' x=HIDDEN",
+        "async_opd run c.yaml --resume",
+    )
+    assert first.versions["python"]
+
+
+def test_an_origin_that_was_changed_is_none(tmp_path: Path) -> None:
+    (tmp_path / "origin.json").write_text('[{"command": 7}]')
+    assert read_origins(tmp_path) == []
+
+
+def test_a_negative_price_is_refused(run: RecordedRun) -> None:
+    with pytest.raises(ConfigError, match="gpu_hour_price"):
+        load_config(run.folder / "config.yaml", ["report.gpu_hour_price=-1"])
