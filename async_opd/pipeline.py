@@ -346,7 +346,7 @@ class Pipeline:
         for line in report.notes:
             self.log.message(f"trainer: {line}")
         for warning in warnings:
-            self.log.message(f"step {report.step}: {warning}")
+            self.log.message(f"step {report.step}: {warning}", "warning")
         self.run_state.guardrail.enforce(report.step, warnings)
 
 

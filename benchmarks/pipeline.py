@@ -181,7 +181,7 @@ class Log:
     def busy(self, pools: Mapping[str, Any]) -> None:
         """Nothing to keep."""
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         """Nothing to keep."""
 
     async def until(self, steps: int) -> None:

@@ -136,7 +136,7 @@ class Progress:
     def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
         """Nothing."""
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         """Prints it."""
         print(text, flush=True)
 

@@ -83,7 +83,7 @@ class Logged:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         self.lines.append(metrics)
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.messages.append(text)
 
 

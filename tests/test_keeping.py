@@ -39,7 +39,7 @@ class Ending:
         await self.written.wait()
         self.kept = True
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.told.append(text)
 
 

@@ -271,7 +271,7 @@ class FakeLog:
     def waits(self, waits: Mapping[str, str]) -> None: ...
     def busy(self, pools: Mapping[str, Any]) -> None: ...
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.told.append(text)
 
     def dead_letter(self, lost: DeadLetter) -> None:

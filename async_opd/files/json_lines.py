@@ -32,7 +32,7 @@ def json_objects(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Each line that is not empty, and its object; None if it is none. OSError."""
     for line in read_text(path, errors="replace").splitlines():
         if line.strip():
-            yield line, _object(line)
+            yield line, json_object(line)
 
 
 def metrics_rows(path: Path) -> Iterator[tuple[str, MetricsRow | None]]:
@@ -42,7 +42,8 @@ def metrics_rows(path: Path) -> Iterator[tuple[str, MetricsRow | None]]:
             yield line, metrics_row(line)
 
 
-def _object(line: str) -> dict[str, Any] | None:
+def json_object(line: str) -> dict[str, Any] | None:
+    """The object of a line; None if it is none."""
     try:
         return dict(json.loads(line))
     except (ValueError, TypeError, RecursionError):
@@ -51,7 +52,7 @@ def _object(line: str) -> dict[str, Any] | None:
 
 def metrics_row(line: str) -> MetricsRow | None:
     """The row of a line of metrics; None if it is no such line."""
-    entry = _object(line)
+    entry = json_object(line)
     if entry is None:
         return None
     try:

@@ -41,5 +41,5 @@ class EventForwarder:
         events = await stage.events(self._seen[id(stage)], wait)
         self._seen[id(stage)] = events.seen
         for line in events.lines:
-            self.log.message(line)
+            self.log.message(line, "warning")
         return bool(events.lines)

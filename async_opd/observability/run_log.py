@@ -27,11 +27,13 @@ from typing import Self, TextIO
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import StageError
+from async_opd.core.level import Level
 from async_opd.core.printable import indented, on_one_line
 from async_opd.core.reports import Interval
 from async_opd.core.samples import DeadLetter
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
+from async_opd.observability.log_line import is_shown, json_line, text_line
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink
@@ -64,6 +66,7 @@ class RunLog:
         self._run_dir = run_dir
         self._clock = clock
         self._redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+        self._format = config.log
         self._quiet = config.log.console == "off"
         configured = partial(_configured, config, run_dir, clock, resumed=before is not None)
         self._wanted = [*(configured() if sinks is None else sinks), *viewers]
@@ -142,22 +145,29 @@ class RunLog:
         """Passes to the sinks the intervals in which each pool computed since the last call."""
         self._each(lambda sink: sink.busy(pools))
 
-    def message(self, text: str) -> None:
-        """Writes a line to ``run.log``, with the time, and to the sinks.
+    def message(self, text: str, level: Level = "info") -> None:
+        """Writes a line to ``run.log``, with the time, and to the sinks, from ``log.level`` on.
 
         Secrets are hidden, control characters escaped, and all lines but the first indented.
         """
+        if not is_shown(level, self._format.level):
+            return
         text = indented(self._redacted(text))
-        moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
         self._each(lambda sink: sink.message(text))
         with _written(self._messages_file.name):
-            self._messages_file.write(f"{moment} {text}\n")
+            self._messages_file.write(self._line(text, level))
+
+    def _line(self, text: str, level: Level) -> str:
+        moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
+        as_line = json_line if self._format.format == "json" else text_line
+        return as_line(moment, level, text) + "\n"
 
     def dead_letter(self, letter: DeadLetter) -> None:
         """Writes a line to ``dead_letters.jsonl``; the first one of each stage is a message too."""
         if letter.stage not in self._dead_letter_stages:
             self._dead_letter_stages.add(letter.stage)
-            self.message(f"dead-lettered {letter.header.uid} ({letter.stage}): {letter.reason}")
+            about = f"{letter.header.uid} ({letter.stage}): {letter.reason}"
+            self.message(f"dead-lettered {about}", "warning")
         header = letter.header
         line = {"time": self._clock(), "uid": header.uid, "teacher": header.teacher}
         line |= {
@@ -181,7 +191,8 @@ class RunLog:
         self._status = status
         error = None if error is None else self._redacted(error)
         with self._failing_if_unwritten():
-            self.message(f"{status}: {error}" if error else status)
+            level: Level = "error" if status == "failed" else "info"
+            self.message(f"{status}: {error}" if error else status, level)
         if self._quiet and status == "failed":
             write_stderr(indented(f"failed: {error}"))
         with self._failing_if_unwritten():
@@ -211,7 +222,7 @@ class RunLog:
         """``finish`` for a process that is killed: sinks get no message and are not closed."""
         if self._status is None:
             with self._failing_if_unwritten():
-                self._messages_file.write(indented(f"{status}: {error}") + "\n")
+                self._messages_file.write(self._line(indented(f"{status}: {error}"), "error"))
                 self._write_summary(status, error)
 
     def _open(self, name: str) -> TextIO:
@@ -244,7 +255,8 @@ class RunLog:
         for key, value in metrics.items():
             if not math.isfinite(value) and key not in self._not_finite:
                 self._not_finite.add(key)
-                self.message(f"{key} is {value}; metrics.jsonl has null where it is not finite")
+                words = f"{key} is {value}; metrics.jsonl has null where it is not finite"
+                self.message(words, "warning")
 
     def _each(self, call: Callable[[Sink], None]) -> None:
         for sink in self._sinks:
@@ -255,7 +267,7 @@ class RunLog:
         notes: list[str | None] = []
         succeeded = self._guard(sink, lambda sink: notes.append(call(sink)))
         for note in filter(None, notes):
-            self.message(note)
+            self.message(note, "warning")
         return succeeded
 
     def _guard(self, sink: Sink, call: Callable[[Sink], None]) -> bool:
@@ -268,7 +280,8 @@ class RunLog:
                 self._reported.add(sink.name)
                 self.message(
                     f"{sink.name} failed: {type(error).__name__}: {error} (the run goes on, "
-                    f"metrics.jsonl is complete; further failures are counted in {SINK_FAILURES})"
+                    f"metrics.jsonl is complete; further failures are counted in {SINK_FAILURES})",
+                    "warning",
                 )
             return False
         return True

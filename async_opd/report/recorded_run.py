@@ -23,7 +23,7 @@ from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.roll_backs import RollBack, read_roll_backs
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.files.json_lines import MetricsRow, json_objects, metrics_rows
+from async_opd.files.json_lines import MetricsRow, json_object, json_objects, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
@@ -32,7 +32,7 @@ from async_opd.observability.sinks import Summary
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
 EVALUATIONS = ("eval/", "eval_initial/", "eval_teacher/")
-_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\s(.*)")
+_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\s(?:WARNING |ERROR )?(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -129,6 +129,7 @@ def messages(lines: Iterable[str]) -> Iterator[Message]:
     """Each message of ``run.log``; a line without a time is a part of the message before it."""
     last: Message | None = None
     for line in lines:
+        line = _as_text(line)
         stamped = _STAMPED.match(line)
         if stamped is None:
             if last is not None and line.strip():
@@ -139,6 +140,12 @@ def messages(lines: Iterable[str]) -> Iterator[Message]:
         last = Message(_moment(stamped[1]), stamped[2])
     if last is not None:
         yield last
+
+
+def _as_text(line: str) -> str:
+    """A line of ``log.format: json`` as one of ``text``."""
+    entry = json_object(line) if line.startswith("{") else None
+    return line if entry is None else f"{entry.get('time')} {entry.get('text')}"
 
 
 def _moment(text: str) -> float:

@@ -43,7 +43,7 @@ class Told:
     dead: list[DeadLetter] = field(default_factory=list)
     summary: dict[str, float] = field(default_factory=dict)
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.messages.append(text)
 
     def dead_letter(self, lost: DeadLetter) -> None:

@@ -56,7 +56,7 @@ class Lines:
         self.step = step
         self.changed.set()
 
-    def message(self, text: str) -> None:
+    def message(self, text: str, level: str = "info") -> None:
         self.lines.append(text)
         self.changed.set()
 

@@ -176,7 +176,7 @@ def test_messages_are_kept_in_run_log(tmp_path: Path) -> None:
         log.message("hello")
         log.finish("failed", "no memory")
     texts = [line.split(" ", 1)[1] for line in (tmp_path / "run.log").read_text().splitlines()]
-    assert texts == ["hello", "failed: no memory"]
+    assert texts == ["hello", "ERROR failed: no memory"]
 
 
 def test_text_that_is_no_unicode_is_kept_as_escapes(tmp_path: Path) -> None:
