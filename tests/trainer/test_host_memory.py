@@ -182,6 +182,22 @@ def test_weights_are_read_into_host_memory_whatever_the_mesh_computes_on(tmp_pat
     assert set(in_processes(1, lead, lead, 60)) == {"cpu"}
 
 
+def test_full_weights_of_a_single_rank_come_from_host_memory() -> None:
+    """Others may use its GPU while it saves: it asks for no memory there."""
+
+    def lead(*_: Any) -> list[bool]:
+        rank = rank_of(lone_mesh(CPU), "parameters")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DeviceMesh, "device_type", "meta")
+            named = list(rank.exported(torch.float32))
+        expected = dict(tiny_model().named_parameters())
+        return [torch.equal(tensor, expected[name].data) for name, tensor in named]
+
+    found = in_processes(1, lead, lead, 60)
+    assert found
+    assert all(found)
+
+
 def test_they_go_on_from_a_checkpoint_bit_for_bit(found: Any) -> None:
     assert all(torch.equal(found[2][name], weight) for name, weight in found[1].items())
 

@@ -131,11 +131,14 @@ def is_sharded(tensor: torch.Tensor) -> bool:
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The full tensor, gathered from all ranks; the tensor itself if it is not sharded.
 
-    It is on the ranks' device, also if their shards are offloaded.
+    It is on the ranks' device, also if their shards are offloaded. A single rank has all of it, and
+    leaves it where it is: the GPU may be in use by others.
     """
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
+    if sharded.device_mesh.size() == 1:
+        return sharded.to_local()  # type: ignore[no-any-return]
     return sharded.to(sharded.device_mesh.device_type).full_tensor()  # type: ignore[no-any-return]
 
 
