@@ -17,13 +17,10 @@ import ray
 from ray import exceptions as found
 
 from async_opd.core.errors import ProcessDied, ProcessRestarts, StageError, first_cause
-from async_opd.files.safe_open import regular_file
+from async_opd.processes.last_lines import error_lines
 
 MAX_SHOWN_CHARACTERS = 500
 """Characters of Ray's message in an error."""
-LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
-"""Bytes read from the end of a log, and characters shown of one of its lines."""
-
 LOGS = "ray_logs of the run directory (of a cluster that was joined: in Ray's session directory)"
 LOG = f"see its log in {LOGS}"
 MEMORY = f"{LOG}; running out of memory is the most common cause of a sudden death"
@@ -158,7 +155,8 @@ def _inside(name: str, what: str, error: found.RayTaskError, restarts: bool) -> 
 def last_error_lines(pid: int, lines: int = 15) -> str:
     """The errors at the end of an actor's output, if its log is on this machine.
 
-    Other users of a joined cluster can put links or pipes among Ray's logs: ``_end_of`` opens none.
+    Other users of a joined cluster can put links or pipes among Ray's logs: ``error_lines`` opens
+    none.
     """
     node = ray._private.worker._global_node
     if node is None:
@@ -167,16 +165,5 @@ def last_error_lines(pid: int, lines: int = 15) -> str:
     for suffix in ("err", "out"):
         for path in sorted(os.scandir(node.get_logs_dir_path()), key=lambda entry: entry.name):
             if path.name.startswith("worker-") and path.name.endswith(f"-{pid}.{suffix}"):
-                words += [line for line in _end_of(path.path) if "rror" in line][-lines:]
-    return "\n".join(f"      {word[:MAX_LINE_CHARACTERS]}" for word in words[: 4 * lines])
-
-
-def _end_of(path: str) -> list[str]:
-    """The last lines of a regular file; for any other file, one line with the error."""
-    try:
-        with open(path, "rb", opener=regular_file) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
-            data = file.read(LOG_BYTES)
-    except OSError as error:
-        return [f"error: {error}"]
-    return [line.rstrip() for line in data.decode(errors="replace").split("\n")]
+                words += error_lines(path.path, lines)
+    return "\n".join(f"      {word}" for word in words[: 4 * lines])

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +40,35 @@ async def test_all_work_ends_and_what_comes_later_too(pipe: tuple[int, int]) -> 
     assert all(isinstance(error, ProcessDied) for error in ended)
     with pytest.raises(ProcessDied):
         await asyncio.wait_for(watch.within(asyncio.Event().wait()), 5)
+
+
+SAYS_AND_ENDS = """
+import asyncio, os, subprocess, sys
+from async_opd.processes.exit_watch import ExitWatch
+
+async def main():
+    ended, child_s = os.pipe()
+    child = subprocess.Popen(
+        [sys.executable, "-c", "import sys; print('well'); sys.exit('MemoryError: none left')"],
+        pass_fds=(child_s,),
+    )
+    os.close(child_s)
+    try:
+        await ExitWatch("student/0", [ended]).within(asyncio.sleep(60))
+    except Exception as error:
+        os.write(int(sys.argv[1]), str(error).encode())
+
+asyncio.run(main())
+"""
+
+
+def test_the_error_quotes_what_the_engine_wrote_last(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    with told.open("wb") as answer, (tmp_path / "worker.err").open("wb") as log:
+        command = [sys.executable, "-c", SAYS_AND_ENDS, str(answer.fileno())]
+        fds = (answer.fileno(),)
+        subprocess.run(command, pass_fds=fds, stdout=log, stderr=log, timeout=60, check=True)
+    assert "the last error in its output: MemoryError: none left" in told.read_text()
 
 
 async def test_work_that_is_done_gives_its_result(pipe: tuple[int, int]) -> None:

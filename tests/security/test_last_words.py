@@ -14,8 +14,9 @@ import ray
 
 from async_opd.cluster import actor_shell as host
 from async_opd.cluster.actor_shell import Remote
-from async_opd.cluster.faults import LOG_BYTES, MAX_LINE_CHARACTERS, last_error_lines
+from async_opd.cluster.faults import last_error_lines
 from async_opd.core.errors import EngineStartError, StageError
+from async_opd.processes.last_lines import LOG_BYTES, MAX_LINE_CHARACTERS
 
 NAME = "worker-0a-01000000-77"
 
