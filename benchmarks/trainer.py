@@ -128,7 +128,7 @@ class Padding:
 
     def step(self, samples: Sequence[Sample]) -> float:
         """See Step."""
-        weights, _ = self._weighting(samples)
+        weights, _ = self._weighting([sample.header for sample in samples])
         total = 0.0
         for start in range(0, len(samples), PADDED):
             group = slice(start, start + PADDED)

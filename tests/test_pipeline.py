@@ -173,7 +173,7 @@ class FakeTrainer:
         self.hang = False
         self.last = 0
         self.lr_factor = 1.0
-        self.state: tuple[int, int, tuple[Sample, ...]] = (0, 0, ())
+        self.state: tuple[int, int, asyncio.Task[tuple[Sample, ...]]]
 
     async def step(self) -> StepReport:
         if self.hang:
@@ -201,14 +201,14 @@ class FakeTrainer:
     async def capture(self) -> Captured:
         last = self.trained[-self.last :] if self.last else []
         headers = tuple(Header(uid, 1, 1, version, "a") for uid, version in last)
-        self.state = (self.steps, self.version, self.batcher.held)
+        self.state = (self.steps, self.version, self.batcher.copy_held())
         return Captured(self.steps, headers)
 
     async def checkpoint(self, directory: str, in_flight: frozenset[str]) -> dict[str, WrittenFile]:
         steps, version, held = self.state
         await self.pace.wait()
         queued = [one async for part in self.batcher.queued(in_flight) for one in part]
-        found = {s.rollout.uid: s for s in (*queued, *held) if s.rollout.uid in in_flight}
+        found = {s.rollout.uid: s for s in (*queued, *await held) if s.rollout.uid in in_flight}
         (Path(directory) / "trainer.json").write_text(json.dumps([steps, version]))
         await self.pace.wait()
         scored = write_scored(Path(directory), list(found.values()))

@@ -5,8 +5,9 @@
                               └──older than max_version_lag──► topic stale (headers)
 
 Consumes leases of scored samples, produces batches, waits for scored samples. The samples of the
-next batch are fetched and decoded while the step before is computed. A duplicate of a sample (its
-lease expired, or the group of a dead replica was resampled) is dropped and counted.
+next batch are fetched and decoded while the step before is computed. With several ranks the leases
+are of headers, and each rank fetches its samples (``batches/hand_out.py``). A duplicate of a sample
+(its lease expired, or the group of a dead replica was resampled) is dropped and counted.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 
 from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
-from async_opd.core.errors import LeaseExpired
+from async_opd.core.errors import LeaseExpired, StageError
 from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
@@ -30,24 +31,28 @@ from async_opd.waiting.deadline import Timer
 
 @dataclass(frozen=True)
 class TrainBatch:
-    """The samples of one step, sorted by uid; ``requeued`` samples were too old for it."""
+    """The samples of one step, sorted by uid; ``requeued`` samples were too old for it.
+
+    Of leased headers there are no samples, but ``leases``, one of each header.
+    """
 
     headers: tuple[Header, ...]
     samples: tuple[Sample, ...]
     requeued: int
+    leases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class _HeldSample:
     header: Header
-    sample: Sample
+    sample: Sample | None  # None for leased headers
     lease: int | None  # None for a sample from a checkpoint
 
 
 @dataclass(frozen=True)
 class _FetchedLease:
     lease: Lease
-    samples: list[Sample]
+    samples: Sequence[Sample | None]
 
     @property
     def held(self) -> list[_HeldSample]:
@@ -67,7 +72,7 @@ class Batcher:
 
     With ``max_version_lag`` a sample whose staleness exceeds it is not trained: its header goes to
     topic ``stale``. ``group_size`` 1 takes samples in the order in which they arrive. Duplicates of
-    the last ``remembered`` trained uids are recognized.
+    the last ``remembered`` trained uids are recognized. Without ``payloads`` it leases headers.
     """
 
     def __init__(
@@ -79,10 +84,11 @@ class Batcher:
         group_size: int = 1,
         remembered: int = MIN_REMEMBERED,
         timer: Timer | None = None,
+        payloads: bool = True,
     ) -> None:
         self.duplicates = 0
         self.remembered = remembered
-        self._queue = queue
+        self.queue, self.payloads = queue, payloads
         self._leases = LeaseHolder(queue, TRAINER, timer)
         self._batch_size = batch_size
         self._max_lag = max_version_lag
@@ -93,23 +99,53 @@ class Batcher:
         self._settled: BoundedDict[Uid, None] = BoundedDict(remembered)  # trained uids
         self._dropped: set[Uid] = set()  # uids that will never be trained
         self._next: asyncio.Task[list[_FetchedLease]] | None = None
+        self._requeued = 0  # since the last batch was taken
+        self._copying: asyncio.Task[tuple[Sample, ...]] | None = None
+        self._returning: asyncio.Task[None] | None = None
 
     async def take(self, version: int) -> TrainBatch:
         """Waits for a batch whose samples are fresh enough at the trainer's weight ``version``."""
-        requeued = 0
+        batch = await self.choose(version)
+        self.commit(batch, version)  # nothing ran since it was chosen
+        return batch
+
+    async def choose(self, version: int) -> TrainBatch:
+        """Waits for such a batch. Its samples stay held until ``commit``, and may be dropped."""
         while True:
-            requeued += await self._requeue_stale(version)
+            if self._returning is not None and self._returning.done():
+                self._returning.result()
+            self._requeued += await self._requeue_stale(version)
             chosen = self._choose()
             if chosen:
                 break
             await self._receive()
+        return TrainBatch(
+            tuple(held.header for held in chosen),
+            tuple(held.sample for held in chosen if held.sample is not None),
+            self._requeued,
+            tuple(held.lease for held in chosen if held.lease is not None),
+        )
+
+    def commit(self, batch: TrainBatch, version: int) -> bool:
+        """Takes a chosen batch for a step. False if a sample was dropped, or is too old now."""
+        found = [self._held.get(header.uid) for header in batch.headers]
+        chosen = [held for held in found if held and not self._is_stale(held, version)]
+        if len(chosen) < len(found):
+            return False
         for held in chosen:
             del self._held[held.header.uid]
-        self._taken = chosen
+        self._taken, self._requeued = chosen, 0
         self._fetch_ahead()
-        return TrainBatch(
-            tuple(held.header for held in chosen), tuple(held.sample for held in chosen), requeued
-        )
+        return True
+
+    async def forget(self, leases: Collection[int]) -> None:
+        """Lets the samples of leases go that the queue does not have any more.
+
+        Those whose lease expired are in the topic again; those of a queue that died are sampled
+        again, as everything in flight is.
+        """
+        gone = [uid for uid, held in self._held.items() if held.lease in leases]
+        await self._settle([self._held.pop(uid) for uid in gone])
 
     async def done(self) -> None:
         """Settles the batch that was taken last: it is trained."""
@@ -117,32 +153,59 @@ class Batcher:
         trained, self._taken = self._taken, []
         await self._settle(trained)
 
-    @property
-    def held(self) -> tuple[Sample, ...]:
-        """Samples fetched and not trained, those taken for a step included."""
-        return tuple(held.sample for held in (*self._taken, *self._held.values()))
+    def copy_held(self) -> asyncio.Task[tuple[Sample, ...]]:
+        """Copies the samples that are held or taken for a step: leased headers' from the queue.
+
+        No lease is acknowledged before that. A queue that dies meanwhile has none of them.
+        """
+        held = (*self._taken, *self._held.values())
+        self._copying = asyncio.create_task(self._copied(held), name="copying held samples")
+        return self._copying
+
+    async def _copied(self, held: Iterable[_HeldSample]) -> tuple[Sample, ...]:
+        samples = [one.sample for one in held if one.sample is not None]
+        with suppress(StageError):
+            async for part in self._contents([one.header for one in held if one.sample is None]):
+                samples += part
+        return tuple(samples)
 
     async def queued(self, uids: Collection[Uid]) -> AsyncIterator[list[Sample]]:
         """Samples of these uids in topic ``scored``, leased or not, by message; none is removed."""
-        found = [header for header in await self._queue.headers(SCORED) if header.uid in uids]
-        for part in cut(found, lambda header: header.nbytes):
-            batches = await self._queue.contents(SCORED, {header.uid for header in part})
+        found = [header for header in await self.queue.headers(SCORED) if header.uid in uids]
+        async for part in self._contents(found):
+            yield part
+
+    async def _contents(self, headers: Iterable[Header]) -> AsyncIterator[list[Sample]]:
+        for part in cut(headers, lambda header: header.nbytes):
+            batches = await self.queue.contents(SCORED, {header.uid for header in part})
             yield await asyncio.to_thread(unpack, Sample, batches)
 
     def hold(self, samples: Sequence[Sample]) -> None:
-        """Adds the samples of a checkpoint; they are taken before all others."""
+        """Adds the samples of a checkpoint; they are taken before all others.
+
+        Without ``payloads`` they go back into the queue, from which any rank can fetch them.
+        """
+        if not self.payloads:
+            self._returning = asyncio.create_task(self._return(samples), name="returning samples")
+            return
         for sample in samples:
             self._held[sample.rollout.uid] = _HeldSample(sample.header, sample, None)
+
+    async def _return(self, samples: Sequence[Sample]) -> None:
+        for batch in Batch.packed(samples):
+            await self.queue.put(SCORED, batch)
 
     async def drop(self, lost: Uid, others: Iterable[Uid] = ()) -> bool:
         """Excludes a lost sample and others of its group from training; returns whether it could.
 
         False, and no change, if the lost one is held or any of them is taken for a step or trained.
-        Otherwise those that are held are acknowledged, and so are those that arrive later.
+        Otherwise those that are held are acknowledged, and so are those that arrive later. A held
+        header is no copy of the lost one: its payload may have gone with a queue that died.
         """
         gone = {lost, *others}
         taken = gone & {held.header.uid for held in self._taken}
-        if lost in self._held or taken or gone & self._settled.keys():
+        copy = self.payloads and lost in self._held
+        if copy or taken or gone & self._settled.keys():
             return False
         self._dropped |= gone
         await self._settle([self._held.pop(uid) for uid in sorted(gone & self._held.keys())])
@@ -151,20 +214,22 @@ class Batcher:
     def close(self) -> None:
         """Stops the fetch under way and the renewal of leases."""
         self._leases.close()
-        if self._next is not None:
-            self._next.cancel()
+        for task in (self._next, self._copying, self._returning):
+            if task is not None:
+                task.cancel()
 
     async def _requeue_stale(self, version: int) -> int:
         """Moves headers of samples that are too old to topic ``stale``; returns their number."""
-        if self._max_lag is None:
-            return 0
-        old = [h for h in self._held.values() if h.header.staleness(version) > self._max_lag]
+        old = [held for held in self._held.values() if self._is_stale(held, version)]
         if old:
             for held in old:
                 del self._held[held.header.uid]
-            await self._queue.put(STALE, Batch.of_headers(held.header for held in old))
+            await self.queue.put(STALE, Batch.of_headers(held.header for held in old))
             await self._settle(old)
         return len(old)
+
+    def _is_stale(self, held: _HeldSample, version: int) -> bool:
+        return self._max_lag is not None and held.header.staleness(version) > self._max_lag
 
     def _choose(self) -> list[_HeldSample]:
         """One batch of the groups that were complete first; empty if there are too few."""
@@ -187,12 +252,19 @@ class Batcher:
             self._next = None
         duplicates, dropped = [], []
         self._open.update({one.lease.id: len(one.lease) for one in fetched})
+        taken = {held.header.uid for held in self._taken}
         for held in (held for one in fetched for held in one.held):
             uid = held.header.uid
             if uid in self._dropped:
                 dropped.append(held)
-            elif uid in self._settled or uid in self._held:
+            elif uid in self._settled or uid in taken:
                 duplicates.append(held)
+            elif uid in self._held:
+                # Of two headers the newer one is kept: the other's lease may be the one that ended.
+                old = self._held[uid] if held.sample is None else held
+                duplicates.append(old)
+                if old is not held:
+                    self._held[uid] = held
             else:
                 self._held[uid] = held
         self.duplicates += len(duplicates)
@@ -214,9 +286,11 @@ class Batcher:
         most = missing if self._group_size == 1 else self._batch_size
         fetched: list[_FetchedLease] = []
         while missing > 0:
-            lease = await self._leases.get(SCORED, most, missing)
+            lease = await self._leases.get(SCORED, most, missing, payloads=self.payloads)
             missing, most = missing - len(lease), most - len(lease)
-            samples = await asyncio.to_thread(unpack, Sample, lease.batches)
+            samples: Sequence[Sample | None] = [None] * len(lease)
+            if self.payloads:
+                samples = await asyncio.to_thread(unpack, Sample, lease.batches)
             fetched.append(_FetchedLease(lease, samples))
         return fetched
 
@@ -229,6 +303,10 @@ class Batcher:
         finished = [lease for lease, left in self._open.items() if not left]
         for lease in finished:
             del self._open[lease]
+        if finished and (copying := self._copying) is not None:
+            await asyncio.wait((copying,))
+            if self._copying is copying:
+                self._copying = None  # its samples are the checkpoint's alone
         for lease in finished:
             with suppress(LeaseExpired):  # its samples return as duplicates
                 await self._leases.ack(SCORED, lease)

@@ -12,6 +12,7 @@ import torch
 
 from async_opd.config.device_defaults import offloads, train_threads
 from async_opd.core.arrays import Int32
+from async_opd.core.stages import Queue
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.weight_sync.freshness import LENGTHS, held_rows
@@ -43,9 +44,11 @@ def build_learner(
     return Learner(build_rank(config, device_name, spec), weighting, rank_group)
 
 
-def build_follower(config: RunConfig, device_name: Device, spec: RankSpec) -> Follower:
-    """The follower of a rank other than the first (see build_rank)."""
-    return Follower(build_rank(config, device_name, spec))
+def build_follower(
+    config: RunConfig, device_name: Device, spec: RankSpec, queue: Queue | None = None
+) -> Follower:
+    """The follower of a rank other than the first (see build_rank); it fetches from the queue."""
+    return Follower(build_rank(config, device_name, spec), queue)
 
 
 def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:

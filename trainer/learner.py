@@ -1,7 +1,7 @@
 """The learner: one batch of samples, one optimizer step, on one rank or several.
 
-    samples ──token_weights──► weight of each token ──┐
-       └──assign_micro_batches──► each rank's indices ┴─► rank 0 … N-1: backward ──► values, norm
+    headers ──token_weights──► weight of each token ──┐
+       └──assign_micro_batches──► each rank's indices ┴─► rank 0 … N-1: backward ──► sums, norm
                                                                                          │ finite?
                                                           rank 0 … N-1: apply ◄──────────┘
 
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -26,14 +26,17 @@ import torch
 from async_opd.core.arrays import Int32
 from async_opd.core.batch import cut
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Header, Sample
 from async_opd.core.written_file import WrittenFile
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.batch_metrics import batch_metrics
-from trainer.batches.micro_batches import MicroBatch, assign_micro_batches, micro_batch_of
-from trainer.batches.packing import refuse_foreign_tokens, refuse_mixed_scores
-from trainer.batches.token_weights import TokenWeight, TokenWeighting
-from trainer.losses.report import Metrics, concat_metrics, not_finite, step_metrics
+from trainer.batches.micro_batches import Groups, MicroBatch, assign_micro_batches
+from trainer.batches.micro_batches import planned as planned_of
+from trainer.batches.packing import Vocabularies, refuse_foreign_tokens, refuse_mixed_scores
+from trainer.batches.repetition import repetition
+from trainer.batches.shares import Plan
+from trainer.batches.token_weights import TokenWeighting
+from trainer.losses.report import not_finite, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
@@ -89,6 +92,11 @@ class Learner:
         return self._rank.model
 
     @property
+    def vocabularies(self) -> Vocabularies:
+        """Rows of the student's head and of those that it shares with teachers'."""
+        return self._rank.vocabularies
+
+    @property
     def computed_tokens(self) -> int:
         """Tokens that rank 0 has computed since the start; grows with each micro-batch."""
         return self._rank.tokens
@@ -114,18 +122,24 @@ class Learner:
         several kinds, even if no micro-batch would mix them. A batch without any response token has
         loss 0 and changes no weight, but is a step.
         """
-        refuse_mixed_scores(samples)
-        refuse_foreign_tokens(samples, self._rank.vocabularies)
+        plan = self.plan([sample.header for sample in samples])
+        refuse_foreign_tokens(samples, self.vocabularies)
+        own = self._given(plan, samples)
+        return self.train(plan, own, sum(repetition(sample.rollout) for sample in samples))
+
+    def train(
+        self, plan: Plan, own: Sequence[MicroBatch], repeated: float, number: int | None = None
+    ) -> LearnerReport:
+        """The step on a planned batch, of which rank 0 has its ``own`` micro-batches.
+
+        The other ranks have theirs by the batch's ``number`` (see Follower.fetch). ``repeated`` is
+        the sum of the responses' repetition. For the rest see ``train_batch``.
+        """
         started = time.perf_counter()
-        token_weights, rewards = self._token_weighting(samples)
-        counted = [i for i, one in enumerate(token_weights) if one.weight or one.reward_weight]
-        micro_batches = self._micro_batches(
-            [samples[i] for i in counted], [token_weights[i] for i in counted]
-        )
         rate = learning_rate(self._step, self._train) * self.lr_factor
-        means, norm, fault = self._compute(micro_batches, rewards, rate)
+        means, norm, fault = self._compute(plan, own, rate, number)
         if fault:
-            self._skip(fault, [samples[i] for i in counted])
+            self._skip(fault, [plan.headers[i] for i in plan.counted])
         else:
             self._consecutive_skips = 0
         self._step += 1
@@ -135,15 +149,27 @@ class Learner:
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/skipped_steps": float(self._skipped),
-            "train/micro_batches": float(sum(map(len, micro_batches))),
+            "train/micro_batches": float(sum(map(len, plan.micro_batches))),
             "train/compute_s": seconds,
-            **self._utilization(micro_batches, seconds),
+            "train/repetition": repeated / max(len(plan.headers), 1),
+            **self._utilization(plan, seconds),
         }
         return LearnerReport(
-            metrics | batch_metrics(samples, self._train.tokens_per_micro_batch),
+            metrics | batch_metrics(plan.headers, self._train.tokens_per_micro_batch),
             fault,
             drain_notes(),
         )
+
+    def plan(self, headers: Sequence[Header], supervised: bool = False) -> Plan:
+        """Which rank computes what of a batch. TypeError for scores of several kinds."""
+        refuse_mixed_scores(header.scores for header in headers)
+        weighting = TokenWeighting() if supervised else self._token_weighting
+        token_weights, rewards = weighting(headers)
+        counted = [i for i, one in enumerate(token_weights) if one.weight or one.reward_weight]
+        groups = self._groups(headers, counted)
+        planned = [[planned_of(headers, token_weights, g, counted) for g in own] for own in groups]
+        made = [tuple(replace(one, supervised=supervised) for one in own) for own in planned]
+        return Plan(tuple(headers), tuple(made), tuple(counted), rewards)
 
     def supervise(self, samples: Sequence[Sample], rate: float) -> dict[str, float]:
         """One step on the cross entropy of the samples' response tokens, a mean over the batch.
@@ -151,12 +177,10 @@ class Learner:
         It counts as no step. StageError, without a change of weights, for a loss or gradient norm
         that is not finite.
         """
-        refuse_foreign_tokens(samples, self._rank.vocabularies)
+        refuse_foreign_tokens(samples, self.vocabularies)
         started = time.perf_counter()
-        token_weights, _ = TokenWeighting()(samples)
-        micro_batches = self._micro_batches(samples, token_weights)
-        supervised = [[replace(one, supervised=True) for one in own] for own in micro_batches]
-        means, norm, fault = self._compute(supervised, {}, rate)
+        plan = self.plan([sample.header for sample in samples], supervised=True)
+        means, norm, fault = self._compute(plan, self._given(plan, samples), rate)
         if fault:
             raise StageError("trainer", f"a cold start's step: {fault}", "lower cold_start.lr")
         return {
@@ -171,51 +195,52 @@ class Learner:
         self._on_all_ranks("forget_moments")
 
     def _compute(
-        self,
-        micro_batches: Sequence[Sequence[MicroBatch]],
-        rewards: dict[str, float],
-        rate: float,
+        self, plan: Plan, own: Sequence[MicroBatch], rate: float, number: int | None = None
     ) -> tuple[dict[str, float], float, str]:
         """Gradients, and the optimizer step if they are finite: metrics, gradient norm, fault.
 
         After an error rank 0 holds no gradients. The other ranks may, so that the group is broken.
         """
-        runs = [
-            (sample.rollout.prompt.teacher, len(sample.rollout.response_ids))
-            for micro_batch in chain(*micro_batches)
-            for sample in micro_batch.samples
-            if micro_batch.counts
-        ]
+        group = self._rank_group
         try:
-            computed = self._backward(micro_batches)
-            means = step_metrics(self._values(computed), runs) | rewards
+            with dispatched(group, "backward", [(number,)] * (group.ranks - 1)) as results:
+                computed: list[BackwardResult] = [self._rank.backward(own), *results()]
+            means = step_metrics([one.sums for one in computed]) | plan.rewards
             fault = not_finite(means, computed[0].norm)
             means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
         except BaseException:
-            self._rank_group.mark_broken()
+            group.mark_broken()
             self._rank.apply(None)
             raise
         return means, computed[0].norm, fault
 
-    def _micro_batches(
-        self, samples: Sequence[Sample], token_weights: Sequence[TokenWeight]
-    ) -> list[list[MicroBatch]]:
-        """The micro-batches of each group of ranks that share rows; of each rank by default.
+    def _groups(self, headers: Sequence[Header], counted: Sequence[int]) -> list[Groups]:
+        """The indices of each micro-batch of each group of ranks that share rows.
 
         Several ranks compute no sample without a response: no loss depends on it.
         """
         ranks = self._rank_group.ranks
-        some = [i for i, s in enumerate(samples) if ranks == 1 or len(s.rollout.response_ids)]
-        rollouts = [samples[i].rollout for i in some]
-        lengths = [rollout.tokens for rollout in rollouts]
-        costs = [self._rank.cost(r.tokens, len(r.response_ids)) for r in rollouts]
+        some = [i for i in counted if ranks == 1 or headers[i].response_tokens]
+        lengths = [headers[i].tokens for i in some]
+        costs = [self._rank.cost(headers[i].tokens, headers[i].response_tokens) for i in some]
         contexts = ranks // self._sharing
-        return [
-            [micro_batch_of(samples, token_weights, [some[i] for i in group]) for group in groups]
-            for groups in assign_micro_batches(lengths, self._row_tokens, contexts, costs)
-        ]
+        assigned = assign_micro_batches(lengths, self._row_tokens, contexts, costs)
+        return [[[some[i] for i in group] for group in groups] for groups in assigned]
 
-    def _skip(self, fault: str, samples: Sequence[Sample]) -> None:
+    def _given(self, plan: Plan, samples: Sequence[Sample]) -> list[MicroBatch]:
+        """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
+        made = [[one.of(samples) for one in own] for own in plan.micro_batches]
+        others = [
+            list(cut(made[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
+            for rank in range(1, self._rank_group.ranks)
+        ]
+        for messages in zip_longest(*others, fillvalue=()):
+            given = [(tuple(message),) for message in messages]
+            with dispatched(self._rank_group, "take", given) as taken:
+                taken()
+        return made[0]
+
+    def _skip(self, fault: str, headers: Sequence[Header]) -> None:
         """Counts a step that changed no weights. StageError if ``train`` allows no more of them."""
         train = self._train
         self._consecutive_skips += 1
@@ -223,26 +248,18 @@ class Learner:
             self._skipped += 1
             return
         before = f", after {train.max_skipped} skipped steps" if self._consecutive_skips > 1 else ""
-        uids = ", ".join(sample.rollout.uid for sample in samples)
+        uids = ", ".join(header.uid for header in headers)
         raise StageError(
             "trainer",
-            f"step {self._step}{before}: {fault}; batch of {len(samples)}: {uids}",
+            f"step {self._step}{before}: {fault}; batch of {len(headers)}: {uids}",
             "lower train.lr, or look at these samples; train.on_nonfinite: skip skips single steps",
         )
 
-    def _utilization(
-        self, micro_batches: Sequence[Sequence[MicroBatch]], seconds: float
-    ) -> dict[str, float]:
+    def _utilization(self, plan: Plan, seconds: float) -> dict[str, float]:
         """``train/tflops`` and ``train/mfu``; no loss depends on a sample without a response."""
-        rollouts = [
-            sample.rollout
-            for micro_batch in chain(*micro_batches)
-            if micro_batch.counts
-            for sample in micro_batch.samples
-            if len(sample.rollout.response_ids)
-        ]
-        lengths = [rollout.tokens for rollout in rollouts]
-        flops = self._rank.size.training_flops(lengths, [len(r.response_ids) for r in rollouts])
+        computed = [header for header in plan.computed if header.response_tokens]
+        lengths = [header.tokens for header in computed]
+        flops = self._rank.size.training_flops(lengths, [h.response_tokens for h in computed])
         return utilization(flops, seconds, self._rank_group.ranks, self._rank.peak_tflops)
 
     # ── weights, which rank 0 gathers while the others join; state, of which each has a part ────
@@ -298,19 +315,6 @@ class Learner:
 
     # ── dispatch to the other ranks ────────────────────────────────────────────────────────────
 
-    def _backward(self, micro_batches: Sequence[Sequence[MicroBatch]]) -> list[BackwardResult]:
-        """Each rank's result. The other ranks receive their micro-batches in messages before."""
-        others = [
-            list(cut(micro_batches[rank // self._sharing], lambda micro_batch: micro_batch.nbytes))
-            for rank in range(1, self._rank_group.ranks)
-        ]
-        group = self._rank_group
-        for messages in zip_longest(*others, fillvalue=()):
-            with dispatched(group, "take", [(tuple(message),) for message in messages]) as taken:
-                taken()
-        with dispatched(group, "backward", [() for _ in others]) as results:
-            return [self._rank.backward(micro_batches[0]), *results()]
-
     def _on_all_ranks(self, method: str, *arguments: Any) -> list[Any]:
         """Each rank's result of a method of Rank, called with the same arguments."""
         group = self._rank_group
@@ -324,17 +328,3 @@ class Learner:
         with dispatched(group, method, [arguments] * (group.ranks - 1)) as results:
             yield
             results()
-
-    def _values(self, computed: Sequence[BackwardResult]) -> Metrics:
-        """The values of all micro-batches of all ranks, concatenated on rank 0's device.
-
-        Ranks that share a micro-batch have the values of its tokens one after the other.
-        """
-        starts = range(0, len(computed), self._sharing)
-        groups = [computed[start : start + self._sharing] for start in starts]
-        rows = chain.from_iterable(zip(*(one.reports for one in g), strict=True) for g in groups)
-        reports = list(chain.from_iterable(rows))
-        device = self._rank.device
-        return concat_metrics(
-            [{name: v.to(device) for name, v in report.items()} for report in reports]
-        )

@@ -11,7 +11,7 @@ learner calls.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,13 +21,15 @@ import torch
 
 from async_opd.config.device_defaults import offloads
 from async_opd.core.arrays import Int32
+from async_opd.core.stages import Queue
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Row, Vocabularies, pack
+from trainer.batches.shares import Fetched, Share, fetch
 from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
-from trainer.losses.report import Metrics
+from trainer.losses.report import Metrics, merged, token_sums
 from trainer.mixtures.routing import replay_routing
 from trainer.offload import move, park
 from trainer.optimizer import adamw
@@ -63,12 +65,9 @@ Gathered = Literal["weights", "exported"]
 
 @dataclass(frozen=True)
 class BackwardResult:
-    """Values of the response tokens of each micro-batch, and the global gradient norm.
+    """The rank's ``losses.report.token_sums``; the norm of all ranks' gradients, not clipped."""
 
-    The norm is that of all ranks' gradients before clipping; every rank has the same one.
-    """
-
-    reports: tuple[Metrics, ...]
+    sums: dict[str, float]
     norm: float
 
 
@@ -157,12 +156,11 @@ class Rank:
 
         It stays until ``apply``, also after an error.
         """
-        given: Iterable[MicroBatch] = micro_batches
-        if self._reduces_once:
-            given = reducing_last(self._student_loss, micro_batches)
-        reports = tuple(map(self._backward, given))
+        once = self._reduces_once
+        given = reducing_last(self._student_loss, micro_batches) if once else micro_batches
+        sums = merged([self._backward(one) for one in given])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
-        return BackwardResult(reports, float(full_tensor(norm)))
+        return BackwardResult(sums, float(full_tensor(norm)))
 
     def cost(self, tokens: int, response: int) -> float:
         """Model FLOPs of a sample: a part linear in its tokens, and attention's, quadratic in them.
@@ -262,7 +260,7 @@ class Rank:
                 full_tensor(tensor.detach())
 
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
-        """Adds the micro-batch's gradients; returns the values of its response tokens."""
+        """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts."""
         packed = pack(micro_batch.samples, micro_batch.token_weights)
         if self._context is not None:
             packed = self._context.share(packed)
@@ -274,7 +272,8 @@ class Rank:
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self.ranks)
         self.tokens += packed.input_ids.numel()
-        return metrics if micro_batch.counts else {}
+        teachers = [(one.teacher, len(one.states)) for one in packed.tokens.teacher_states]
+        return token_sums(metrics, teachers) if micro_batch.counts and metrics else {}
 
     def logits(self, row: Row) -> torch.Tensor:
         """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""
@@ -306,23 +305,34 @@ def _in_thread(
 
 
 class Follower:
-    """The object in the process of a rank other than the first; the learner calls its methods."""
+    """What the learner calls in the process of another rank, which fetches from ``queue``."""
 
-    def __init__(self, rank: Rank) -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
+        self.rank, self.queue = rank, queue
         self.computing = WorkThread("train")
-        self._micro_batches: list[MicroBatch] = []
+        self._taken: list[MicroBatch] = []
+        self._fetched: dict[int, tuple[MicroBatch, ...]] = {}  # by the batch's number
 
     async def take(self, micro_batches: Sequence[MicroBatch]) -> None:
         """Keeps micro-batches for the next ``backward``; one step's may need several messages."""
-        self._micro_batches += micro_batches
+        self._taken += micro_batches
 
-    async def backward(self) -> BackwardResult:
-        """Runs Rank.backward on all that was taken; the values are copied to host memory."""
-        micro_batches, self._micro_batches = self._micro_batches, []
-        computed = await self.computing.run(self.rank.backward, micro_batches)
-        reports = ({k: v.cpu() for k, v in report.items()} for report in computed.reports)
-        return BackwardResult(tuple(reports), computed.norm)
+    async def fetch(self, share: Share) -> Fetched:
+        """Fetches the samples of this rank's share, and keeps them for its ``backward``."""
+        assert self.queue is not None
+        found = await fetch(self.queue, share, self.rank.vocabularies)
+        if not found.lost:
+            self._fetched[share.number] = found.micro_batches
+        return replace(found, micro_batches=())
+
+    async def backward(self, number: int | None = None) -> BackwardResult:
+        """Runs Rank.backward on the batch of this number, or on all that was taken."""
+        if number is None:
+            given, self._taken = self._taken, []
+        else:
+            given = list(self._fetched[number])
+            self._fetched = {key: v for key, v in self._fetched.items() if key > number}
+        return await self.computing.run(self.rank.backward, given)
 
     async def write(self, folder: str) -> RankFile:
         """See Rank.write; steps go on meanwhile."""

@@ -1,6 +1,8 @@
 """The training stage: one batch, one optimizer step; and the sender of the weight sync.
 
-    topic scored ──batcher──► B samples ──► learner.train_batch ──► ack
+    topic scored ──batcher──► B samples ──► learner.train_batch ──► ack     one rank
+       │         ──hand_out─► B headers ──► learner.train ──► ack           several, each of which
+       └──samples of each rank──────────────────┘                           fetches its samples
                                                │
                                        snapshot(v) ──► send
                                        capture ──► checkpoint
@@ -16,6 +18,7 @@ import asyncio
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -31,13 +34,14 @@ from async_opd.observability.activity import Activity
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.gpu_turns import GpuTurns
 from async_opd.weight_sync.layout import Rendezvous, WeightMeta
-from trainer.batcher import Batcher
+from trainer.batcher import Batcher, TrainBatch
+from trainer.batches.hand_out import HandOut
 from trainer.publisher import Publisher
 from trainer.rank_group import SINGLE_RANK, RankGroup, retrieve_exception, run_with_ranks
 from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
-    from trainer.learner import Learner
+    from trainer.learner import Learner, LearnerReport
 
 HOLD_S = 60.0
 """Seconds for which a turn is held for a snapshot. The rollout stage calls it at once, or died."""
@@ -50,7 +54,7 @@ class _Captured:
     """The weight version that the ranks have captured, and the samples that were held then."""
 
     version: int
-    samples: tuple[Sample, ...]
+    samples: asyncio.Task[tuple[Sample, ...]]
 
 
 class TrainerStage:
@@ -80,6 +84,8 @@ class TrainerStage:
         self._learner = learner
         self._publisher = publisher
         self._batcher = batcher
+        alone = rank_group.ranks == 1
+        self._hand_out = None if alone else HandOut(batcher, learner, rank_group)
         self._max_lag = max_version_lag
         self._model_dir = model_dir
         self._rank_group = rank_group
@@ -105,7 +111,7 @@ class TrainerStage:
         self._waits_for = "scored samples"
         clock = asyncio.get_running_loop().time
         started = clock()
-        taken = await self._batcher.take(self._version)
+        taken, train = await self._take()
         wait_s = clock() - started
         self._waits_for = "its GPU, which others use"
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
@@ -113,7 +119,7 @@ class TrainerStage:
             self._waits_for = ""
             self._pending_tokens = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
-                report = await self._compute(self._learner.train_batch, taken.samples)
+                report = await self._compute(train)
             self._step += 1
             self._trained, self._skipped = taken.headers, report.skipped
         await self._batcher.done()
@@ -134,6 +140,16 @@ class TrainerStage:
             report.skipped,
             report.notes,
         )
+
+    async def _take(self) -> tuple[TrainBatch, Callable[[], LearnerReport]]:
+        """A batch whose samples this rank, or each of several ranks, has; and the step on it."""
+        if self._hand_out is None:
+            taken = await self._batcher.take(self._version)
+            return taken, partial(self._learner.train_batch, taken.samples)
+        dealt = await self._hand_out.take(self._version)
+        own = dealt.own.micro_batches
+        train = partial(self._learner.train, dealt.plan, own, dealt.repetition, dealt.number)
+        return dealt.batch, train
 
     async def drop(self, lost: Uid, others: Sequence[Uid] = ()) -> bool:
         """See Batcher.drop."""
@@ -169,7 +185,7 @@ class TrainerStage:
             raise CheckpointError(TRAINER, cause, "see checkpoint.timeout_s")
         async with self._weights:
             nbytes = await self._compute(self._learner.capture, self._version)
-            self._captured = _Captured(self._version, self._batcher.held)
+            self._captured = _Captured(self._version, self._batcher.copy_held())
         return Captured(self._step, self._trained, self._skipped, nbytes)
 
     async def checkpoint(
@@ -225,7 +241,7 @@ class TrainerStage:
         A sample with a token of a later version than the captured one is left out: its prompt is in
         flight in the checkpoint and is sampled again at a resume.
         """
-        found = {sample.rollout.uid: sample for sample in captured.samples}
+        found = {sample.rollout.uid: sample for sample in await captured.samples}
         with suppress(StageError):  # the queue died: its samples are resampled at a resume
             async for samples in self._batcher.queued(in_flight - found.keys()):
                 found |= {sample.rollout.uid: sample for sample in samples}

@@ -83,7 +83,8 @@ class QueueActor(SingletonActor):
 class TrainerActor(SingletonActor):
     """The trainer. ``build`` puts it at step 0, with the student's first weights.
 
-    ``remote`` is its first rank, which dispatches work to the others.
+    ``remote`` is its first rank, which dispatches work to the others; ``args`` have the queue, from
+    which all of them fetch samples, in the third place.
     """
 
     remote: Remote
@@ -105,11 +106,11 @@ class TrainerActor(SingletonActor):
             await self.remote.build(self.path, self.args, bound)
             return
         first, *specs = await self._rank_specs(bound)
-        args = (*self.args, first, self.others)
+        args, queue = (*self.args, first, self.others), self.args[2]
         await gather_or_cancel(
             self.remote.build(self.path, args, bound),
             *(
-                other.build(FOLLOWER, (self.config, self.device, spec), bound)
+                other.build(FOLLOWER, (self.config, self.device, spec, queue), bound)
                 for other, spec in zip(self.others, specs, strict=True)
             ),
         )

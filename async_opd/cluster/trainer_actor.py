@@ -58,6 +58,7 @@ def build_batcher(config: RunConfig, queue: Queue) -> Batcher:
         max_version_lag=config.async_.max_version_lag if requeue else None,
         group_size=config.rollout.n if config.reward is not None else 1,
         remembered=max(MIN_REMEMBERED, REMEMBERED_BUDGETS * config.max_in_flight),
+        payloads=config.train.ranks == 1,
     )
 
 

@@ -11,20 +11,28 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from async_opd.core.samples import NO_VERSION, DeadLetter, Group, Header, Rollout, Sample
+from async_opd.core.samples import (
+    NO_VERSION,
+    DeadLetter,
+    FinishReason,
+    Group,
+    Header,
+    Rollout,
+    Sample,
+)
 from async_opd.core.uid import Uid
 
 Item = Group | Rollout | Sample | DeadLetter
 T = TypeVar("T", Group, Rollout, Sample, DeadLetter)
 Element = TypeVar("Element")
-HeaderFields = tuple[Uid, int, int, int, str]
+HeaderFields = tuple[Uid, int, int, int, str, int, FinishReason, float | None, str]
 """The fields of Header, in order."""
 
 MESSAGE_BYTES = 64 << 20
@@ -114,7 +122,7 @@ class Batch:
     @classmethod
     def of_headers(cls, headers: Iterable[Header]) -> Batch:
         """A batch of headers without payload, as topic ``stale`` has them."""
-        rows = tuple((h.uid, h.tokens, 0, h.oldest_version, h.teacher) for h in headers)
+        rows = tuple(_fields(replace(header, nbytes=0)) for header in headers)
         return cls(rows, np.empty(0, dtype=np.uint8))
 
     @property
@@ -176,13 +184,16 @@ def cut(
 def _row(item: Item, nbytes: int) -> HeaderFields:
     if isinstance(item, Group):
         prompt = item.prompt
-        return (prompt.uid, len(prompt.token_ids), nbytes, NO_VERSION, prompt.teacher)
-    if isinstance(item, DeadLetter):
-        header = item.header
-        return (header.uid, header.tokens, nbytes, header.oldest_version, header.teacher)
-    rollout = item if isinstance(item, Rollout) else item.rollout
-    teacher = rollout.prompt.teacher
-    return (rollout.uid, rollout.tokens, nbytes, rollout.oldest_version, teacher)
+        return _fields(
+            Header(prompt.uid, len(prompt.token_ids), nbytes, NO_VERSION, prompt.teacher)
+        )
+    if isinstance(item, Rollout):
+        return _fields(item.header(nbytes))
+    return _fields(replace(item.header, nbytes=nbytes))
+
+
+def _fields(header: Header) -> HeaderFields:
+    return cast("HeaderFields", tuple(vars(header).values()))
 
 
 def unpack(kind: type[T], batches: Sequence[Batch]) -> list[T]:

@@ -213,6 +213,19 @@ class Rollout:
         """T, the tokens that a teacher or the trainer computes."""
         return len(self.prompt.token_ids) + len(self.continuation)
 
+    def header(self, nbytes: int) -> Header:
+        """The header of the rollout, whose payload has ``nbytes``."""
+        return Header(
+            self.uid,
+            self.tokens,
+            nbytes,
+            self.oldest_version,
+            self.prompt.teacher,
+            len(self.rollout_logprobs),
+            self.finish_reason,
+            self.reward,
+        )
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -229,8 +242,7 @@ class Sample:
     @property
     def header(self) -> Header:
         """The header of the sample; its ``nbytes`` are those of the arrays."""
-        one = self.rollout
-        return Header(one.uid, one.tokens, self.nbytes, one.oldest_version, one.prompt.teacher)
+        return replace(self.rollout.header(self.nbytes), scores=type(self.scores).__name__)
 
     @property
     def nbytes(self) -> int:
@@ -258,13 +270,22 @@ class Sample:
 
 @dataclass(frozen=True)
 class Header:
-    """The fields of a queued item that the control plane reads without decoding its payload."""
+    """The fields of a queued item that are read without decoding its payload.
+
+    ``tokens`` are those of prompt and response, of which ``response_tokens`` are the response's.
+    ``scores`` is the name of a sample's kind of scores. Of other items than rollouts and samples
+    the fields with defaults are not set.
+    """
 
     uid: Uid
     tokens: int
     nbytes: int
     oldest_version: int
     teacher: str
+    response_tokens: int = 0
+    finish_reason: FinishReason = "stop"
+    reward: float | None = None
+    scores: str = ""
 
     def staleness(self, version: int) -> int:
         """The trainer's ``version`` minus the oldest token's, at least 0."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
+from async_opd.core.samples import Header, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 
 VOCABULARY = 32
@@ -32,6 +33,11 @@ def tiny_model(seed: int = 0) -> Any:
         attn_implementation="sdpa",
     )
     return Qwen3ForCausalLM(config)
+
+
+def headers_of(samples: Sequence[Sample]) -> list[Header]:
+    """The headers of samples."""
+    return [sample.header for sample in samples]
 
 
 def random_sample(index: int, response: int, k: int = 0, prompt: int = 3) -> Sample:

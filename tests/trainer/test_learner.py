@@ -444,7 +444,7 @@ class Recorded(SingleRank):
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
         self.dispatched.append((method, arguments[0]))
-        return lambda: [BackwardResult((), 0.0) if method == "backward" else None]
+        return lambda: [BackwardResult({}, 0.0) if method == "backward" else None]
 
 
 def test_another_rank_is_sent_its_parts_of_a_step_in_messages_of_bounded_bytes(
@@ -470,7 +470,7 @@ async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
     class Kept:
         def backward(self, parts: list[str]) -> BackwardResult:
             computed.append(parts)
-            return BackwardResult((), 0.0)
+            return BackwardResult({}, 0.0)
 
     rank: Any = Kept()
     follower = Follower(rank)
@@ -480,3 +480,20 @@ async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
     await follower.backward()
     await follower.backward()
     assert computed == [["one", "two", "three"], []]
+
+
+async def test_a_follower_computes_the_batch_of_the_number_and_lets_earlier_ones_go() -> None:
+    """The next batch is fetched while one is computed; another one may not be trained at all."""
+    computed: list[Any] = []
+
+    class Kept:
+        def backward(self, parts: Any) -> BackwardResult:
+            computed.append(parts)
+            return BackwardResult({}, 0.0)
+
+    rank: Any = Kept()
+    follower = Follower(rank)
+    follower._fetched = {1: ("given up",), 2: ("now",), 3: ("next",)}  # type: ignore[dict-item]
+    await follower.backward(2)
+    assert computed == [["now"]]
+    assert follower._fetched == {3: ("next",)}

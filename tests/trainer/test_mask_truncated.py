@@ -12,7 +12,7 @@ import torch
 from async_opd.config.sections.loss import ForwardKLConfig, Reduction, RewardConfig
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Sample
-from tests.trainer.models import tiny_model
+from tests.trainer.models import headers_of, tiny_model
 from tests.trainer.test_token_weights import close, gradients, with_reward
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
@@ -63,20 +63,26 @@ def test_without_a_mask_those_cut_off_count() -> None:
 
 
 def test_a_mask_of_the_reward_leaves_the_distillation_alone() -> None:
-    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((1,)))
-    plain, _ = TokenWeighting(reward_weight=1.0)(batch((1,)))
+    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(
+        headers_of(batch((1,)))
+    )
+    plain, _ = TokenWeighting(reward_weight=1.0)(headers_of(batch((1,))))
     assert [share.weight for share in shares] == [share.weight for share in plain]
     assert (shares[1].reward_weight, shares[1].advantage) == (0.0, 0.0)
 
 
 def test_a_group_of_which_one_is_left_has_no_advantage() -> None:
-    shares, metrics = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1)))
+    shares, metrics = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(
+        headers_of(batch((0, 1)))
+    )
     assert [share.advantage for share in shares[:3]] == [0.0] * 3
     assert metrics["reward/flat_groups"] == 0.5
 
 
 def test_a_group_that_was_cut_off_whole_has_no_advantage() -> None:
-    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(batch((0, 1, 2)))
+    shares, _ = TokenWeighting(reward_weight=1.0, mask_truncated_rewards=True)(
+        headers_of(batch((0, 1, 2)))
+    )
     assert [share.advantage for share in shares[:3]] == [0.0] * 3
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 
 from async_opd.config.sections.loss import ForwardKLConfig
 from async_opd.config.sections.train import TrainConfig
+from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import Sample
 from async_opd.weight_sync.freshness import held_rows
@@ -21,6 +23,7 @@ from tests.trainer import families
 from tests.trainer.attention import double_scale, reference
 from tests.trainer.models import VOCABULARY, random_sample, tiny_model
 from tests.trainer.states import State, restore, state_of
+from trainer.batches.shares import fetch
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Follower, Rank
@@ -77,6 +80,33 @@ def trained(learner: Learner, batches: Sequence[list[Sample]]) -> list[dict[str,
     return [learner.train_batch(batch).metrics for batch in batches]
 
 
+class Scored:
+    """The queue of one process: batch i under lease i. It records what is fetched."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+
+    async def fetch(self, topic: str, leased: Mapping[int, Sequence[str]]) -> Batch:
+        ((lease, uids),) = leased.items()
+        self.fetched += uids
+        return Batch.pack(s for s in BATCHES[lease] if s.rollout.uid in uids)
+
+
+def trained_by_fetching(
+    learner: Learner, rank_group: RankGroup, queue: Any
+) -> list[dict[str, float]]:
+    """The metrics of steps of which each rank fetches its own samples."""
+    metrics = []
+    for lease, batch in enumerate(BATCHES):
+        plan = learner.plan([sample.header for sample in batch])
+        own, *others = plan.shares([lease] * len(batch), rank_group.ranks, lease)
+        rest = rank_group.dispatch("fetch", [(share,) for share in others])()
+        first = asyncio.run(fetch(queue, own, learner.vocabularies))
+        repeated = sum(one.repetition for one in (first, *rest))
+        metrics.append(learner.train(plan, first.micro_batches, repeated, lease).metrics)
+    return metrics
+
+
 def held_logprobs(learner: Learner) -> torch.Tensor:
     """Log-probabilities of held rows."""
     found = learner.reference(held_rows(VOCABULARY, 20))
@@ -86,6 +116,7 @@ def held_logprobs(learner: Learner) -> torch.Tensor:
 def ranks(case: Case, folder: Path) -> dict[str, Any]:
     """What the ranks found, in processes of their own: they train, go back and train on."""
     objective = build_objective(ForwardKLConfig())
+    scored: Any = Scored()
 
     def rank_of(spec: RankSpec) -> Rank:
         mesh = join_mesh(spec, CPU, case.replicate)
@@ -114,10 +145,18 @@ def ranks(case: Case, folder: Path) -> dict[str, Any]:
         source = folder / "source"
         model(case.tied).save_pretrained(source)
         learner.save(str(source), str(folder / "model"))
+        restore(learner, 1, state)
+        found["given"] = trained(learner, BATCHES)
+        found["weights of given"] = dict(learner.named_weights())
+        restore(learner, 1, state)
+        queue = Scored()
+        found["fetched"] = trained_by_fetching(learner, rank_group, queue)
+        found["weights of fetched"] = dict(learner.named_weights())
+        found["of the first rank"] = queue.fetched
         torch.save(found, folder / "found.pt")
         return {}
 
-    in_processes(case.ranks, lead, lambda spec: Follower(rank_of(spec)), 120)
+    in_processes(case.ranks, lead, lambda spec: Follower(rank_of(spec), scored), 120)
     found: dict[str, Any] = torch.load(folder / "found.pt", weights_only=True)
     return found
 
@@ -224,6 +263,25 @@ def test_ranks_that_are_offloaded_between_steps_repeat_them_bit_for_bit(
 ) -> None:
     weights, again = found["weights"], found["weights of offloaded ranks"]
     assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_ranks_that_fetch_their_samples_train_as_those_that_are_given_them(
+    found: dict[str, Any],
+) -> None:
+    weights, fetched = found["weights of given"], found["weights of fetched"]
+    assert all(torch.equal(weights[name], fetched[name]) for name in weights)
+    for given, seen in zip(found["given"], found["fetched"], strict=True):
+        of_time = {"train/compute_s", "train/tflops"}
+        assert {k: v for k, v in seen.items() if k not in of_time} == {
+            k: v for k, v in given.items() if k not in of_time
+        }
+
+
+def test_the_first_rank_fetches_its_own_samples_only(found: dict[str, Any], case: Case) -> None:
+    every = [s.rollout.uid for batch in BATCHES for s in batch if len(s.rollout.response_ids)]
+    own = found["of the first rank"]
+    assert len(set(own)) < len(set(every))
+    assert len(own) <= len(every) * case.context_parallel / case.ranks + len(BATCHES)
 
 
 def test_one_rank_goes_on_from_the_state_of_two(

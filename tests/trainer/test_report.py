@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import pytest
 import torch
 
-from trainer.losses.report import concat_metrics, step_metrics
+from trainer.losses.report import concat_metrics, merged, step_metrics, token_sums
 
 
 def values(ratio: list[float]) -> dict[str, torch.Tensor]:
@@ -13,49 +16,71 @@ def values(ratio: list[float]) -> dict[str, torch.Tensor]:
     return {"total": tensor * 0 + 0.25, "clamped": tensor > 1, "importance": tensor}
 
 
+def metrics_of(
+    found: dict[str, torch.Tensor], teachers: Sequence[tuple[str, int]] = ()
+) -> dict[str, float]:
+    """The metrics of a step of one micro-batch."""
+    return step_metrics([merged([token_sums(found, teachers)])])
+
+
 def test_the_total_is_a_sum_and_everything_else_a_mean() -> None:
-    metrics = step_metrics(values([0.5, 2.0, 0.5, 1.0]))
+    metrics = metrics_of(values([0.5, 2.0, 0.5, 1.0]))
     assert metrics["loss/total"] == 1.0
     assert metrics["loss/clamped"] == 0.25
 
 
 def test_the_importance_ratio_is_reported_by_mean_largest_and_effective_sample_size() -> None:
-    metrics = step_metrics(values([1.0, 3.0]))
+    metrics = metrics_of(values([1.0, 3.0]))
     assert metrics["importance/mean"] == 2
     assert metrics["importance/max"] == 3
     assert metrics["importance/ess"] == pytest.approx(16 / (2 * 10))
 
 
 def test_equal_ratios_have_the_full_effective_sample_size() -> None:
-    assert step_metrics(values([0.7] * 5))["importance/ess"] == pytest.approx(1.0)
+    assert metrics_of(values([0.7] * 5))["importance/ess"] == pytest.approx(1.0)
 
 
 def test_the_truncated_share_is_there_only_where_weights_are() -> None:
-    assert "importance/truncated" not in step_metrics(values([1.0]))
+    assert "importance/truncated" not in metrics_of(values([1.0]))
     weighed = values([1.0, 3.0]) | {"truncated": torch.tensor([False, True])}
-    assert step_metrics(weighed)["importance/truncated"] == 0.5
+    assert metrics_of(weighed)["importance/truncated"] == 0.5
 
 
 def test_the_mean_weight_is_reported_beside_the_ratio_it_is_computed_from() -> None:
     weighed = values([1.0, 3.0]) | {"importance_weight": torch.tensor([1.0, 2.0])}
-    metrics = step_metrics(weighed)
+    metrics = metrics_of(weighed)
     assert metrics["importance/weight"] == 1.5
     assert metrics["importance/mean"] == 2
     assert not any("importance" in key for key in metrics if key.startswith("loss/"))
-    assert "importance/weight" not in step_metrics(values([1.0]))
+    assert "importance/weight" not in metrics_of(values([1.0]))
 
 
 def test_agreement_is_a_mean_over_the_tokens_of_each_teacher() -> None:
     gaps = values([1.0] * 4) | {"agreement": torch.tensor([-1.0, -2.0, -6.0, -3.0])}
-    metrics = step_metrics(gaps, [("a", 2), ("b", 1), ("none", 0), ("a", 1)])
+    metrics = metrics_of(gaps, [("a", 2), ("b", 1), ("none", 0), ("a", 1)])
     found = {key: value for key, value in metrics.items() if "agreement" in key}
     assert found == {"teacher/a/agreement": -2.0, "teacher/b/agreement": -6.0}
 
 
-def test_micro_batches_are_joined_and_empty_ones_left_out() -> None:
+def test_the_metrics_of_several_ranks_and_micro_batches_are_those_of_all_tokens() -> None:
+    gap = torch.tensor([-1.0, -2.0, -6.0, -3.0])
+    whole = values([1.0, 3.0, 0.5, 2.0]) | {"agreement": gap}
+    parts = [{name: value[at] for name, value in whole.items()} for at in (slice(3), slice(3, 4))]
+    one = [token_sums(parts[0], [("a", 2), ("b", 1)]), {}]
+    other = [token_sums(parts[1], [("a", 1)])]
+    found = step_metrics([merged(one), merged(other), merged([])])
+    assert found == metrics_of(whole, [("a", 2), ("b", 1), ("a", 1)])
+
+
+def test_a_largest_ratio_that_is_no_number_is_reported() -> None:
+    parts = [merged([token_sums(values([ratio]))]) for ratio in (1.0, math.nan, 2.0)]
+    assert math.isnan(step_metrics(parts)["importance/max"])
+
+
+def test_the_values_of_chunks_are_joined_and_empty_ones_left_out() -> None:
     found = concat_metrics([values([1.0]), {}, values([2.0, 3.0])])
     assert found["importance"].tolist() == [1.0, 2.0, 3.0]
 
 
 def test_no_tokens_have_no_loss() -> None:
-    assert step_metrics(concat_metrics([{}])) == {"loss/total": 0.0}
+    assert step_metrics([merged([])]) == {"loss/total": 0.0}

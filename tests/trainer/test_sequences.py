@@ -29,7 +29,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from tests.sequences import Parts, parts, sampled_positions, sequence
-from tests.trainer.models import VOCABULARY, tiny_model
+from tests.trainer.models import VOCABULARY, headers_of, tiny_model
 from tests.trainer.oracle import Identity
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import group_by_budget
@@ -209,7 +209,7 @@ def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
     expected = oracle(reference, loss, made, reward is not None)
     expected.backward()
 
-    shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(made)
+    shares, _ = TokenWeighting.of(loss, reward, MAX_TOKENS)(headers_of(made))
     heads = {"t": Identity(VOCABULARY)}
     settings = TrainConfig(max_grad_norm=1e9)
     rank = Rank(copy.deepcopy(MODEL), build_objective(loss, reward), settings, CPU, heads)
@@ -217,8 +217,9 @@ def test_loss_and_gradients_are_those_of_the_rows_one_by_one(
     found = rank.backward(
         [MicroBatch(tuple(made[i] for i in g), tuple(shares[i] for i in g)) for g in groups]
     )
-    total = sum(float(report["total"].sum()) for report in found.reports if report)
-    assert total == pytest.approx(float(expected.detach()), rel=1e-7, abs=1e-9)
+    assert found.sums.get("total", 0.0) == pytest.approx(
+        float(expected.detach()), rel=1e-7, abs=1e-9
+    )
     torch.testing.assert_close(gradients(rank.model), gradients(reference), rtol=1e-6, atol=1e-9)
 
 

@@ -35,7 +35,7 @@ class Publisher:
 
 
 class Batcher:
-    held = ()
+    def copy_held(self) -> None: ...
 
 
 class SeveralRanks:

@@ -130,7 +130,7 @@ async def test_scored_samples_are_kept_wherever_they_are(tmp_path: Path) -> None
     step.cancel()
     again = stage(learner(), MessageQueue(topics(["t"]), 64, 1 << 20, 60.0))
     assert await again.restore(str(tmp_path)) == {"a/0", "c/0"}
-    assert [s.rollout.uid for s in again._batcher.held] == ["a/0", "c/0"]
+    assert [s.rollout.uid for s in await again._batcher.copy_held()] == ["a/0", "c/0"]
 
 
 async def test_a_sample_with_tokens_of_later_weights_is_left_out(tmp_path: Path) -> None:

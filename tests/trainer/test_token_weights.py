@@ -16,7 +16,7 @@ from async_opd.config.sections.loss import ForwardKLConfig, Reduction, RewardCon
 from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
-from tests.trainer.models import random_sample, tiny_model
+from tests.trainer.models import headers_of, random_sample, tiny_model
 from trainer.batches.advantages import advantages, groups_of
 from trainer.batches.reduction import token_weights
 from trainer.batches.token_weights import TokenWeighting
@@ -76,7 +76,7 @@ def batch(rewards: Sequence[float | None] = (1, 0, 0, 1, 1, 1)) -> list[Sample]:
 
 
 def test_a_group_is_what_shares_the_uid_up_to_its_last_part() -> None:
-    assert groups_of(batch()) == [[0, 1, 2], [3, 4, 5]]
+    assert groups_of(headers_of(batch())) == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_advantages_are_standardized_within_the_group() -> None:
@@ -114,7 +114,9 @@ def test_a_difference_of_a_thousandth_is_none_of_rounding() -> None:
 
 
 def test_a_group_whose_rewards_differ_by_rounding_counts_as_flat() -> None:
-    metrics = TokenWeighting(reward_weight=1.0)(batch((0.1 + 0.2 + 0.3, 0.6, 0.6, 1, 0, 0)))[1]
+    metrics = TokenWeighting(reward_weight=1.0)(
+        headers_of(batch((0.1 + 0.2 + 0.3, 0.6, 0.6, 1, 0, 0)))
+    )[1]
     assert metrics["reward/flat_groups"] == 0.5
 
 
@@ -127,17 +129,17 @@ def test_advantages_of_a_group_sum_to_nothing(rewards: list[float]) -> None:
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
 def test_a_sample_without_a_reward_is_refused_with_its_uid(reward: float | None) -> None:
     with pytest.raises(StageError, match="e0/p0/1 has reward"):
-        TokenWeighting(reward_weight=1.0)(batch((1, reward, 0)))
+        TokenWeighting(reward_weight=1.0)(headers_of(batch((1, reward, 0))))
 
 
 def test_metrics_tell_what_the_rewards_were_like() -> None:
-    metrics = TokenWeighting(reward_weight=1.0)(batch())[1]
+    metrics = TokenWeighting(reward_weight=1.0)(headers_of(batch()))[1]
     assert metrics["reward/mean"] == pytest.approx(4 / 6)
     assert metrics["reward/flat_groups"] == 0.5
 
 
 def test_without_a_reward_nobody_looks_for_one() -> None:
-    assert TokenWeighting()(batch((None, None)))[1] == {}
+    assert TokenWeighting()(headers_of(batch((None, None))))[1] == {}
 
 
 # ── in the learner ─────────────────────────────────────────────────────────────────────────────

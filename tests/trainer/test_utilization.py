@@ -107,7 +107,7 @@ class SecondRank(SingleRank):
     def dispatch(
         self, method: str, arguments: Sequence[tuple[Any, ...]]
     ) -> Callable[[], list[Any]]:
-        results = {"backward": BackwardResult((), 0.0), "apply": MemoryUse(1 << 30, 4 << 30)}
+        results = {"backward": BackwardResult({}, 0.0), "apply": MemoryUse(1 << 30, 4 << 30)}
         return lambda: [results.get(method)]
 
 

@@ -38,12 +38,16 @@ class Batcher:
     """One empty batch."""
 
     duplicates = 0
-    held: tuple[Any, ...] = ()
 
     async def take(self, version: int) -> Any:
         return SimpleNamespace(headers=(), samples=(), requeued=())
 
     async def done(self) -> None: ...
+
+    def copy_held(self) -> Any:
+        held = asyncio.get_running_loop().create_future()
+        held.set_result(())
+        return held
 
     def hold(self, samples: Any) -> None: ...
 

@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Header
 from async_opd.core.uid import Uid, prompt_uid
 
 Normalize = Literal["std", "none"]
@@ -28,26 +28,26 @@ ROUNDING = 1e-6
 return 0 to 1, and float32 rounds a sum by about 1e-7 of it."""
 
 
-def rewards_of(samples: Sequence[Sample]) -> list[float]:
+def rewards_of(headers: Sequence[Header]) -> list[float]:
     """The grader's rewards, in order; StageError for one that is missing or not finite."""
     rewards = []
-    for sample in samples:
-        reward = sample.rollout.reward
+    for header in headers:
+        reward = header.reward
         if reward is None or not math.isfinite(reward):
             raise StageError(
                 "trainer",
-                f"sample {sample.rollout.uid} has reward {reward}; expected a finite number",
+                f"sample {header.uid} has reward {reward}; expected a finite number",
                 "make reward.grader return a finite number for it",
             )
         rewards.append(float(reward))
     return rewards
 
 
-def groups_of(samples: Sequence[Sample]) -> list[list[int]]:
+def groups_of(headers: Sequence[Header]) -> list[list[int]]:
     """Indices of the rollouts of each prompt, by the uid without its last part."""
     groups: dict[Uid, list[int]] = defaultdict(list)
-    for index, sample in enumerate(samples):
-        groups[prompt_uid(sample.rollout.uid)].append(index)
+    for index, header in enumerate(headers):
+        groups[prompt_uid(header.uid)].append(index)
     return list(groups.values())
 
 

@@ -1,4 +1,4 @@
-"""Metrics of a step that depend on its samples alone, not on the student."""
+"""Metrics of a step that depend on its headers alone, not on the student."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from async_opd.core.samples import Sample
-from trainer.batches.repetition import repetition
+from async_opd.core.samples import Header
 
 
-def batch_metrics(samples: Sequence[Sample], budget: int) -> dict[str, float]:
-    """Tokens of the batch; shares of truncated and empty samples; repetition.
+def batch_metrics(headers: Sequence[Header], budget: int) -> dict[str, float]:
+    """Tokens of the batch; shares of truncated and empty samples.
 
     ``train/over_budget`` is the number of samples with more tokens than ``budget``.
     """
-    rollouts = [sample.rollout for sample in samples]
-    count = max(len(rollouts), 1)
-    lengths = [len(rollout.response_ids) for rollout in rollouts]
+    count = max(len(headers), 1)
+    lengths = [header.response_tokens for header in headers]
     return {
-        "train/tokens": float(sum(rollout.tokens for rollout in rollouts)),
+        "train/tokens": float(sum(header.tokens for header in headers)),
         "train/response_tokens": float(sum(lengths)),
         "train/mean_response_tokens": sum(lengths) / count,
         "train/std_response_tokens": float(np.std(lengths)) if lengths else 0.0,
-        "train/truncated_share": sum(r.finish_reason == "length" for r in rollouts) / count,
+        "train/truncated_share": sum(h.finish_reason == "length" for h in headers) / count,
         "train/empty_responses": float(lengths.count(0)),
-        "train/over_budget": float(sum(rollout.tokens > budget for rollout in rollouts)),
-        "train/repetition": sum(map(repetition, rollouts)) / count,
+        "train/over_budget": float(sum(header.tokens > budget for header in headers)),
     }

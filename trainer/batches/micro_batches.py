@@ -10,10 +10,10 @@ computed at the same time, and last as long as the most expensive of them.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Header, Sample
 from trainer.batches.packing import group_by_budget
 from trainer.batches.token_weights import TokenWeight
 
@@ -42,6 +42,21 @@ class MicroBatch:
     def nbytes(self) -> int:
         """Bytes of the samples' arrays."""
         return sum(sample.nbytes for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class PlannedMicroBatch:
+    """A micro-batch whose samples are named by their indices in the batch."""
+
+    indices: tuple[int, ...]
+    token_weights: tuple[TokenWeight, ...]
+    counts: bool = True
+    supervised: bool = False
+
+    def of(self, samples: Mapping[int, Sample] | Sequence[Sample]) -> MicroBatch:
+        """The micro-batch with its samples."""
+        chosen = tuple(samples[index] for index in self.indices)
+        return MicroBatch(chosen, self.token_weights, self.counts, self.supervised)
 
 
 def assign_micro_batches(
@@ -136,18 +151,21 @@ def _round(
     return groups, left
 
 
-def micro_batch_of(
-    samples: Sequence[Sample], token_weights: Sequence[TokenWeight], group: Sequence[int]
-) -> MicroBatch:
+def planned(
+    headers: Sequence[Header],
+    token_weights: Sequence[TokenWeight],
+    group: Sequence[int],
+    among: Sequence[int],
+) -> PlannedMicroBatch:
     """The group's samples, by teacher.
 
-    Of an empty group it is the shortest sample with a response, which weighs 0: a rank without
-    anything to compute would miss the others' collectives.
+    Of an empty group it is the shortest one with a response of those ``among`` which it was chosen,
+    and weighs 0: a rank without anything to compute would miss the others' collectives.
     """
     if group:
-        order = sorted(group, key=lambda index: samples[index].rollout.prompt.teacher)
-        return MicroBatch(tuple(samples[i] for i in order), tuple(token_weights[i] for i in order))
-    some = (i for i, sample in enumerate(samples) if len(sample.rollout.response_ids))
-    index = min(some, key=lambda i: samples[i].rollout.tokens)
+        order = sorted(group, key=lambda index: headers[index].teacher)
+        return PlannedMicroBatch(tuple(order), tuple(token_weights[i] for i in order))
+    some = (i for i in among if headers[i].response_tokens)
+    index = min(some, key=lambda i: headers[i].tokens)
     token_weight = replace(token_weights[index], weight=0.0, reward_weight=0.0)
-    return MicroBatch((samples[index],), (token_weight,), counts=False)
+    return PlannedMicroBatch((index,), (token_weight,), counts=False)

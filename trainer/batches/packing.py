@@ -9,7 +9,7 @@ for ragged rows take ``starts`` and ``longest`` instead (``student/attention.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import groupby
 from typing import Any, Self
@@ -99,9 +99,9 @@ def group_by_budget(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return groups
 
 
-def refuse_mixed_scores(samples: Sequence[Sample]) -> None:
-    """TypeError unless all samples have the same kind of scores."""
-    kinds = sorted({type(sample.scores).__name__ for sample in samples})
+def refuse_mixed_scores(kinds: Iterable[str]) -> None:
+    """TypeError for the names of several kinds of scores."""
+    kinds = sorted(set(kinds))
     if len(kinds) > 1:
         raise TypeError(f"a batch mixes scores of several kinds: {', '.join(kinds)}")
 
@@ -145,7 +145,7 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
         positions.append(np.arange(rollout.tokens))
         rows.append(start + indices(rollout.rows))
         start += rollout.tokens
-    refuse_mixed_scores(samples)
+    refuse_mixed_scores(type(sample.scores).__name__ for sample in samples)
     tokens = _tokens(samples, token_weights or [TokenWeight()] * len(samples))
     return Packed(
         **vars(Row.of(ids, positions)),

@@ -1,6 +1,6 @@
 """The weight of each token of a batch, in the distillation loss and in the reward's loss.
 
-samples ──lengths, teachers' weights──► reduction × weight ──┐
+headers ──lengths, teachers' weights──► reduction × weight ──┐
    └──groups──► advantages ──────────────────────────────────┴──► one TokenWeight a sample
 """
 
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from async_opd.core.samples import Sample
+from async_opd.core.samples import Header
 from trainer.batches.advantages import Normalize, advantages, groups_of, rewards_of
 from trainer.batches.reduction import token_weights
 
@@ -64,19 +64,19 @@ class TokenWeighting:
         made = replace(made, reward_weight=reward.weight, normalize=reward.normalize)
         return replace(made, mask_truncated_rewards=reward.mask_truncated)
 
-    def __call__(self, samples: Sequence[Sample]) -> tuple[list[TokenWeight], dict[str, float]]:
+    def __call__(self, headers: Sequence[Header]) -> tuple[list[TokenWeight], dict[str, float]]:
         """The token weights of each sample of a whole batch, and metrics of its rewards.
 
         The batch must hold whole groups. With a reward, StageError for a sample without one.
         """
-        own = [self.teachers.get(sample.rollout.prompt.teacher, 1.0) for sample in samples]
-        distilled = self._weights(samples, self.mask_truncated, own)
-        if self.reward_weight is None or not samples:
+        own = [self.teachers.get(header.teacher, 1.0) for header in headers]
+        distilled = self._weights(headers, self.mask_truncated, own)
+        if self.reward_weight is None or not headers:
             return [TokenWeight(self.weight * weight) for weight in distilled], {}
-        rewarded = self._weights(samples, self.mask_truncated_rewards)
-        rewards, groups = rewards_of(samples), groups_of(samples)
+        rewarded = self._weights(headers, self.mask_truncated_rewards)
+        rewards, groups = rewards_of(headers), groups_of(headers)
         if self.mask_truncated_rewards:
-            groups = [[i for i in group if not _is_truncated(samples[i])] for group in groups]
+            groups = [[i for i in group if not _is_truncated(headers[i])] for group in groups]
         values = advantages(rewards, groups, self.normalize)
         token_weights = [
             TokenWeight(self.weight * mine, self.reward_weight * alike, value)
@@ -92,16 +92,14 @@ class TokenWeighting:
         }
 
     def _weights(
-        self, samples: Sequence[Sample], masked: bool, own: Sequence[float] | None = None
+        self, headers: Sequence[Header], masked: bool, own: Sequence[float] | None = None
     ) -> list[float]:
         """The weight of each sample's tokens; ``masked``: of truncated ones 0, as if empty."""
-        counts = [not (masked and _is_truncated(sample)) for sample in samples]
-        lengths = [
-            len(s.rollout.response_ids) * one for s, one in zip(samples, counts, strict=True)
-        ]
+        counts = [not (masked and _is_truncated(header)) for header in headers]
+        lengths = [h.response_tokens * one for h, one in zip(headers, counts, strict=True)]
         weights = token_weights(lengths, self.reduction, self.max_tokens, own)
         return [weight * one for weight, one in zip(weights, counts, strict=True)]
 
 
-def _is_truncated(sample: Sample) -> bool:
-    return sample.rollout.finish_reason == "length"
+def _is_truncated(header: Header) -> bool:
+    return header.finish_reason == "length"

@@ -1,4 +1,6 @@
-"""The metrics of a step from the values of its tokens, with one transfer from the device.
+"""The metrics of a step from sums over its tokens, which each rank transfers at once.
+
+    values of tokens ──token_sums──► sums ──merged──► of a rank ──step_metrics──► of all ranks
 
 ``total`` is summed (its values are summands of the loss); all other values are averaged over
 response tokens, under ``loss/``. ``entropy`` is the student's, in nats, over its whole vocabulary.
@@ -23,12 +25,16 @@ For all other scores the scoring stage computes the agreement (``teachers/meter.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from trainer.losses.terms import Metrics as Metrics
+
+LARGEST, SQUARES = "importance largest", "importance squared"
+"""Names of the largest importance ratio and of the sum of their squares."""
+GAP, GAP_TOKENS = "agreement/", "agreement tokens/"
+"""Before a teacher's name: the sum of its tokens' gaps, and their number."""
 
 
 def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
@@ -39,26 +45,64 @@ def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
     return {name: torch.cat([one[name] for one in filled]) for name in filled[0]}
 
 
-def step_metrics(values: Metrics, runs: Sequence[tuple[str, int]] = ()) -> dict[str, float]:
-    """Metrics by name; of no values, only a ``loss/total`` of 0.
+def token_sums(values: Metrics, teachers: Sequence[tuple[str, int]] = ()) -> Metrics:
+    """Sums in float64 of a part's values, by name; ``tokens`` is their number.
 
-    ``runs`` are (teacher, number of tokens) of consecutive values, and needed only for agreement.
+    Of the importance ratios also the ``LARGEST`` and the squares' sum. ``teachers`` are (name,
+    number of tokens) of consecutive values, and needed only for agreement.
     """
-    if not values:
-        return {"loss/total": 0.0}
     found = {name: value.double() for name, value in values.items()}
-    ratio, gap = found.pop("importance"), found.pop("agreement", None)
-    weights = {"truncated": found.pop("truncated", None)}
-    weights["weight"] = found.pop("importance_weight", None)
-    scalars = {f"loss/{name}": value.mean() for name, value in found.items()}
-    scalars["loss/total"] = found["total"].sum()
-    scalars["importance/mean"] = ratio.mean()
-    scalars["importance/max"] = ratio.max()
-    scalars |= {f"importance/{k}": v.mean() for k, v in weights.items() if v is not None}
-    scalars["importance/ess"] = ratio.sum().square() / (len(ratio) * ratio.square().sum())
-    if gap is not None:
-        scalars |= _agreement(gap, runs)
-    return dict(zip(scalars, torch.stack(list(scalars.values())).tolist(), strict=True))
+    ratio, gap = found["importance"], found.pop("agreement", None)
+    sums = {name: value.sum() for name, value in found.items()}
+    sums |= {"tokens": ratio.new_full((), len(ratio)), SQUARES: ratio.square().sum()}
+    if len(ratio):
+        sums[LARGEST] = ratio.max()
+    for name, part in _of_teachers(gap, teachers):
+        count = part.new_full((), len(part))
+        for key, value in ((GAP + name, part.sum()), (GAP_TOKENS + name, count)):
+            sums[key] = sums[key] + value if key in sums else value
+    return sums
+
+
+def merged(parts: Sequence[Metrics]) -> dict[str, float]:
+    """The sums of all parts, with one transfer from the device; none of no parts."""
+    every = [(name, value) for part in parts for name, value in part.items()]
+    if not every:
+        return {}
+    values = torch.stack([value for _, value in every]).tolist()
+    return _added(zip([name for name, _ in every], values, strict=True))
+
+
+def _added(sums: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The values of each name added up, and the largest of ``LARGEST``: NaN if one is."""
+    total: dict[str, float] = {}
+    for name, value in sums:
+        before = total.get(name)
+        if before is None:
+            total[name] = value
+        elif name == LARGEST:
+            total[name] = value if math.isnan(value) else max(before, value)
+        else:
+            total[name] = before + value
+    return total
+
+
+def step_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Metrics by name from the sums of all ranks; of no tokens, only a ``loss/total`` of 0."""
+    found = _added(item for part in parts for item in part.items())
+    tokens = found.pop("tokens", 0.0)
+    if not tokens:
+        return {"loss/total": 0.0}
+    ratio, squares, largest = (found.pop(name) for name in ("importance", SQUARES, LARGEST))
+    gaps = {name: found.pop(name) for name in list(found) if name.startswith((GAP, GAP_TOKENS))}
+    scalars = {"loss/total": found.pop("total")}
+    for name, key in (("truncated", "truncated"), ("importance_weight", "weight")):
+        if name in found:
+            scalars[f"importance/{key}"] = found.pop(name) / tokens
+    scalars |= {f"loss/{name}": value / tokens for name, value in found.items()}
+    scalars |= {"importance/mean": ratio / tokens, "importance/max": largest}
+    scalars["importance/ess"] = ratio * ratio / (tokens * squares) if squares else math.nan
+    return scalars | _agreement(gaps)
 
 
 def not_finite(means: Mapping[str, float], norm: float) -> str:
@@ -71,12 +115,20 @@ def not_finite(means: Mapping[str, float], norm: float) -> str:
     return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
-def _agreement(gap: torch.Tensor, runs: Sequence[tuple[str, int]]) -> Metrics:
+def _of_teachers(
+    gap: torch.Tensor | None, teachers: Sequence[tuple[str, int]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The gaps of each run of one teacher's tokens."""
+    if gap is not None and teachers:
+        parts = torch.split(gap, [count for _, count in teachers])
+        yield from zip([name for name, _ in teachers], parts, strict=True)
+
+
+def _agreement(gaps: Mapping[str, float]) -> dict[str, float]:
     """The mean gap of each teacher that has tokens."""
-    parts: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
-    for (teacher, _), part in zip(
-        runs, torch.split(gap, [count for _, count in runs]), strict=True
-    ):
-        parts[teacher].append(part)
-    whole = {teacher: torch.cat(found) for teacher, found in parts.items()}
-    return {f"teacher/{name}/agreement": part.mean() for name, part in whole.items() if len(part)}
+    names = [key.removeprefix(GAP) for key in gaps if key.startswith(GAP)]
+    return {
+        f"teacher/{name}/agreement": gaps[GAP + name] / count
+        for name in names
+        if (count := gaps[GAP_TOKENS + name])
+    }

@@ -1,0 +1,112 @@
+"""Deals batches out to the ranks, each of which fetches its own samples from the queue.
+
+    batcher ──headers──► Plan ──Share──► rank 0 … N-1 ──fetch──► queue
+                                             │ sums, or leases that are lost
+       └──commit, step ◄─────────────────────┘
+
+The next batch is dealt out while the step before is computed. Leases that have expired, or whose
+queue has died, are let go, and another batch is chosen: no sample is lost or trained twice, since
+only what is committed is trained and acknowledged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from async_opd.core.samples import Header
+from trainer.batcher import Batcher, TrainBatch
+from trainer.batches.packing import Vocabularies
+from trainer.batches.shares import Fetched, Plan, Share, fetch
+from trainer.rank_group import RankGroup, dispatched, run_with_ranks
+
+
+class Planner(Protocol):
+    """What the learner decides from headers."""
+
+    @property
+    def vocabularies(self) -> Vocabularies:
+        """See Rank."""
+
+    def plan(self, headers: Sequence[Header]) -> Plan:
+        """Which rank computes what of a batch; called on any thread."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A batch of which every rank has its samples.
+
+    ``own`` is what rank 0 has fetched, ``repetition`` the sum over all responses.
+    """
+
+    batch: TrainBatch
+    plan: Plan
+    number: int
+    own: Fetched
+    repetition: float
+
+
+class HandOut:
+    """Chooses batches and has the ranks fetch them. Lives on rank 0's event loop."""
+
+    def __init__(self, batcher: Batcher, planner: Planner, rank_group: RankGroup) -> None:
+        self._batcher = batcher
+        self._planner = planner
+        self._rank_group = rank_group
+        self._number = 0
+        self._next: asyncio.Task[Dealt] | None = None
+
+    async def take(self, version: int) -> Dealt:
+        """Waits for a batch that is fresh enough at the trainer's weight ``version``.
+
+        It is taken for a step; the next one is dealt out from now on.
+        """
+        while True:
+            try:
+                dealt = await self._deal_ahead(version)
+            finally:
+                self._next = None
+            if self._batcher.commit(dealt.batch, version):
+                break
+        self._deal_ahead(version)
+        return dealt
+
+    def close(self) -> None:
+        """Stops what is dealt out ahead."""
+        if self._next is not None:
+            self._next.cancel()
+
+    def _deal_ahead(self, version: int) -> asyncio.Task[Dealt]:
+        if self._next is None:
+            self._next = asyncio.create_task(self._deal(version), name="dealing samples out")
+        return self._next
+
+    async def _deal(self, version: int) -> Dealt:
+        while True:
+            batch = await self._batcher.choose(version)
+            plan = await asyncio.to_thread(self._planner.plan, batch.headers)
+            self._number += 1
+            shares = plan.shares(batch.leases, self._rank_group.ranks, self._number)
+            fetched = await run_with_ranks(self._rank_group, self._fetched(shares))
+            lost = {lease for one in fetched for lease in one.lost}
+            if not lost:
+                total = sum(one.repetition for one in fetched)
+                return Dealt(batch, plan, self._number, fetched[0], total)
+            await self._batcher.forget(lost)
+
+    async def _fetched(self, shares: Sequence[Share]) -> list[Fetched]:
+        """What each rank has fetched; of the others without their samples."""
+        own, *others = shares
+        vocabularies = self._planner.vocabularies
+        first, rest = await asyncio.gather(
+            fetch(self._batcher.queue, own, vocabularies),
+            asyncio.to_thread(self._on_others, others),
+        )
+        return [first, *rest]
+
+    def _on_others(self, shares: Sequence[Share]) -> list[Any]:
+        with dispatched(self._rank_group, "fetch", [(share,) for share in shares]) as results:
+            return results()

@@ -1,0 +1,132 @@
+"""What each rank computes of a batch, decided from headers, and how it gets the samples of it.
+
+    headers ──► Plan ──► Share of each rank ──fetch──► its own MicroBatches
+                              topic scored ──payloads──┘
+
+No rank needs the samples of another: what the whole batch decides (weights of tokens, assignment,
+denominators) depends on headers, and what depends on tokens are sums that each rank returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from async_opd.core.batch import cut, unpack
+from async_opd.core.errors import NotLeased
+from async_opd.core.samples import Header, Sample
+from async_opd.core.stages import SCORED, Queue
+from async_opd.core.uid import Uid
+from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
+from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
+from trainer.batches.repetition import repetition
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A batch, and the micro-batches of each group of ranks that share rows.
+
+    ``counted`` are the indices of samples with a weight; ``rewards`` are metrics of the rewards.
+    """
+
+    headers: tuple[Header, ...]
+    micro_batches: tuple[tuple[PlannedMicroBatch, ...], ...]
+    counted: tuple[int, ...]
+    rewards: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def computed(self) -> list[Header]:
+        """The headers of all that is computed and counts, in the order of micro-batches."""
+        every = (one for own in self.micro_batches for one in own if one.counts)
+        return [self.headers[index] for one in every for index in one.indices]
+
+    def shares(self, leases: Sequence[int], ranks: int, number: int) -> list[Share]:
+        """The share of each rank; ``leases`` are those of the headers.
+
+        Every response is measured by one rank: the first that computes it, or, of those that no
+        rank computes because they weigh nothing, one after the other in turn.
+        """
+        sharing = ranks // len(self.micro_batches)
+        own = [self.micro_batches[rank // sharing] for rank in range(ranks)]
+        measured: list[list[int]] = [[] for _ in range(ranks)]
+        for rank in range(0, ranks, sharing):
+            measured[rank] += [i for one in own[rank] if one.counts for i in one.indices]
+        there = {index for indices in measured for index in indices}
+        left = [i for i, h in enumerate(self.headers) if h.response_tokens and i not in there]
+        for turn, index in enumerate(left):
+            measured[turn % ranks].append(index)
+        return [
+            Share(
+                number,
+                tuple(
+                    Leased(index, self.headers[index], leases[index])
+                    for index in sorted({*seen, *(i for one in planned for i in one.indices)})
+                ),
+                planned,
+                tuple(seen),
+            )
+            for planned, seen in zip(own, measured, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class Leased:
+    """A header by its index in the batch, and its lease."""
+
+    index: int
+    header: Header
+    lease: int
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank fetches and computes of a batch; later batches have higher ``number``s.
+
+    ``measured`` are the indices of the responses whose repetition it measures.
+    """
+
+    number: int
+    leased: tuple[Leased, ...]
+    micro_batches: tuple[PlannedMicroBatch, ...]
+    measured: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """What a rank has fetched: its micro-batches, and the sum of its responses' repetition.
+
+    There are none if ``lost`` leases do not have their samples any more.
+    """
+
+    micro_batches: tuple[MicroBatch, ...] = ()
+    repetition: float = 0.0
+    lost: frozenset[int] = frozenset()
+
+
+async def fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetched:
+    """A rank's samples, from the queue, a message at a time; decoded beside the event loop.
+
+    StageError for a token that the student or a teacher's head has no row for.
+    """
+    samples: dict[int, Sample] = {}
+    lost: set[int] = set()
+    for part in cut(share.leased, lambda one: one.header.nbytes):
+        leased: defaultdict[int, list[Uid]] = defaultdict(list)
+        for one in part:
+            leased[one.lease].append(one.header.uid)
+        try:
+            batch = await queue.fetch(SCORED, leased)
+        except NotLeased as error:
+            lost |= {one.lease for one in part if one.header.uid in error.uids}
+            continue
+        found = {s.rollout.uid: s for s in await asyncio.to_thread(unpack, Sample, [batch])}
+        samples |= {one.index: found[one.header.uid] for one in part}
+    if lost:
+        return Fetched(lost=frozenset(lost))
+    refuse_foreign_tokens(list(samples.values()), vocabularies)
+    return Fetched(
+        tuple(one.of(samples) for one in share.micro_batches),
+        sum(repetition(samples[index].rollout) for index in share.measured),
+    )
