@@ -79,7 +79,7 @@ def make_replicas(
         tensor_parallel=1,
         seed=0,
         trust_remote_code=False,
-    ) | adapter_kwargs(lora)
+    ) | adapter_kwargs(lora, str(path))
     queue = MessageQueue(("prompts", "dead"), 100, 1 << 30, 60.0)
     sampling = SamplingSpec(8, 1.0, 1.0, 1)
     replica_module.EXTENSION = WORKER

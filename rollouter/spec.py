@@ -68,7 +68,7 @@ class StudentEngineSpec:
                     or any(teacher.host == "rollout" for teacher in config.teachers.values())
                 ),
             )
-            | adapter_kwargs(config.train.lora)
+            | adapter_kwargs(config.train.lora, config.student.model)
             | ({"enable_return_routed_experts": True} if config.train.routing == "replay" else {}),
             sampling=SamplingSpec(
                 rollout.max_tokens,

@@ -19,12 +19,14 @@ def check_adapters(config: RunConfig, student: ModelFiles | None, found: Finding
     if find_spec("peft") is None:
         message, remedy = "peft, which trains adapters, is not installed", "pip install"
         found.add("train.lora", message, f"{remedy} 'async-opd[lora]'")
-    if lora.sync == "adapter":
-        message = "adapter: in a whole run the engine died while it scored held rows (docs/lora.md)"
-        found.add("train.lora.sync", message, "merged")
     if lora.sync == "adapter" and lora.engine_rank is None:
         message = f"{lora.rank}: engines apply adapters up to rank {ENGINE_RANKS[-1]}"
         found.add("train.lora.rank", message, "lower it, or set train.lora.sync to merged")
+    if lora.sync == "adapter" and lora.targets == "all-linear" and student is None:
+        message = "adapter: engines are told the names of layers, which are read from local files"
+        found.add(
+            "train.lora.sync", message, "a local student.model, train.lora.targets, or merged"
+        )
     if student is not None:
         try:
             _layers(lora, student, found)

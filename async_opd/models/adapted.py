@@ -33,6 +33,14 @@ def trained_entries(model: str | Path, lora: LoraConfig) -> int:
     return lora.entries(layers[name] for name in lora.adapted(layers, mixture(model)))
 
 
+def target_names(model: str | Path, lora: LoraConfig) -> list[str]:
+    """The last parts of the names of the layers that have an adapter, each once."""
+    if lora.targets != "all-linear":
+        return sorted(lora.targets)
+    adapted = lora.adapted(linear_layers(model), mixture(model))
+    return sorted({name.rpartition(".")[2] for name in adapted})
+
+
 def mixture(model: str | Path) -> bool:
     """Whether a local model has experts."""
     return any(".experts." in name for name, _, _ in _tensors(model))

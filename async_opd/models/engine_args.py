@@ -13,6 +13,7 @@ from typing import Any, Literal
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.train import LoraConfig
+from async_opd.models.adapted import target_names
 
 Device = Literal["cpu", "cuda"]
 
@@ -64,14 +65,21 @@ def engine_kwargs(
     return kwargs | given | fixed
 
 
-def adapter_kwargs(lora: LoraConfig | None) -> dict[str, Any]:
+def adapter_kwargs(lora: LoraConfig | None, model: str) -> dict[str, Any]:
     """The arguments of a student's engine that applies adapters; none if they are merged.
 
-    One adapter at a time: each weight sync replaces it.
+    One adapter at a time: each weight sync replaces it. vLLM wraps the head of some families too,
+    unless it is told the names of layers, and then cannot score prompts beside other requests: the
+    wrapped head takes all rows for one row a request. ModelError if the model cannot be read.
     """
     if lora is None or lora.sync == "merged":
         return {}
-    return {"enable_lora": True, "max_loras": 1, "max_lora_rank": lora.engine_rank}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora.engine_rank,
+        "lora_target_modules": target_names(model, lora),
+    }
 
 
 def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[str, Any]:

@@ -77,8 +77,8 @@ def test_the_planner_counts_the_entries_that_are_trained(made: str, tmp_path: Pa
 
 def test_a_rank_that_no_engine_takes_is_refused_for_adapters_only() -> None:
     problems = found("train.lora.rank=600", "train.lora.sync=adapter")
-    assert [problem.key for problem in problems] == ["train.lora.sync", "train.lora.rank"]
-    assert "up to rank 512" in problems[1].message
+    assert [problem.key for problem in problems] == ["train.lora.rank"]
+    assert "up to rank 512" in problems[0].message
     assert found("train.lora.rank=600") == []
 
 
@@ -98,7 +98,18 @@ def test_adapters_of_a_mixture_are_merged(tmp_path: Path) -> None:
     problems, lora = Findings("c.yaml"), config(LORA, "train.lora.sync=adapter")
     files = ModelFiles.read(str(tmp_path), weights=True)
     adapters.check_adapters(lora, files, problems)
-    assert [problem.key for problem in problems.problems] == ["train.lora.sync"] * 2
+    assert [problem.key for problem in problems.problems] == ["train.lora.sync"]
+
+
+def test_engines_that_apply_adapters_need_a_local_student_or_names_of_layers() -> None:
+    def keys(*overrides: str) -> list[str]:
+        problems = Findings("c.yaml")
+        adapters.check_adapters(config(LORA, *overrides), None, problems)
+        return [problem.key for problem in problems.problems]
+
+    assert keys("train.lora.sync=adapter") == ["train.lora.sync"]
+    assert keys("train.lora.sync=adapter", "train.lora.targets=[q_proj]") == []
+    assert keys() == []
 
 
 def test_some_targets_have_fewer_entries() -> None:

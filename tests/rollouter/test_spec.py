@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.train import LoraConfig
 from async_opd.core.stages import SamplingSpec
@@ -21,10 +23,13 @@ def test_a_rollouts_seed_depends_on_the_runs_seed_and_its_uid_only() -> None:
     assert len({spec(1).seed_of("p/0"), spec(2).seed_of("p/0"), spec(1).seed_of("p/1")}) == 3
 
 
+STUDENT = Path(__file__).parents[2] / "examples" / "quickstart" / "models" / "student"
+
+
 def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
     config = RunConfig.model_validate(
         {
-            "student": {"model": "s"},
+            "student": {"model": str(STUDENT)},
             "teachers": {"t": {"model": "t"}},
             "data": {"train": "none.jsonl"},
             "train": {"lora": lora},
@@ -36,6 +41,14 @@ def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
 def test_an_engine_that_applies_adapters_has_room_for_one_of_their_rank() -> None:
     found = engine_arguments(LoraConfig(rank=5, sync="adapter"))
     assert (found["enable_lora"], found["max_loras"], found["max_lora_rank"]) == (True, 1, 8)
+
+
+def test_an_engine_wraps_no_layer_but_those_with_an_adapter() -> None:
+    """vLLM would wrap the head of a Qwen3, too, and die of prompts scored beside responses."""
+    layers = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
+    assert engine_arguments(LoraConfig(sync="adapter"))["lora_target_modules"] == layers
+    some = LoraConfig(sync="adapter", targets=["v_proj", "q_proj"])
+    assert engine_arguments(some)["lora_target_modules"] == ["q_proj", "v_proj"]
 
 
 def test_an_engine_that_gets_merged_weights_has_no_lora() -> None:
