@@ -8,6 +8,7 @@ up. The images are 8-bit PNGs of the upper part of each page.
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from async_opd.report.verdict import judge
 from tests.report.browser import chromium, opened
 from tests.report.pages import write_full_run
 
-IMAGES = Path(__file__).parent / "images"
+IMAGES = Path(__file__).resolve().parent / "images"
 SHOTS = (
     ("report", 1280, "light", 1500),
     ("report", 1280, "dark", 1500),
@@ -31,10 +32,10 @@ SHOTS = (
 def main() -> None:
     """Makes the runs, their pages and the images."""
     IMAGES.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        one = read_recorded_run(write_full_run(folder / "two-ranks", factor=1.6, hostile=False))
-        other = read_recorded_run(write_full_run(folder / "one-rank", 1, 3.0, hostile=False))
+    with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):
+        folder = Path("runs")
+        one = read_recorded_run(write_full_run(folder / "teachers-2", factor=1.6, hostile=False))
+        other = read_recorded_run(write_full_run(folder / "slow-trainer", 1, 3.0, hostile=False))
         verdict = judge(one)
         pages = {"report": folder / "report.html", "compare": folder / "compare.html"}
         pages["report"].write_text(report(one, verdict, str(forecast(one, verdict))))

@@ -54,13 +54,13 @@ def lines(
     if not thin:
         return None
     values = [
-        {"x": at, "y": value, "s": line.name, **_band(line, index, value)}
+        {"x": at, "y": value, "s": line.name, **_band(line, index, value, "%" in form)}
         for line in thin
         for index, (at, value) in enumerate(line.points)
     ]
     encoding = {
         "x": {"field": "x", "type": "quantitative", "title": x, "axis": {"tickMinStep": 1}},
-        "color": _colour([line.name for line in thin], symbolType="stroke"),
+        "color": _colour([line.name for line in thin], **_symbols(thin)),
     }
     few = max(len(line.points) for line in thin) <= 40
     line_layer: Spec = {
@@ -184,13 +184,22 @@ def _thinned(line: Line) -> Line:
     )
 
 
-def _band(line: Line, index: int, value: float) -> dict[str, float]:
+def _symbols(found: Sequence[Line]) -> dict[str, Any]:
+    """Of the legend: strokes, or squares as dark as the lines where there are bands."""
+    if any(line.errors for line in found):
+        return {"symbolType": "square", "symbolOpacity": 1}
+    return {"symbolType": "stroke"}
+
+
+def _band(line: Line, index: int, value: float, is_share: bool) -> dict[str, float]:
+    """One standard error below and above; of a share between 0 and 1."""
     if line.errors is None:
         return {}
-    return {"lo": value - line.errors[index], "hi": value + line.errors[index]}
+    low, high = value - line.errors[index], value + line.errors[index]
+    return {"lo": max(low, 0.0), "hi": min(high, 1.0)} if is_share else {"lo": low, "hi": high}
 
 
-def _colour(names: Sequence[str], shown: Sequence[str] = (), **legend_: str) -> Spec:
+def _colour(names: Sequence[str], shown: Sequence[str] = (), **legend_: Any) -> Spec:
     """The page's colours in this order; a legend, of ``shown``, if there are several names."""
     legend = {"title": None, **({"values": list(shown)} if shown else {}), **legend_}
     return {

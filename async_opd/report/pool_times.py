@@ -16,6 +16,7 @@ from async_opd.report.recorded_run import STEP_S, RecordedRun
 
 COMPUTING = "computing"
 SYNC, EVALUATION, PROMPTS = "weight sync", "evaluation", "prompts (staleness budget)"
+GPUS = "GPUs that other pools use"
 ROLLOUTS, SCORED, OTHER = "rollouts", "scored samples", "other work of the trainer's process"
 
 
@@ -33,6 +34,11 @@ class PoolTime:
     def computing(self) -> float:
         """The share of its time in which the pool computed."""
         return self.shares[COMPUTING]
+
+    @property
+    def in_use(self) -> float:
+        """The share in which it computed, or others had the GPUs that it shares with them."""
+        return self.shares[COMPUTING] + self.shares.get(GPUS, 0.0)
 
     @property
     def waits(self) -> dict[str, float]:
@@ -90,6 +96,8 @@ def _rollout(run: RecordedRun, rows: Sequence[MetricsRow], seconds: float) -> Po
         SYNC: total(rows, "rollout/paused_s") / seconds / replicas,
         EVALUATION: _evaluation_s(run, rows) / seconds,
     }
+    if any("rollout/wait_gpu_s" in row.values for row in rows):
+        shares[GPUS] = total(rows, "rollout/wait_gpu_s") / seconds / replicas
     return _pool("rollout", shares, PROMPTS)
 
 
@@ -106,6 +114,8 @@ def _train(rows: Sequence[MetricsRow], seconds: float) -> PoolTime:
         SCORED: total(rows, "train/wait_s") / seconds,
         SYNC: total(rows, "sync/trainer_wait_s") / seconds,
     }
+    if any("train/wait_gpu_s" in row.values for row in rows):
+        shares[GPUS] = total(rows, "train/wait_gpu_s") / seconds
     return _pool("train", shares, OTHER)
 
 

@@ -12,6 +12,7 @@ from async_opd.report.charts import Chart, Line, bars, lines, shares_over_time, 
 from async_opd.report.pool_times import (
     COMPUTING,
     EVALUATION,
+    GPUS,
     OTHER,
     PROMPTS,
     ROLLOUTS,
@@ -27,9 +28,12 @@ from async_opd.report.verdict import samples_by_place, spoken
 
 WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
-_ACCURACY = re.compile(r"eval/(.+)/(accuracy|reward)")
-_TEACHER_LOSS = re.compile(r"(?:loss/teacher|teacher)/(.+?)/(?:loss|distillation)")
-_TEACHER_GAP = re.compile(r"teacher/(.+)/agreement")
+_ACCURACY = re.compile(r"eval/(.+)/accuracy")
+_SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
+_LENGTH = re.compile(r"source/(.+)/mean_response_tokens")
+_TEACHER_LOSS = re.compile(r"teacher/(.+)/loss")
+_TEACHER_GAP = re.compile(r"teacher/(.+)/gap")
+_AGREEMENT = re.compile(r"teacher/(.+)/agreement")
 
 
 def learning(run: RecordedRun) -> Iterator[Chart | None]:
@@ -41,6 +45,14 @@ def learning(run: RecordedRun) -> Iterator[Chart | None]:
         "source.",
         list(evaluation_lines(run)),
         y="accuracy",
+        form=".0%",
+    )
+    yield lines(
+        "several",
+        "Several answers to each prompt",
+        "pass@k: at least one of k is correct. maj@n: the most frequent answer is.",
+        list(_by_name(run, _SEVERAL)),
+        y="share of prompts",
         form=".0%",
     )
     yield lines(
@@ -61,24 +73,41 @@ def learning(run: RecordedRun) -> Iterator[Chart | None]:
     yield lines(
         "teacher-gap",
         "Gap to each teacher",
-        "log p(teacher) − log q(student) of sampled tokens, in nats: 0 where both agree, far below "
-        "0 where the teacher would not have said it.",
-        list(_by_name(run, _TEACHER_GAP)),
+        "log q(student) − log p(teacher) of sampled tokens, in nats: an estimate of the "
+        "reverse KL, 0 where both agree.",
+        list(_by_name(run, _TEACHER_GAP)) or list(_by_name(run, _AGREEMENT, sign=-1)),
         y="nats",
+    )
+    yield lines(
+        "lengths",
+        "Response length by source",
+        "Mean tokens of each step's responses. A length that keeps growing often ends in "
+        "truncation.",
+        list(_by_name(run, _LENGTH)),
+        y="tokens",
     )
 
 
-def evaluation_lines(run: RecordedRun, prefix: str = "") -> Iterator[Line]:
+def evaluation_lines(run: RecordedRun) -> Iterator[Line]:
     """Accuracy by source, from the evaluation before the first step on."""
     for key in sorted(run.keys):
         if (found := _ACCURACY.fullmatch(key)) is None:
             continue
-        initial = run.series(key.replace("eval/", "eval_initial/", 1))
-        points = [*initial, *run.series(key)]
-        error = f"{key}_se" if f"{key}_se" in run.keys else f"eval/{found[1]}/standard_error"
-        by_step = dict(run.series(error))
+        points = [*_initial(run, key), *run.series(key)]
+        error = next((k for k in run.keys if _is_error_of(k, found[1])), "")
+        by_step = dict([*_initial(run, error), *run.series(error)])
         errors = [by_step.get(step, 0.0) for step, _ in points] if by_step else None
-        yield Line(prefix + found[1], points, errors)
+        yield Line(found[1], points, errors)
+
+
+def _initial(run: RecordedRun, key: str) -> list[tuple[int, float]]:
+    """What the evaluation before training measured of the same."""
+    return run.series(key.replace("eval/", "eval_initial/", 1))
+
+
+def _is_error_of(key: str, source: str) -> bool:
+    """Whether the key is the standard error of the source's accuracy: that of its mean@n."""
+    return key.startswith(f"eval/{source}/mean@") and key.endswith("_stderr")
 
 
 def staleness(run: RecordedRun) -> Iterator[Chart | None]:
@@ -171,7 +200,7 @@ def sample_life(run: RecordedRun) -> Chart | None:
     )
 
 
-COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, EVALUATION, OTHER)
+COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, EVALUATION, GPUS, OTHER)
 """Shares from below, so that pools have the same colours: of the waits for input each has one."""
 WORK, WAIT = "work", "waiting"
 PLACES = (
@@ -185,8 +214,8 @@ PLACES = (
 )
 
 
-def _by_name(run: RecordedRun, pattern: re.Pattern[str]) -> Iterable[Line]:
-    """A line for each key that the pattern matches, named by its first group."""
+def _by_name(run: RecordedRun, pattern: re.Pattern[str], sign: int = 1) -> Iterable[Line]:
+    """A line for each key that the pattern matches, named by its first group, times ``sign``."""
     for key in sorted(run.keys):
         if found := pattern.fullmatch(key):
-            yield Line(found[1], run.series(key))
+            yield Line(found[1], [(step, sign * value) for step, value in run.series(key)])

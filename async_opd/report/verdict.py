@@ -74,7 +74,7 @@ def judge(run: RecordedRun) -> Verdict:
 def _judged(run: RecordedRun, rows: Sequence[MetricsRow], pools: dict[str, PoolTime]) -> Verdict:
     rollout, train = pools["rollout"], pools["train"]
     times = tuple(pools.values())
-    if max(1 - rollout.computing, 1 - train.computing) < LOST:
+    if max(1 - rollout.in_use, 1 - train.in_use) < LOST:
         return _healthy(run, rows, times)
     busiest = max(times, key=lambda pool: pool.computing)
     saturated = busiest.computing >= 1 - LOST
@@ -148,10 +148,10 @@ def _healthy(run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime
 def _limits(
     run: RecordedRun, rows: Sequence[MetricsRow], times: tuple[PoolTime, ...], pool: PoolTime
 ) -> Verdict:
-    others = [one for one in times if one is not pool and one.computing < 1 - LOST]
+    others = [one for one in times if one is not pool and one.in_use < 1 - LOST]
     # Teachers are often fast enough to wait: the pool to name is one that could do more, if any.
     main = [one for one in others if one.name in ("rollout", "train")] or others
-    most = min(main, key=lambda one: one.computing)
+    most = min(main, key=lambda one: one.in_use)
     remedies = {
         "rollout": "Give rollout more GPUs (rollout.replicas), or larger batches per engine "
         "(rollout.engine.max_num_seqs).",
@@ -164,7 +164,7 @@ def _limits(
     )
     return Verdict(
         "pool",
-        f"{spoken(most.name).capitalize()} is starved {1 - most.computing:.0%} of the time: "
+        f"{spoken(most.name).capitalize()} is starved {1 - most.in_use:.0%} of the time: "
         f"{spoken(pool.name)} limits, which computes {pool.computing:.0%} of the time.",
         _evidence(run, rows, times),
         remedy,

@@ -76,6 +76,7 @@ def chromium() -> Iterator[Any]:
 @contextmanager
 def opened(browser: Any, file: Path, width: int, scheme: str) -> Iterator[tuple[Any, list[str]]]:
     """The page in a window of its own, when its charts are drawn, and what its console said."""
+    uri = file.absolute().as_uri()
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
     try:
         page = context.new_page()
@@ -83,9 +84,9 @@ def opened(browser: Any, file: Path, width: int, scheme: str) -> Iterator[tuple[
         page.on("console", lambda message: said.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: said.append(f"error: {error}"))
         page.on("request", lambda request: said.append(f"request: {request.url[:80]}"))
-        page.goto(file.as_uri())
+        page.goto(uri)
         page.wait_for_selector(DRAWN, timeout=60_000, state="attached")
-        said.remove(f"request: {file.as_uri()[:80]}")
+        said.remove(f"request: {uri[:80]}")
         yield page, said
     finally:
         context.close()

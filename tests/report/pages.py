@@ -46,5 +46,7 @@ def _evaluation(prefix: str, step: int, sources: tuple[str, ...]) -> dict[str, o
     row: dict[str, object] = {"step": step, "time": EPOCH + step, f"{prefix}/seconds": 0.1}
     for index, source in enumerate(sources):
         share = 0.97 if prefix == "eval_teacher" else 1 - 0.9 * math.exp(-step / (8 + 6 * index))
-        row[f"{prefix}/{source}/accuracy"] = share
+        row[f"{prefix}/{source}/accuracy"] = row[f"{prefix}/{source}/mean@4"] = share
+        row[f"{prefix}/{source}/mean@4_stderr"] = (share * (1 - share) / 64) ** 0.5
+        row[f"{prefix}/{source}/pass@4"] = 1 - (1 - share) ** 2
     return row

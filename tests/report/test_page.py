@@ -16,7 +16,7 @@ from async_opd.files.origin import add_origin, read_origins
 from async_opd.report.comparison import differing_keys, labels
 from async_opd.report.facts import Facts
 from async_opd.report.recorded_run import RecordedRun, read_recorded_run
-from async_opd.report.run_charts import sample_life
+from async_opd.report.run_charts import evaluation_lines, sample_life
 from async_opd.report.run_report import report
 from async_opd.report.verdict import judge
 from tests.plan.runs import write_run
@@ -54,6 +54,7 @@ def test_the_page_has_every_section(html: str) -> None:
         "the plan predicts +20 %",
         "Accuracy by source",
         "Gap to each teacher",
+        "Several answers to each prompt",
         "Staleness of trained samples",
         "Rollout: computing and waiting",
         "The life of a sample",
@@ -109,6 +110,14 @@ def test_a_running_run_of_no_steps_has_a_report(tmp_path: Path) -> None:
         (folder / name).unlink()
     run = read_recorded_run(folder)
     assert "too few steps" in report(run, judge(run), "")
+
+
+def test_accuracies_have_the_standard_errors_of_their_means(run: RecordedRun) -> None:
+    found = {line.name: line for line in evaluation_lines(run)}
+    assert [step for step, _ in found["math"].points] == list(range(0, 37, 4))
+    first = found["math"].errors
+    assert first is not None
+    assert first[0] == pytest.approx((0.1 * 0.9 / 64) ** 0.5)
 
 
 def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:

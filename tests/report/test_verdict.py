@@ -154,6 +154,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
     return read_recorded_run(write_run(tmp_path_factory.mktemp("runs") / "run"))
 
 
+def test_pools_that_take_turns_on_the_same_gpus_are_not_starved(run: RecordedRun) -> None:
+    turns = {"rollout/request_s": 0.55 * 16, "rollout/wait_gpu_s": 0.4, "rollout/paused_s": 0.0}
+    turns |= {"train/busy_s": 0.4, "train/wait_gpu_s": 0.55, "train/wait_s": 0.02}
+    rows = [replace(row, values={**row.values, **turns}) for row in run.rows]
+    assert judge(replace(run, rows=tuple(rows))).kind == "healthy"
+
+
 AMOUNTS = st.floats(0, 100)
 KEYS = (
     "rollout/request_s",
@@ -163,6 +170,8 @@ KEYS = (
     "train/busy_s",
     "train/wait_s",
     "sync/trainer_wait_s",
+    "rollout/wait_gpu_s",
+    "train/wait_gpu_s",
 )
 
 
