@@ -136,7 +136,7 @@ class Trainer(virtual.Trainer):
         metrics = {
             "train/wait_s": waited,
             "train/compute_s": clock() - started,
-            **batch_metrics(taken.samples, 1 << 30),
+            **batch_metrics(taken.headers, 1 << 30),
             "train/repetition": 0.0,  # simulated engines sample one token
             "loss/distillation": 1.0 / len(self.ends),
         }
