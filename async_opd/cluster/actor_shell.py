@@ -12,6 +12,7 @@ import gc
 import importlib
 import inspect
 import os
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class ActorPlacement:
         return f"GPU {', '.join(self.gpus) or '–'} of node {self.node}"
 
 
+ACTOR = "ASYNC_OPD_ACTOR"
 LEAVE_GPUS_ALONE = "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"
 """Without it Ray hides all GPUs from a process that reserves none."""
 
@@ -82,6 +84,8 @@ class ActorShell:
     def __init__(self) -> None:
         os.umask(PRIVATE_UMASK)  # a joined cluster may have another
         private_compile_cache()
+        name = os.environ.get(ACTOR, "")
+        print(f"async_opd: this is the log of {name}", file=sys.stderr, flush=True)
         self._object: Any = None
         self._built = asyncio.Event()
         self._lag: LoopLag | None = None
@@ -179,7 +183,7 @@ class Remote:
         """
         options: dict[str, Any] = {"name": actor, "num_cpus": 0, "max_concurrency": 10_000}
         options["enable_task_events"] = False  # Ray's server would store one for every call
-        env = {**(env or {}), "ASYNC_OPD_ACTOR": name, SAFE_PATH: "1"}
+        env = {**(env or {}), ACTOR: name, SAFE_PATH: "1"}
         if bundle is not None:
             options["scheduling_strategy"] = bundle
         if place is not None:

@@ -28,7 +28,9 @@ MAX_BYTES = 107 - len("/ray/session_2026-01-01_00-00-00_000000_1234567/sockets/p
 """Maximal bytes of the directory's path: the system allows 107 for a socket's."""
 TOKEN, TOKEN_PATH = "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"
 LOGS = "ray_logs"
-"""Folder in the directory of a run that failed."""
+"""Folder in the directory of a run."""
+WORKER_LOGS = "worker-*"
+"""Logs of the run's own processes: engines, stages, ranks."""
 LOG_BYTES = 1 << 20
 MAX_LOGS = 200
 
@@ -49,12 +51,15 @@ class RayFolder:
         """A file with the token."""
         return self.path / "token"
 
-    def keep_logs(self, run_dir: Path) -> None:
-        """Copies the end of each of Ray's logs into the run directory. Raises OSError."""
+    def keep_logs(self, run_dir: Path, pattern: str = "*") -> None:
+        """Copies the end of each of Ray's logs of these names into the run directory.
+
+        Raises OSError.
+        """
         target = run_dir / LOGS
         remove_tree(target)
         make_folder(target)
-        newest = deque(sorted((self.session / "session_latest" / "logs").iterdir()), MAX_LOGS)
+        newest = deque(sorted((self.session / "session_latest" / "logs").glob(pattern)), MAX_LOGS)
         for log in newest:
             with suppress(OSError), open(log, "rb", opener=regular_file) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))

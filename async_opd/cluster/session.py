@@ -17,7 +17,7 @@ import ray
 from ray.job_config import JobConfig
 
 from async_opd.cluster.actor_names import namespace
-from async_opd.cluster.ray_folder import RayFolder, environment, ray_folder
+from async_opd.cluster.ray_folder import WORKER_LOGS, RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.files.private_folder import private_compile_cache
@@ -50,7 +50,7 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
         async with _logs_kept(config, folder):
             await _start(config, address, folder)
         try:
-            async with _logs_kept(config, folder):
+            async with _logs_kept(config, folder, of_workers=True):
                 yield ours
         finally:
             try:
@@ -62,15 +62,23 @@ async def ray_session(config: RunConfig) -> AsyncIterator[ProcessReaper | None]:
 
 
 @asynccontextmanager
-async def _logs_kept(config: RunConfig, folder: RayFolder | None) -> AsyncIterator[None]:
-    """Copies the end of each of Ray's logs into the directory of a run that fails."""
+async def _logs_kept(
+    config: RunConfig, folder: RayFolder | None, of_workers: bool = False
+) -> AsyncIterator[None]:
+    """Copies the end of each of Ray's logs into the directory of a run that fails.
+
+    ``of_workers``: what engines and other processes of the run have written, however it ends.
+    """
+    kept = WORKER_LOGS if of_workers else ""
     try:
         yield
     except Exception:
-        if folder is not None and config.run_dir is not None:
-            with suppress(OSError):  # the run's own error is the one to raise
-                await asyncio.to_thread(folder.keep_logs, Path(config.run_dir))
+        kept = "*"
         raise
+    finally:
+        if kept and folder is not None and config.run_dir is not None:
+            with suppress(OSError):  # the run's own error is the one to raise
+                await asyncio.to_thread(folder.keep_logs, Path(config.run_dir), kept)
 
 
 class _JobConfig(JobConfig):

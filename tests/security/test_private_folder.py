@@ -49,14 +49,19 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def session(*overrides: str, error: Exception | None = None, line: str = "") -> None:
+def session(
+    *overrides: str,
+    error: Exception | None = None,
+    line: str = "",
+    log: str = "gcs_server.err",
+) -> None:
     async def body() -> None:
         async with ray_session(load_config(EXAMPLE, list(overrides))) as ours:
             if line and ours is not None:
                 temporary = Path(os.environ["RAY_AUTH_TOKEN_PATH"]).parent / "ray"
                 logs = temporary / "session_latest" / "logs"
                 logs.mkdir(parents=True)
-                (logs / "gcs_server.err").write_text(line)
+                (logs / log).write_text(line)
                 (logs / "worker-x.err").symlink_to(EXAMPLE)
                 os.mkfifo(logs / "worker-y.err")
             if error is not None:
@@ -121,6 +126,20 @@ class TestTheRayOfALocalRun:
         assert [log.name for log in kept.iterdir()] == ["gcs_server.err"]
         assert (kept / "gcs_server.err").read_text() == "died"
         assert (mode(kept), mode(kept / "gcs_server.err")) == (0o700, 0o600)
+
+    def test_leaves_what_its_processes_wrote_in_the_directory_of_a_run_that_completes(
+        self, started: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        session(f"run_dir={tmp_path}", line="died", log="worker-1-2-3.err")
+        kept = tmp_path / "ray_logs"
+        assert (kept / "worker-1-2-3.err").read_text() == "died"
+        assert (mode(kept), mode(kept / "worker-1-2-3.err")) == (0o700, 0o600)
+
+    def test_leaves_no_log_of_ray_itself_in_the_directory_of_a_run_that_completes(
+        self, started: list[dict[str, Any]], tmp_path: Path
+    ) -> None:
+        session(f"run_dir={tmp_path}", line="all is well")
+        assert not list((tmp_path / "ray_logs").iterdir())
 
     def test_without_a_place_the_error_says_why(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
