@@ -8,21 +8,22 @@ tensors, with one rank, and with two over gloo. ``fake``: 4B to 32B students and
 3B active, on fake tensors and as many fake ranks as named. ``worst_ratio`` is planned over measured
 of the term that is furthest from 1, of those that are 2 % of the peak at least.
 
-``python -m benchmarks.memory`` prints one JSON object last. ``--layers`` cuts the depth of the fake
-students, whose layers are alike. Where ``benchmarks.load_memory`` exists, its figures stand beside.
+``load_peak_ratio`` and what belongs to it are of ``benchmarks.load_memory``.
+
+``python -m benchmarks.memory`` prints one JSON object last. ``--layers`` cuts the depth of all fake
+students, as ``SHALLOW`` that of some.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
 import json
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from async_opd.config.sections.train import TrainConfig
+from benchmarks import load_memory
 from benchmarks.memory_step import Case, fake_ranks, gloo_ratios, ratios
 
 VOCABULARY = 151_936
@@ -34,7 +35,11 @@ DENSE = {
 }
 """Hidden and inner width, layers, heads, tied head: of Qwen3. All have 8 heads of keys of 128."""
 FAKE_RANKS = {"4B": (1, 8), "8B": (2, 64), "14B": (4, 32), "32B": (8, 64), "30B-A3B": (8, 64)}
-TOKENS, RESPONSES = 16384, 1024
+TOKENS, RESPONSES = 16384, 512
+"""Of a row: 441 rows of logits are one chunk of a CPU."""
+SHALLOW = 8
+"""Layers of the fake students with selective recomputation. All layers are alike: of more, only the
+kept activations and the states grow, and these of full depth are compared with ``full``."""
 
 
 def dense(name: str, layers: int | None) -> Any:
@@ -102,8 +107,8 @@ def fake(layers: int | None) -> Iterator[Case]:
     """The students that a GPU trains, with the attention that it has."""
     for name, counts in FAKE_RANKS.items():
         for ranks in counts:
-            for kind in ("full", "selective"):
-                config = mixture(layers) if name == "30B-A3B" else dense(name, layers)
+            for kind, depth in (("full", layers), ("selective", min(layers or SHALLOW, SHALLOW))):
+                config = mixture(depth) if name == "30B-A3B" else dense(name, depth)
                 train = TrainConfig(ranks=ranks, dtype="bfloat16", gradient_checkpointing=kind)
                 title = f"{name} {kind}, {ranks} ranks"
                 yield Case(title, config, train, TOKENS, RESPONSES, ragged=True)
@@ -120,7 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--layers", type=int, help="of the fake students; all by default")
+    parser.add_argument("--layers", type=int, help="of the fake students")
     layers = parser.parse_args().layers
     worst: dict[str, dict[str, float]] = {"real": {}, "fake": {}}
     for case in real():
@@ -138,14 +143,12 @@ def main() -> None:
     furthest = {
         kind: max(found.values(), key=lambda ratio: abs(ratio - 1)) for kind, found in worst.items()
     }
-    result = {
+    result: dict[str, Any] = {
         "worst_ratio": round(max(furthest.values(), key=lambda r: abs(r - 1)), 3),
         **{f"worst_{kind}": round(ratio, 3) for kind, ratio in furthest.items()},
         "cases": sum(map(len, worst.values())),
     }
-    if importlib.util.find_spec("benchmarks.load_memory") is not None:
-        result |= importlib.import_module("benchmarks.load_memory").figures()
-    print(json.dumps(result))
+    print(json.dumps(result | load_memory.figures()))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Bytes of a rank's step as torch's memory tracker counts them, for real or on fake tensors.
 
-    StudentLoss ──two micro-batches, AdamW, under MemTracker or FSDPMemTracker──► Seen
+    StudentLoss ──two micro-batches, AdamW between, MemTracker or FSDPMemTracker──► Seen
 
-The second micro-batch is measured: gradients and moments exist by then. Fake tensors have shapes
+The last micro-batch is measured: gradients and moments exist by then. Fake tensors have shapes
 and no memory (``FakeTensorMode``), and a fake process group has any number of ranks.
 """
 
@@ -156,7 +156,9 @@ def measured(case: Case, mesh: Any = None) -> dict[str, int]:
         torch.autograd.backward(loss * rank.ranks)
 
     micro_batch()
-    rank.apply(1e-5)
+    rank.optimizer.step()  # the gradients stay: moments and gradients are there as of a step's end
+    if once:
+        rank.optimizer.zero_grad(set_to_none=True)
     tracker: Any = OneRank() if mesh is None else Sharded(student, rank.optimizer)
     if mesh is None:
         tracker.track_external(student, rank.optimizer)
@@ -170,7 +172,7 @@ def measured(case: Case, mesh: Any = None) -> dict[str, int]:
 
     head = student.head
     with tracker:
-        for last in reducing_last(student, (False, True)) if once else (False, True):
+        for last in reducing_last(student, (False, True)) if once else (True,):
             if last:
                 tracker.reset_mod_stats()
                 see("between")
