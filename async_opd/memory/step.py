@@ -11,7 +11,7 @@ several micro-batches on.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal
 
 from async_opd.config.device_defaults import Recomputation
@@ -103,41 +103,69 @@ def loss(step: Step) -> Terms:
     compute, size = step.precision.compute, step.size
     root = size.embeddings - (0 if size.tied else size.vocabulary)
     gathered = compute * size.hidden * (root + (0 if size.tied else 2 * size.vocabulary))
-    states_ = step.precision.residual * size.hidden * (step.tokens + step.responses)
-    final = step.precision.norm(size.hidden) * step.tokens
     return {
-        "activations": kept_activations(step) + final + states_,
+        "activations": _activations_before_head(step),
         "logits": _logits(step),
         **({"gathered parameters": gathered} if step.sharded else _casts(step)),
     }
 
 
 def backward(step: Step) -> Terms:
-    """In the backward pass of the decoder's last layer, or of one before it, at the peak."""
+    """In the backward pass: of the head, of the decoder's last layer, or of one before it."""
+    phases = [_head_backward(step), _layer_backward(step)]
+    if step.sharded:
+        phases.append(_layer_backward(step, inner=True))
+    return max(phases, key=lambda terms: sum(terms.values()))
+
+
+def _activations_before_head(step: Step) -> int:
+    """All activations, with the final norm's, the last states and the rows that reach the head."""
+    states_ = step.precision.residual * step.size.hidden * (step.tokens + step.responses)
+    return kept_activations(step) + step.precision.norm(step.size.hidden) * step.tokens + states_
+
+
+def _head_backward(step: Step) -> Terms:
+    """The head's gradient, and as it is scaled; then, of several ranks, as it is reduced."""
+    size, compute = step.size, step.precision.compute
+    found = {"activations": _activations_before_head(step)}
+    head = 0 if step.frozen else size.vocabulary * size.hidden
+    if not step.sharded:
+        return found | {"head's gradient": 8 * head} | _casts(step)
+    root = size.hidden * size.embeddings - (0 if size.tied else head)
+    shards = step.ranks // step.copies
+    reduced = compute * head if size.tied else 4 * head // shards
+    if not (size.tied or step.reduces_once):
+        reduced += 4 * head
+    found["gathered parameters"] = compute * (root + size.block)
+    return found | {"gathered gradients": compute * head + reduced}
+
+
+def _layer_backward(step: Step, inner: bool = False) -> Terms:
+    """Of the decoder's last layer; ``inner``: of one before it, while that is reduced."""
     layer = layer_gradients(step.size, step.precision) * step.tokens
     if step.recompute != "none":
         layer += _layer(step)
     if step.recompute == "selective":
         layer -= products_bytes(step.size, step.precision) * step.tokens
-    found = {"activations": kept_activations(step), "one layer": layer}
+    depth = step.size.layers - inner
+    found = {"activations": kept_activations(step, depth), "one layer": layer}
     if step.sharded:
-        before = replace(step, size=replace(step.size, layers=step.size.layers - 1))
-        inner = found | {"activations": kept_activations(before)} | _gathered(step, inner=True)
-        return max(found | _gathered(step), inner, key=lambda terms: sum(terms.values()))
+        return found | _gathered(step, inner)
     if step.size.tied and not step.frozen:  # autograd adds the embedding's before it accumulates
         found["head's gradient"] = 4 * step.size.vocabulary * step.size.hidden
     return found | _casts(step, one_layer=step.recompute != "none")
 
 
-def kept_activations(step: Step) -> int:
-    """Bytes that the forward pass of the decoder's layers leaves for the backward pass."""
+def kept_activations(step: Step, layers: int | None = None) -> int:
+    """Bytes that the forward pass of so many layers, or of all, leaves for the backward pass."""
     each = _layer(step)
     if step.recompute != "none":
         each = step.precision.residual * step.size.hidden * step.tokens
     if step.recompute == "selective":
         each += products_bytes(step.size, step.precision) * step.tokens
     rotary = 2 * step.precision.residual * step.size.query // max(step.size.heads, 1)
-    return step.size.layers * each + rotary * step.tokens + (step.tokens**2 if step.mask else 0)
+    depth = step.size.layers if layers is None else layers
+    return depth * each + rotary * step.tokens + (step.tokens**2 if step.mask else 0)
 
 
 def _layer(step: Step) -> int:
@@ -168,7 +196,7 @@ def _casts(step: Step, one_layer: bool = False) -> Terms:
     return {"bfloat16 copies": 2 * step.size.block * (1 if one_layer else step.size.layers)}
 
 
-def _gathered(step: Step, inner: bool = False) -> Terms:
+def _gathered(step: Step, inner: bool) -> Terms:
     """The root's parameters, a layer's, those of the one that is next if there is one; gradients.
 
     ``inner``: of a layer before the last, which is reduced meanwhile; the head is before. The input
