@@ -41,6 +41,8 @@ from trainer.student.slices import own_part
 
 CPU = torch.device("cpu")
 INTERVAL_S = 0.002
+MAKE_S = 300.0
+"""Bound of writing a random model."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +118,19 @@ def model_in_child(path: Path, **sizes: Any) -> None:
     """``make_model`` in a process of its own.
 
     Memory that this process had used and freed would be the ranks' from the start: they are forked.
+    RuntimeError where it fails or takes longer than ``MAKE_S``.
     """
-    context = multiprocessing.get_context("fork")
-    child = context.Process(target=make_model, args=(path,), kwargs=sizes)
+
+    def make() -> None:
+        torch.set_num_threads(1)  # a pool of threads that this process has used is not in a fork
+        make_model(path, **sizes)
+
+    child = multiprocessing.get_context("fork").Process(target=make)
     child.start()
-    child.join()
+    child.join(MAKE_S)
+    if child.exitcode != 0:
+        child.kill()
+        raise RuntimeError(f"no model was made: exit code {child.exitcode} after {MAKE_S:g} s")
 
 
 def figures(layers: int = 12, ranks: tuple[int, ...] = (1, 2, 4)) -> dict[str, Any]:

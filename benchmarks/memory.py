@@ -127,6 +127,7 @@ def main() -> None:
     )
     parser.add_argument("--layers", type=int, help="of the fake students")
     layers = parser.parse_args().layers
+    loading = load_memory.figures()  # first: memory that this process frees would be its ranks'
     worst: dict[str, dict[str, float]] = {"real": {}, "fake": {}}
     for case in real():
         started = time.perf_counter()
@@ -143,12 +144,12 @@ def main() -> None:
     furthest = {
         kind: max(found.values(), key=lambda ratio: abs(ratio - 1)) for kind, found in worst.items()
     }
-    result: dict[str, Any] = {
+    result = {
         "worst_ratio": round(max(furthest.values(), key=lambda r: abs(r - 1)), 3),
         **{f"worst_{kind}": round(ratio, 3) for kind, ratio in furthest.items()},
         "cases": sum(map(len, worst.values())),
     }
-    print(json.dumps(result | load_memory.figures()))
+    print(json.dumps(result | loading))
 
 
 if __name__ == "__main__":
