@@ -111,10 +111,15 @@ def loss(step: Step) -> Terms:
 
 
 def backward(step: Step) -> Terms:
-    """In the backward pass: of the head, of the decoder's last layer, or of one before it."""
+    """In the backward pass: of the head, a layer, or an embedding that is the head too."""
     phases = [_head_backward(step), _layer_backward(step)]
     if step.sharded:
         phases.append(_layer_backward(step, inner=True))
+    elif (
+        step.size.tied and not step.frozen
+    ):  # its gradients as head and as embedding, and their sum
+        table = 12 * step.size.vocabulary * step.size.hidden
+        phases.append({"activations": kept_activations(step, 0), "head's gradient": table})
     return max(phases, key=lambda terms: sum(terms.values()))
 
 

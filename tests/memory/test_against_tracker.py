@@ -38,8 +38,13 @@ def off(found: dict[str, float]) -> dict[str, float]:
     [
         (two_layers("Qwen3"), train(1, "float32", "none"), False),
         (two_layers("Qwen3"), train(8, "bfloat16", "full"), True),
+        (
+            two_layers("Qwen3", tie_word_embeddings=True, vocab_size=32768),
+            train(1, "float32", "full"),
+            False,
+        ),
     ],
-    ids=["kept", "8 ranks"],
+    ids=["kept", "8 ranks", "a tied head that is most of the student"],
 )
 def test_every_term_of_a_step_is_within_a_tenth(
     config: Any, settings: TrainConfig, ragged: bool
