@@ -75,7 +75,7 @@ class Pipeline:
         cut = None if self.start is None else self.start.cut
         self.run_state = RunState(self.config, self.prompts, self.log, self.journal, cut)
         self.schedule = Evaluations(self.config, self.log, self.evaluated)
-        self.metering = Metering()
+        self.metering = Metering(before=self.log.last)
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
         self._issued = self.start is None
@@ -222,6 +222,7 @@ class Pipeline:
         while True:
             lease = await self.stages.queue.get(STALE, at_most=256, ack=done)
             headers = [header for batch in lease.batches for header in batch.headers]
+            self.run_state.waste.stale(headers)
             await self._issue(self.run_state.ledger.requeued(headers))
             done = lease.id
 
@@ -232,6 +233,7 @@ class Pipeline:
             lease = await self.stages.queue.get(DEAD, at_most=256, ack=done)
             groups: list[Group] = []
             for letter in unpack(DeadLetter, lease.batches):
+                self.run_state.waste.dead += letter.header.tokens
                 groups += await self._replacements_for(letter)
             await self._issue(groups)
             done = lease.id

@@ -166,6 +166,7 @@ class Log:
 
     steps: list[dict[str, float]] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
+    last: dict[str, float] = field(default_factory=dict)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step."""

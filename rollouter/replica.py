@@ -60,6 +60,12 @@ PAUSE = {
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
 engine computes their KV cache again from their tokens, with the new weights."""
 COUNTERS = ("tokens", "request_s", "paused_s")
+WAITS = {
+    "weights": "the newest weights",
+    "gpu": "its GPU, which others use",
+    "prompts": "prompts (admission)",
+}
+"""What a replica that computes nothing waits for: ``wait_<cause>_s``, and in words."""
 
 
 class StudentReplica:
@@ -95,7 +101,9 @@ class StudentReplica:
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
-        self._activity = Activity("generate", track=spec.name)
+        self._activity = Activity(
+            "generate", track=spec.name, causes=tuple(WAITS), cause=lambda: self._cause
+        )
         self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
@@ -319,6 +327,7 @@ class StudentReplica:
         """The report since the last one; raises if the engine has died."""
         await self._engine.check_health()
         counters = self._counters | {"rollouts": float(self._worker.rollouts)}
+        counters |= self._activity.drain_waits()
         self._counters, self._worker.rollouts = dict.fromkeys(COUNTERS, 0.0), 0
         return StageReport(
             counters=counters,
@@ -338,9 +347,14 @@ class StudentReplica:
         """What the engine waits for now; '' if it computes."""
         if self._activity.depth and not self._mixed:
             return ""
+        return WAITS[self._cause]
+
+    @property
+    def _cause(self) -> str:
+        """Why the engine has no request now."""
         if not self._unpaused.is_set():
-            return "the newest weights"
-        return "its GPU, which others use" if self._gate.closed else "prompts (admission)"
+            return "weights"
+        return "gpu" if self._gate.closed else "prompts"
 
     async def shutdown(self) -> None:
         """Ends the processes of the engine and of the grader."""

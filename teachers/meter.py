@@ -28,7 +28,7 @@ class ScoringMeter:
     """
 
     def __init__(self, replica: str = "") -> None:
-        self.activity = Activity("score", track=replica)
+        self.activity = Activity("score", track=replica, causes=(IDLE,), cause=lambda: IDLE)
         self._counters = dict.fromkeys(COUNTERS, 0.0)
 
     async def score(
@@ -62,7 +62,7 @@ class ScoringMeter:
         """The report since the last one."""
         counters, self._counters = self._counters, dict.fromkeys(COUNTERS, 0.0)
         return StageReport(
-            counters=counters,
+            counters=counters | self.activity.drain_waits(),
             gauges={"in_flight": float(self.activity.depth)},
             busy=self.activity.drain(),
             waits_for="" if self.activity.depth else IDLE,

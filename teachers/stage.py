@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -88,6 +89,9 @@ class ScorerStage:
         self._batch_sizes = dict(batch_sizes)
         self._call_tokens = dict(call_tokens or {})
         self._putting: Counter[str] = Counter()  # scored batches that are being put, by teacher
+        self._put_s: defaultdict[str, float] = defaultdict(
+            float
+        )  # seconds of puts since the last report, by teacher
         self._rebuild = rebuild
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("scorer")
@@ -122,6 +126,7 @@ class ScorerStage:
 
     async def _put(self, teacher: str, scored: ScoreResult) -> None:
         self._putting[teacher] += 1
+        started = time.perf_counter()
         try:
             for parts in Batch.messages(scored.samples):
                 nbytes = sum(part.nbytes for part in parts) if len(parts) > 1 else 0
@@ -130,6 +135,7 @@ class ScorerStage:
                 await self._queue.put(DEAD, lost)
         finally:
             self._putting[teacher] -= 1
+            self._put_s[teacher] += time.perf_counter() - started
 
     async def _next(
         self, topic: str, size: int, done: int | None, tokens: int | None = None
@@ -271,12 +277,12 @@ class ScorerStage:
     async def report(self) -> dict[str, StageReport]:
         """One report per teacher. An idle one whose samples are being put waits for the queue."""
         reports = await gather_or_cancel(*(pool.report() for pool in self._pools.values()))
-        return {
-            name: replace(report, waits_for=ROOM)
-            if report.waits_for == IDLE and self._putting[name]
-            else report
-            for name, report in zip(self._pools, reports, strict=True)
-        }
+        found: dict[str, StageReport] = {}
+        for name, report in zip(self._pools, reports, strict=True):
+            waits = ROOM if report.waits_for == IDLE and self._putting[name] else report.waits_for
+            counters = {**report.counters, "put_s": self._put_s.pop(name, 0.0)}
+            found[name] = replace(report, waits_for=waits, counters=counters)
+        return found
 
     async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:
         """Stops scoring. Returns the current replicas, and the object that ends rebuilt ones.

@@ -86,7 +86,7 @@ class Batcher:
         timer: Timer | None = None,
         payloads: bool = True,
     ) -> None:
-        self.duplicates = 0
+        self.duplicates = self.duplicate_tokens = 0
         self.remembered = remembered
         self.queue, self.payloads = queue, payloads
         self._leases = LeaseHolder(queue, TRAINER, timer)
@@ -268,6 +268,7 @@ class Batcher:
             else:
                 self._held[uid] = held
         self.duplicates += len(duplicates)
+        self.duplicate_tokens += sum(held.header.tokens for held in duplicates)
         await self._settle(duplicates + dropped)
 
     def _fetch_ahead(self) -> asyncio.Task[list[_FetchedLease]]:

@@ -117,6 +117,7 @@ class TrainerStage:
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         async with self._gate, self._gpus, self._weights:
             self._waits_for = ""
+            gpu_s = clock() - started - wait_s
             self._pending_tokens = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
                 report = await self._compute(train)
@@ -127,7 +128,9 @@ class TrainerStage:
         metrics = {
             **report.metrics,
             "train/wait_s": wait_s,
+            "train/wait_gpu_s": gpu_s,
             "train/duplicates": float(self._batcher.duplicates),
+            "train/duplicate_tokens": float(self._batcher.duplicate_tokens),
         }
         if self._max_lag is not None:
             metrics["staleness/over_lag"] = float(sum(lag > self._max_lag for lag in staleness))

@@ -15,6 +15,7 @@ from async_opd.accounting.guardrail import Guardrail, GuardrailState
 from async_opd.accounting.journal import Journal
 from async_opd.accounting.ledger import Ledger, LedgerState
 from async_opd.accounting.replacements import PromptSupply, ReplayablePrompts
+from async_opd.accounting.waste import Waste
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
 from async_opd.core.reports import Captured, StepReport
@@ -73,6 +74,7 @@ class RunState:
             whole_groups=config.rollout.n if config.reward is not None else None,
         )
         self.guardrail = Guardrail(config.guardrail)
+        self.waste = Waste()
         self.step = 0
         if start is not None:
             self._restore(start)
@@ -88,6 +90,7 @@ class RunState:
 
     def settle(self, report: StepReport) -> None:
         """Records a step's samples as trained, or as dead letters if the step was skipped."""
+        self.waste.step(report)
         if report.skipped:
             self.supply.skipped(report)
         else:
@@ -127,4 +130,5 @@ class RunState:
             "rollout/admitted": float(self.admission.admitted),
             **{f"ledger/{state}": float(count) for state, count in self.ledger.counts.items()},
             **self.dead_letters.metrics,
+            **self.waste.metrics,
         }

@@ -1,4 +1,4 @@
-"""The busy intervals of a pool, from which come busy shares, overlap metric and trace."""
+"""The busy intervals of a pool, for busy shares, the overlap metric and the trace; its waits."""
 
 from __future__ import annotations
 
@@ -16,10 +16,22 @@ class Activity:
     """Records the intervals in which at least one block of ``busy`` was open.
 
     Times are seconds since the epoch, so that intervals of several processes can be compared.
+    ``cause()`` is one of ``causes``: why nothing is computed, asked when an idle time begins and at
+    each ``drain_waits``; all of the time until the next question counts for it.
     """
 
-    def __init__(self, what: str, clock: Callable[[], float] = time.time, track: str = "") -> None:
+    def __init__(
+        self,
+        what: str,
+        clock: Callable[[], float] = time.time,
+        track: str = "",
+        causes: Sequence[str] = (),
+        cause: Callable[[], str] = str,
+    ) -> None:
         self.clock = clock
+        self._waits = dict.fromkeys(causes, 0.0)
+        self._cause = cause
+        self._idle: tuple[str, float] | None = None
         self.depth = 0
         self._what = what
         self._track = track
@@ -33,13 +45,17 @@ class Activity:
         begun = self.clock()
         if self.depth == 0:
             self._since = begun
+            self._count_idle(begun)
         self.depth += 1
         try:
             yield begun
         finally:
             self.depth -= 1
             if self.depth == 0:
-                self._intervals.append(self._interval(self._since, self.clock()))
+                now = self.clock()
+                self._intervals.append(self._interval(self._since, now))
+                if self._waits:
+                    self._idle = self._cause(), now
 
     def drain(self) -> tuple[Interval, ...]:
         """The intervals since the last call; one that is still open is cut now."""
@@ -49,6 +65,21 @@ class Activity:
             self._since = now
         intervals, self._intervals = self._intervals, []
         return tuple(intervals)
+
+    def drain_waits(self) -> dict[str, float]:
+        """``wait_<cause>_s``: seconds since the last call in which nothing was computed."""
+        if not self.depth:
+            now = self.clock()
+            self._count_idle(now)
+            self._idle = self._cause(), now
+        waits, self._waits = self._waits, dict.fromkeys(self._waits, 0.0)
+        return {f"wait_{cause}_s": seconds for cause, seconds in waits.items()}
+
+    def _count_idle(self, now: float) -> None:
+        if self._idle is not None:
+            cause, since = self._idle
+            self._waits[cause] += now - since
+            self._idle = None
 
     def sampled(self, uid: str, since: float) -> None:
         """Records work on one sample that ends now, in a ``busy`` block, if the trace follows it.

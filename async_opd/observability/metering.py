@@ -14,17 +14,22 @@ from async_opd.observability.activity import covered, overlap_s
 
 LONG_LAG = 8
 """Samples with this staleness and more are counted together."""
+INITIAL = "initial_gap"
 
 
 class Metering:
     """Keeps the time of the last step, and the overlap of the pools' intervals so far."""
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.time, before: Mapping[str, float] | None = None
+    ) -> None:
+        """``before`` are the last metrics of the run that is resumed."""
         self.waits: dict[str, str] = {}
         self._clock = clock
         self._started = self._last = clock()
         self._sync: dict[str, float] = {}
         self._overlap_s = 0.0
+        self._initial = {k: v for k, v in (before or {}).items() if k.endswith(INITIAL)}
 
     def start(self) -> None:
         """Called when training begins: time before it (evaluation) is no part of any rate."""
@@ -48,7 +53,7 @@ class Metering:
         """The metrics of a step. Rates and busy shares are since the step before."""
         now = self._clock()
         elapsed = max(now - self._last, 1e-9)
-        metrics = dict(report.metrics) | self._sync
+        metrics = dict(report.metrics) | self._sync | self._gaps(report.metrics)
         self._sync = {}
         metrics["perf/step_s"] = elapsed
         metrics["perf/samples_per_s"] = len(report.trained) / elapsed
@@ -66,6 +71,22 @@ class Metering:
             }
         self._last = now
         return metrics
+
+    def _gaps(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Each teacher's gap in the run's first step with its tokens, and the share closed since.
+
+        1 - gap / initial: 1 where the student has reached the teacher, negative where it is further
+        away than at first. There is none for a teacher whose initial gap is not positive.
+        """
+        found: dict[str, float] = {}
+        for key, gap in metrics.items():
+            if key.startswith("teacher/") and key.endswith("/gap"):
+                pool = key.removesuffix("/gap")
+                initial = f"{pool}/{INITIAL}"
+                found[initial] = first = self._initial.setdefault(initial, gap)
+                if first > 0:
+                    found[f"{pool}/gap_closed"] = 1 - gap / first
+        return found
 
     def _overlap(self, pools: Mapping[str, StageReport], now: float) -> float:
         """Share of the time since ``start`` in which rollout, scoring and training all computed.

@@ -73,7 +73,7 @@ class RunLog:
         self._sinks: list[Sink] = []
         self._reported: set[str] = set()
         self._not_finite: set[str] = set()
-        self._last = dict(before or {})
+        self.last: dict[str, float] = dict(before or {})
         self._summarized: dict[str, float] = {}
         self._steps = 0
         self._dead_letter_stages: set[str] = set()
@@ -113,7 +113,7 @@ class RunLog:
         self._warn(metrics)
         if self.failures:
             metrics = {**metrics, SINK_FAILURES: float(self.failures)}
-        self._last |= metrics
+        self.last |= metrics
         line = {"step": step, "time": self._clock(), **_finite(metrics)}
         with _written(self._metrics_file.name):
             self._metrics_file.write(json.dumps(line, allow_nan=False) + "\n")
@@ -127,7 +127,7 @@ class RunLog:
         """
         self._metrics_file.close()
         self._metrics_file = self._open(METRICS)
-        self._last = dict(before)
+        self.last = dict(before)
         self._summarized = {k: v for k, v in self._summarized.items() if k not in before}
         self._steps = 0
         self._each(lambda sink: sink.rewind())
@@ -247,7 +247,7 @@ class RunLog:
             steps=self._steps,
             seconds=self._clock() - self._started,
             run_dir=self._run_dir,
-            metrics=self._last | self._summarized | {SINK_FAILURES: float(self.failures)},
+            metrics=self.last | self._summarized | {SINK_FAILURES: float(self.failures)},
         )
 
     def _warn(self, metrics: Mapping[str, float]) -> None:

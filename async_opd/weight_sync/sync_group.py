@@ -32,10 +32,16 @@ from async_opd.weight_sync.layout import Rendezvous, WeightMeta
 
 Result = TypeVar("Result")
 
-TIMINGS = ("sync/pause_s", "sync/transfer_s", "sync/send_s", "sync/collective_s")
-"""Seconds of a sync, over all its groups: until all receivers have paused; from then until all have
-loaded the weights and go on; of these, the sender's; and of these, those in NCCL or gloo, which
-include waiting for receivers."""
+TIMINGS = (
+    "sync/pause_s",
+    "sync/transfer_s",
+    "sync/resume_s",
+    "sync/send_s",
+    "sync/collective_s",
+)
+"""Seconds of a sync, over all its groups: until all receivers have paused; from then until the last
+one has loaded the weights; from then until it generates again. Of the transfer, the sender's; and
+of these, those in NCCL or gloo, which include waiting for receivers."""
 SENDER = -1
 """The sender's key among the members of a group; a receiver's key is its index."""
 
@@ -118,6 +124,7 @@ class SyncGroups:
         self._on_sync = on_sync
         self._timeout_s = timeout_s
         self._clock = clock
+        self._loaded_at = 0.0  # when the last receiver of this update had loaded the weights
 
     def replace_receiver(self, index: int, receiver: WeightReceiver, workers: int) -> None:
         """Puts another receiver in place of a removed one; its groups have to connect again."""
@@ -177,7 +184,7 @@ class SyncGroups:
         else:
             pauses = {index: self.receivers[index].pause(self._on_sync) for index in group}
             failures = await self._each(f"pausing {who}", pauses)
-        paused = self._clock()
+        paused = self._loaded_at = self._clock()
         self.timings["sync/pause_s"] += paused - started
         if failures:  # no weight has changed yet: the members that paused can generate on
             return failures | await self._resumed(group, failures)
@@ -186,7 +193,10 @@ class SyncGroups:
         works: dict[int, Awaitable[None]] = {SENDER: self._send(number)}
         works |= {index: self._receive(index, version, meta, started) for index in group}
         failures = await self._each(f"the broadcast to {who}", works)
-        self.timings["sync/transfer_s"] += self._clock() - paused
+        if failures:  # the time in which the broadcast broke off is none of resuming
+            self._loaded_at = self._clock()
+        self.timings["sync/transfer_s"] += self._loaded_at - paused
+        self.timings["sync/resume_s"] += self._clock() - self._loaded_at
         return failures
 
     async def _send(self, number: int) -> None:
@@ -236,6 +246,7 @@ class SyncGroups:
             await receiver.resume()
             raise
         await receiver.finish(version)
+        self._loaded_at = self._clock()
         await receiver.resume()
         self.stalls[index] = self._clock() - started
 

@@ -56,3 +56,27 @@ def test_work_on_a_sample_that_the_trace_follows_is_reported_beside_the_busy_int
         Interval("sync", 1.5, 4.0, "student/0 sync"),
     )
     assert activity.drain_spans() == ()
+
+
+def test_idle_time_counts_for_the_cause_that_held_when_it_began() -> None:
+    now, cause = [0.0], ["prompts"]
+    activity = Activity("x", lambda: now[0], "", ("prompts", "weights"), lambda: cause[0])
+    with activity.busy():
+        now[0] = 1.0
+    now[0], cause[0] = 4.0, "weights"
+    with activity.busy():
+        now[0] = 6.0
+    now[0] = 8.0
+    assert activity.drain_waits() == {"wait_prompts_s": 3.0, "wait_weights_s": 2.0}
+
+
+def test_idle_time_that_goes_on_is_asked_for_its_cause_again_and_counts_once() -> None:
+    now, cause = [0.0], ["prompts"]
+    activity = Activity("x", lambda: now[0], "", ("prompts", "weights"), lambda: cause[0])
+    activity.drain_waits()
+    now[0] = 3.0
+    assert activity.drain_waits() == {"wait_prompts_s": 3.0, "wait_weights_s": 0.0}
+    now[0], cause[0] = 5.0, "weights"
+    with activity.busy():
+        now[0] = 9.0
+        assert activity.drain_waits() == {"wait_prompts_s": 2.0, "wait_weights_s": 0.0}

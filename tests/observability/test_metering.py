@@ -64,3 +64,25 @@ def test_staleness_is_reported_as_mean_and_maximum() -> None:
 
 def test_every_count_of_a_topic_is_a_metric() -> None:
     assert metered(0, 1, train=(0, 1))["queue/scored/leased"] == 2.0
+
+
+def stepped(metering: Metering, gap: float) -> dict[str, float]:
+    return metering.step(StepReport(1, (), (), {"teacher/a/gap": gap}), {}, {})
+
+
+def test_a_teachers_gap_is_compared_with_that_of_the_first_step() -> None:
+    metering = Metering()
+    assert stepped(metering, 0.8)["teacher/a/gap_closed"] == 0
+    found = stepped(metering, 0.2)
+    assert found["teacher/a/gap_closed"] == pytest.approx(0.75)
+    assert found["teacher/a/initial_gap"] == 0.8
+
+
+def test_a_resumed_run_keeps_the_initial_gap() -> None:
+    metering = Metering(before={"teacher/a/initial_gap": 0.8, "teacher/a/gap": 0.4})
+    assert stepped(metering, 0.2)["teacher/a/gap_closed"] == pytest.approx(0.75)
+
+
+def test_a_teacher_that_agreed_from_the_start_has_no_share() -> None:
+    metering = Metering()
+    assert "teacher/a/gap_closed" not in stepped(metering, 0.0)

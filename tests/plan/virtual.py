@@ -121,6 +121,7 @@ class Log:
     """Keeps nothing."""
 
     lines: list[Any] = field(default_factory=list)
+    last: dict[str, float] = field(default_factory=dict)
 
     def log(self, step: int, metrics: Any) -> None: ...
     def summarize(self, metrics: Any) -> None: ...

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -227,6 +228,46 @@ def test_the_mass_of_the_support_is_a_metric() -> None:
     assert x.tokens.teacher_topk_logprobs is not None
     mass = run(term(ForwardKL(), "bucket"), x)[1]["teacher_topk_mass"]
     assert torch.allclose(mass, x.tokens.teacher_topk_logprobs.exp().sum(-1))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_students_mass_on_the_support_is_that_of_plain_softmax(seed: int) -> None:
+    x = case(seed)
+    found = run(term(ForwardKL(), "bucket"), x)[1]["student_topk_mass"]
+    q = np.exp(x.logits.detach().numpy() - x.logits.detach().logsumexp(-1, True).numpy())
+    expected = [sum(q[row, ids]) for row, ids in enumerate(x.tokens.teacher_ids.numpy())]
+    assert found.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("tail", [None, "bucket", "ignore"])
+def test_the_teachers_entropy_is_that_of_its_outcomes(seed: int, tail: Tail | None) -> None:
+    """Over a support, the tokens outside of it are one outcome, whatever the loss makes of them."""
+    x = case(seed)
+    given = x if tail is not None else x.states()
+    found = run(term(ForwardKL(), tail), given)[1]["teacher_entropy"]
+    pairs = plain(x, "bucket" if tail is not None else None)
+    expected = [-sum(p * math.log(p) for p, _ in row) for row in pairs]
+    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+
+
+@pytest.mark.parametrize("k", [1, 4, 11])
+def test_the_overlap_of_both_top_k_is_measured_in_every_16th_row(k: int) -> None:
+    x = case(n=40, k=k)
+    top = OnTopK(ForwardKL(), "bucket", None, overlap=True)
+    logits = x.logits.detach().numpy().copy()
+    tokens = x.tokens
+    found = top.open(x.logits.detach().clone(), tokens, None).metrics["topk_overlap"]
+    measured = [row for row in range(40) if not math.isnan(found[row])]
+    assert measured == [0, 16, 32]
+    for row in measured:
+        own = set(np.argsort(logits[row])[-k:].tolist())
+        both = own & set(tokens.teacher_ids[row].tolist())
+        assert found[row].item() == pytest.approx(len(both) / k)
+
+
+def test_the_overlap_with_the_students_own_support_is_not_reported() -> None:
+    assert "topk_overlap" not in run(term(ForwardKL(), "bucket"), case())[1]
 
 
 @pytest.mark.parametrize("tail", TAILS)

@@ -72,6 +72,30 @@ def test_the_metrics_of_several_ranks_and_micro_batches_are_those_of_all_tokens(
     assert found == metrics_of(whole, [("a", 2), ("b", 1), ("a", 1)])
 
 
+def test_each_teacher_has_the_means_of_its_own_tokens_and_their_share() -> None:
+    torch.manual_seed(0)
+    found = values([1.0] * 6) | {
+        name: torch.randn(6, dtype=torch.float64)
+        for name in ("distillation", "k1", "entropy", "teacher_entropy", "student_topk_mass")
+    }
+    metrics = metrics_of(found, [("a", 2), ("b", 1), ("none", 0), ("a", 3)])
+    rows = [0, 1, 3, 4, 5]
+    for name, key in (("distillation", "loss"), ("k1", "gap"), ("entropy", "student_entropy")):
+        assert metrics[f"teacher/a/{key}"] == pytest.approx(found[name].numpy()[rows].mean())
+        assert metrics[f"teacher/b/{key}"] == pytest.approx(found[name][2].item())
+    shares = {key: value for key, value in metrics.items() if key.endswith("token_share")}
+    assert shares == pytest.approx({"teacher/a/token_share": 5 / 6, "teacher/b/token_share": 1 / 6})
+
+
+def test_tokens_whose_overlap_is_not_measured_are_in_no_mean() -> None:
+    nan = float("nan")
+    found = values([1.0] * 4) | {"topk_overlap": torch.tensor([0.5, nan, nan, 1.0])}
+    metrics = metrics_of(found, [("a", 2), ("b", 1), ("c", 1)])
+    assert metrics["loss/topk_overlap"] == 0.75
+    assert metrics["teacher/a/topk_overlap"] == 0.5
+    assert "teacher/b/topk_overlap" not in metrics
+
+
 def test_a_largest_ratio_that_is_no_number_is_reported() -> None:
     parts = [merged([token_sums(values([ratio]))]) for ratio in (1.0, math.nan, 2.0)]
     assert math.isnan(step_metrics(parts)["importance/max"])

@@ -314,6 +314,32 @@ async def test_the_report_tells_the_seconds_of_the_sender_and_of_its_collectives
         assert (metrics["sync/send_s"], metrics["sync/collective_s"]) == (6.0, 0.75)
 
 
+async def test_the_report_splits_a_sync_into_pause_transfer_and_resume() -> None:
+    time = [0.0]
+
+    class Slow(Receiver):
+        async def pause(self, on_sync: str) -> None:
+            time[0] += 1.0
+            await super().pause(on_sync)
+
+        async def receive(self, meta: WeightMeta) -> None:
+            time[0] += 2.0
+            await super().receive(meta)
+
+        async def resume(self) -> None:
+            time[0] += 4.0
+            await super().resume()
+
+    weights = BroadcastSync(
+        Sender([]), pool(Slow([])), [1], on_sync="keep", timeout_s=5, clock=lambda: time[0]
+    )
+    await weights.snapshot(1)
+    metrics = (await weights.push()).metrics
+    parts = [metrics[f"sync/{part}_s"] for part in ("pause", "transfer", "resume")]
+    assert parts == [1.0, 2.0, 4.0]
+    assert metrics["sync/seconds"] == 7.0
+
+
 async def test_the_report_counts_the_bytes_of_one_copy() -> None:
     weights = sync([], [Receiver([]), Receiver([])])
     await weights.snapshot(1)

@@ -64,4 +64,4 @@ def _over(divergence: DivergenceFunction, loss: DivergenceConfig) -> Term:
     """The term of a divergence over the support that the config names."""
     if loss.support == "full_vocab":
         return OnVocabulary(divergence, loss.clamp)
-    return OnTopK(divergence, loss.tail, loss.clamp)
+    return OnTopK(divergence, loss.tail, loss.clamp, loss.support == "teacher_topk")

@@ -33,8 +33,21 @@ from trainer.losses.terms import Metrics as Metrics
 
 LARGEST, SQUARES = "importance largest", "importance squared"
 """Names of the largest importance ratio and of the sum of their squares."""
-GAP, GAP_TOKENS = "agreement/", "agreement tokens/"
-"""Before a teacher's name: the sum of its tokens' gaps, and their number."""
+OF, MEASURED = "of teachers: ", "measured "
+"""Before the names of sums over a teacher's tokens, and of the number of tokens in a sparse sum."""
+OF_TEACHERS = {
+    "distillation": "loss",
+    "k1": "gap",
+    "entropy": "student_entropy",
+    "teacher_entropy": "teacher_entropy",
+    "student_topk_mass": "student_topk_mass",
+    "teacher_topk_mass": "teacher_topk_mass",
+    "topk_overlap": "topk_overlap",
+    "agreement": "agreement",
+}
+"""Values of tokens whose mean over the tokens of each teacher is a metric, and its name."""
+SPARSE = "topk_overlap"
+"""The value that some tokens have only, and that is NaN for all others."""
 
 
 def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
@@ -49,19 +62,24 @@ def token_sums(values: Metrics, teachers: Sequence[tuple[str, int]] = ()) -> Met
     """Sums in float64 of a part's values, by name; ``tokens`` is their number.
 
     Of the importance ratios also the ``LARGEST`` and the squares' sum. ``teachers`` are (name,
-    number of tokens) of consecutive values, and needed only for agreement.
+    number of tokens) of consecutive values, for the metrics of each teacher.
     """
     found = {name: value.double() for name, value in values.items()}
-    ratio, gap = found["importance"], found.pop("agreement", None)
-    sums = {name: value.sum() for name, value in found.items()}
+    ratio = found["importance"]
+    sums = dict(_of_teachers(found, teachers))
+    found.pop("agreement", None)
+    sums |= {key: value for name in found for key, value in _summed(name, found[name])}
     sums |= {"tokens": ratio.new_full((), len(ratio)), SQUARES: ratio.square().sum()}
     if len(ratio):
         sums[LARGEST] = ratio.max()
-    for name, part in _of_teachers(gap, teachers):
-        count = part.new_full((), len(part))
-        for key, value in ((GAP + name, part.sum()), (GAP_TOKENS + name, count)):
-            sums[key] = sums[key] + value if key in sums else value
     return sums
+
+
+def _summed(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The sum of values; of a sparse one of those that are measured, and their number."""
+    yield name, values.nansum() if name == SPARSE else values.sum()
+    if name == SPARSE:
+        yield MEASURED + name, (~values.isnan()).sum().double()
 
 
 def merged(parts: Sequence[Metrics]) -> dict[str, float]:
@@ -94,15 +112,18 @@ def step_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if not tokens:
         return {"loss/total": 0.0}
     ratio, squares, largest = (found.pop(name) for name in ("importance", SQUARES, LARGEST))
-    gaps = {name: found.pop(name) for name in list(found) if name.startswith((GAP, GAP_TOKENS))}
-    scalars = {"loss/total": found.pop("total")}
+    of = {name.removeprefix(OF): found.pop(name) for name in list(found) if name.startswith(OF)}
+    scalars = {"loss/total": found.pop("total")} | _by_teacher(of)
+    measured, overlap = found.pop(MEASURED + SPARSE, 0.0), found.pop(SPARSE, 0.0)
+    if measured:
+        scalars[f"loss/{SPARSE}"] = overlap / measured
     for name, key in (("truncated", "truncated"), ("importance_weight", "weight")):
         if name in found:
             scalars[f"importance/{key}"] = found.pop(name) / tokens
     scalars |= {f"loss/{name}": value / tokens for name, value in found.items()}
     scalars |= {"importance/mean": ratio / tokens, "importance/max": largest}
     scalars["importance/ess"] = ratio * ratio / (tokens * squares) if squares else math.nan
-    return scalars | _agreement(gaps)
+    return scalars
 
 
 def not_finite(means: Mapping[str, float], norm: float) -> str:
@@ -115,20 +136,30 @@ def not_finite(means: Mapping[str, float], norm: float) -> str:
     return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
-def _of_teachers(
-    gap: torch.Tensor | None, teachers: Sequence[tuple[str, int]]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The gaps of each run of one teacher's tokens."""
-    if gap is not None and teachers:
-        parts = torch.split(gap, [count for _, count in teachers])
-        yield from zip([name for name, _ in teachers], parts, strict=True)
+def _of_teachers(found: Metrics, teachers: Sequence[tuple[str, int]]) -> Metrics:
+    """Sums over the tokens of each teacher, under ``OF``, the value's name and the teacher's."""
+    sums: Metrics = {}
+    start = 0
+    for teacher, count in teachers:
+        part = slice(start, start := start + count)
+        own = [("tokens", found["importance"].new_full((), count))]
+        for name in OF_TEACHERS:
+            own += _summed(name, found[name][part]) if name in found else ()
+        for name, value in own:
+            key = f"{OF}{name}/{teacher}"
+            sums[key] = sums[key] + value if key in sums else value
+    return sums
 
 
-def _agreement(gaps: Mapping[str, float]) -> dict[str, float]:
-    """The mean gap of each teacher that has tokens."""
-    names = [key.removeprefix(GAP) for key in gaps if key.startswith(GAP)]
-    return {
-        f"teacher/{name}/agreement": gaps[GAP + name] / count
-        for name in names
-        if (count := gaps[GAP_TOKENS + name])
-    }
+def _by_teacher(sums: Mapping[str, float]) -> dict[str, float]:
+    """``teacher/<name>/…`` of each teacher that has tokens."""
+    counts = {k.removeprefix("tokens/"): n for k, n in sums.items() if k.startswith("tokens/")}
+    metrics: dict[str, float] = {}
+    for teacher, tokens in counts.items():
+        for name, key in OF_TEACHERS.items() if tokens else ():
+            number = sums.get(f"{MEASURED}{name}/{teacher}", tokens)
+            if number and (value := sums.get(f"{name}/{teacher}")) is not None:
+                metrics[f"teacher/{teacher}/{key}"] = value / number
+        if tokens:
+            metrics[f"teacher/{teacher}/token_share"] = tokens / sum(counts.values())
+    return metrics

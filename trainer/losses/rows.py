@@ -38,7 +38,7 @@ class SupportRows:
         """-Σ q log q over the whole vocabulary, [n], nats; before ``close``."""
         outside: torch.Tensor = torch.special.entr(self._logits).sum(-1, keepdim=True)
         rest = self._scale * outside - self.log_rest.exp() * self._log_scale
-        return (rest + _entropy(self.log_q))[:, 0]
+        return (rest + entropy_of(self.log_q))[:, 0]
 
     def close(
         self, slope: torch.Tensor, rest: torch.Tensor | None, sampled: torch.Tensor | None
@@ -89,8 +89,8 @@ class FullRows:
     def entropy(self) -> torch.Tensor:
         """-Σ q log q over all V columns of the student, [n], nats; before ``close``."""
         share = self._log_share.exp()
-        common = share * (_entropy(self._common) - self._log_share)
-        return (common + _entropy(self._padding))[:, 0]
+        common = share * (entropy_of(self._common) - self._log_share)
+        return (common + entropy_of(self._padding))[:, 0]
 
     def close(self, slope: torch.Tensor, sampled: torch.Tensor | None) -> None:
         """Overwrites the logits by the gradient of slopes [n, columns] and [n, 1]."""
@@ -110,7 +110,7 @@ def _lse(rows: torch.Tensor) -> torch.Tensor:
     return rows.logsumexp(-1, keepdim=True)
 
 
-def _entropy(log_q: torch.Tensor) -> torch.Tensor:
+def entropy_of(log_q: torch.Tensor) -> torch.Tensor:
     """-Σ q log q of each row, [n, 1]; an outcome of probability 0 adds 0."""
     entropy: torch.Tensor = torch.special.entr(log_q.exp()).sum(-1, keepdim=True)
     return entropy

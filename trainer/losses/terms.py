@@ -14,7 +14,7 @@ import torch
 
 from trainer.losses.base import DivergenceFunction, Tokens
 from trainer.losses.estimators import SampledLoss, SampledSlopes
-from trainer.losses.rows import FullRows, SupportRows
+from trainer.losses.rows import FullRows, SupportRows, entropy_of
 from trainer.losses.support import Tail, on_support
 
 Metrics = dict[str, torch.Tensor]
@@ -81,13 +81,21 @@ class Sampled(Term):
         return Opened(slopes.value, entropy, log_sampled, teacher_sampled, metrics, close)
 
 
+OVERLAP_EVERY = 16
+"""Of so many rows one has its overlap measured, which takes a top-k of the whole vocabulary."""
+
+
 @dataclass(frozen=True)
 class OnTopK(Term):
-    """A divergence over k tokens a row, the teacher's or the student's most probable."""
+    """A divergence over k tokens a row, the teacher's or the student's most probable.
+
+    ``overlap``: the support is the teacher's top-k, and its overlap with the student's is a metric.
+    """
 
     divergence: DivergenceFunction
     tail: Tail
     clamp: float | None
+    overlap: bool = False
 
     def open(self, logits: torch.Tensor, tokens: Tokens, teacher: torch.Tensor | None) -> Opened:
         """ValueError without a top-k support and the logarithm of its rest."""
@@ -96,6 +104,7 @@ class OnTopK(Term):
         assert tokens.teacher_topk_logprobs is not None
         assert tokens.teacher_logprobs is not None
         ids = tokens.teacher_ids
+        overlap = topk_overlap(logits, ids) if self.overlap else None  # before they are overwritten
         rows = SupportRows(logits, ids, tokens.targets[:, None])
         log_p = tokens.teacher_topk_logprobs.to(logits.dtype)
         log_rest = tokens.teacher_rest_logprobs.to(logits.dtype)[:, None]
@@ -104,7 +113,12 @@ class OnTopK(Term):
         slopes = on_support(self.divergence, self.tail, log_p, rows.log_q, rest)
         entropy, log_sampled = rows.entropy(), rows.log_sampled[:, 0]
         scale, metrics = clamp_scale(slopes.value, self.clamp)
-        metrics["teacher_topk_mass"] = log_p.exp().sum(-1)
+        p, p_rest = log_p.exp(), log_rest.exp()
+        metrics["teacher_topk_mass"] = p.sum(-1)
+        metrics["student_topk_mass"] = rows.log_q.exp().sum(-1)
+        metrics["teacher_entropy"] = torch.special.entr(torch.cat([p, p_rest], -1)).sum(-1)
+        if overlap is not None:
+            metrics["topk_overlap"] = overlap
 
         def close(factor: torch.Tensor, sampled: torch.Tensor | None) -> None:
             factor = (factor * scale)[:, None]
@@ -132,6 +146,7 @@ class OnVocabulary(Term):
         entropy, log_sampled = rows.entropy(), rows.log_sampled[:, 0]
         teacher_sampled = rows.teacher_sampled[:, 0]
         scale, metrics = clamp_scale(value, self.clamp)
+        metrics["teacher_entropy"] = entropy_of(rows.log_p)[:, 0]
         metrics["agreement"] = teacher_sampled - tokens.rollout_logprobs.to(logits.dtype)
 
         def close(factor: torch.Tensor, sampled: torch.Tensor | None) -> None:
@@ -139,6 +154,19 @@ class OnVocabulary(Term):
             rows.close(slope, None if sampled is None else sampled[:, None])
 
         return Opened(value * scale, entropy, log_sampled, teacher_sampled, metrics, close)
+
+
+def topk_overlap(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """|top-k of the logits [n, V] ∩ ids [n, k]| / k, [n]; NaN in all but every 16th row.
+
+    The rows that are measured are a systematic sample of the tile's, its first row among them.
+    """
+    overlap = logits.new_full((len(logits),), torch.nan)
+    wanted = ids[::OVERLAP_EVERY]
+    own = logits[::OVERLAP_EVERY].topk(min(ids.shape[-1], logits.shape[-1]), sorted=False).indices
+    found = (own[:, :, None] == wanted[:, None, :]).any(1)
+    overlap[::OVERLAP_EVERY] = found.to(logits.dtype).mean(-1)
+    return overlap
 
 
 def clamp_scale(value: torch.Tensor, clamp: float | None) -> tuple[torch.Tensor, Metrics]:

@@ -1,0 +1,51 @@
+"""Tokens that trained nothing, by reason, and their share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from async_opd.accounting.waste import Waste
+from async_opd.core.samples import Header
+from async_opd.core.stages import StepReport
+
+
+def headers(*tokens: int) -> tuple[Header, ...]:
+    return tuple(Header(f"p{i}/0", n, 0, 0, "t") for i, n in enumerate(tokens))
+
+
+def report(*tokens: int, skipped: str = "", duplicated: float = 0.0) -> StepReport:
+    metrics = {"train/duplicate_tokens": duplicated}
+    return StepReport(1, headers(*tokens), (), metrics, skipped=skipped)
+
+
+def test_a_run_without_waste_has_a_share_of_nothing() -> None:
+    waste = Waste()
+    waste.step(report(10, 20))
+    assert waste.metrics["waste/share"] == 0
+
+
+def test_nothing_is_wasted_before_the_first_token() -> None:
+    assert Waste().metrics["waste/share"] == 0
+
+
+def test_stale_dead_skipped_and_duplicated_tokens_are_wasted() -> None:
+    waste = Waste()
+    waste.step(report(10, 20))
+    waste.step(report(5, skipped="loss nan", duplicated=7.0))
+    waste.stale(headers(3, 5))
+    waste.dead += 2
+    assert waste.metrics == {
+        "waste/requeued_tokens": 8.0,
+        "waste/dead_tokens": 7.0,
+        "waste/duplicated_tokens": 7.0,
+        "waste/share": pytest.approx(22 / 52),
+    }
+
+
+def test_duplicates_are_a_sum_already_and_are_not_added_again() -> None:
+    waste = Waste()
+    waste.step(report(1, duplicated=4.0))
+    waste.step(replace(report(1, duplicated=4.0), step=2))
+    assert waste.metrics["waste/duplicated_tokens"] == 4
