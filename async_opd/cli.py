@@ -14,6 +14,7 @@ from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
 from async_opd.live_view import command as watch
+from async_opd.observability.dashboard import command as dashboard
 from async_opd.processes.output import write_stderr
 from async_opd.report import command as report
 
@@ -111,6 +112,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--sync-steps", metavar="N", help=what)
     watch.add_arguments(commands)
     report.add_arguments(commands)
+    dashboard.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)

@@ -160,6 +160,11 @@ def _end_service() -> None:
 _MODES: dict[str, Mode] = {"online": "online", "offline": "offline", "off": "disabled"}
 
 
+def own_mode() -> Mode:
+    """What ``log.wandb: auto`` means for this user: online with credentials."""
+    return _auto_mode(_own_settings())
+
+
 def _own_settings() -> wandb.Settings:
     """wandb's settings from the environment and the user's own file.
 
