@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from async_opd.core.reports import StepReport
 from async_opd.core.samples import Header
-from async_opd.core.stages import StepReport
 
 
 @dataclass

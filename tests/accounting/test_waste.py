@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from async_opd.accounting.waste import Waste
+from async_opd.core.reports import StepReport
 from async_opd.core.samples import Header
-from async_opd.core.stages import StepReport
 
 
 def headers(*tokens: int) -> tuple[Header, ...]:

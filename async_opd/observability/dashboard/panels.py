@@ -1,4 +1,4 @@
-"""The panels of the dashboard: which metrics one shows, what is normal, and what to do otherwise."""
+"""The panels of the dashboard: their metrics, what is normal, and what to do otherwise."""
 
 from __future__ import annotations
 

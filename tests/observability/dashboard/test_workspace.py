@@ -64,10 +64,14 @@ def test_without_the_library_the_message_says_what_to_install(
         made.workspace("e", "p")
 
 
+def _write_config(run_dir: Path) -> None:
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config()))
+
+
 async def dashboard(run_dir: Path, **environment: str) -> tuple[int, str]:
     """The command in a process of its own; exit code and output."""
-    run_dir.mkdir(exist_ok=True)
-    (run_dir / "config.yaml").write_text(dump_config(config()))
+    _write_config(run_dir)
     kept = {k: v for k, v in os.environ.items() if not k.startswith("WANDB")}
     own = {"HOME": str(run_dir), "NETRC": str(run_dir / "netrc"), **environment}
     process = await asyncio.create_subprocess_exec(
