@@ -6,7 +6,7 @@ import numpy as np
 
 from async_opd.core.samples import Sample
 from async_opd.core.scores import HiddenStates, SampledLogprobs, TopK
-from teachers.meter import ScoringMeter
+from teachers.meter import COUNTERS, ScoringMeter
 from tests.conftest import make_rollout
 
 
@@ -27,7 +27,8 @@ def test_every_counter_starts_again_after_each_report() -> None:
     meter = ScoringMeter()
     meter.add([Sample(make_rollout(tokens=1), SampledLogprobs(np.float32([-1.5])))])
     assert meter.report().counters["samples"] == 1
-    assert set(meter.report().counters.values()) == {0.0}
+    again = meter.report().counters
+    assert {again[name] for name in COUNTERS} == {0.0}
 
 
 def test_hidden_states_and_empty_responses_add_no_gap() -> None:
