@@ -34,6 +34,7 @@ from async_opd.core.samples import DeadLetter
 from async_opd.files.lines import append_line, end_torn_line
 from async_opd.files.safe_open import make_folder, regular_file, write_atomically
 from async_opd.observability.log_line import is_shown, json_line, text_line
+from async_opd.observability.loggers.chosen import logger_sinks
 from async_opd.observability.sinks import Sink, Status, Summary
 from async_opd.observability.trace import TraceSink
 from async_opd.observability.wandb_sink import WandbSink
@@ -306,7 +307,7 @@ def _configured(
     sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
     if config.log.wandb != "off":
         sinks.append(WandbSink(config, run_dir, resumed))
-    return sinks
+    return [*sinks, *logger_sinks(config, run_dir)]
 
 
 def _printable(summary: Summary) -> Summary:

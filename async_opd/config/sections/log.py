@@ -9,6 +9,8 @@ from pydantic import field_validator
 from async_opd.config.sections.section import Section
 from async_opd.core.level import Level
 
+Logger = Literal["tensorboard", "mlflow", "trackio"]
+
 
 class LogConfig(Section):
     """Destinations of metrics, besides ``metrics.jsonl``."""
@@ -23,7 +25,19 @@ class LogConfig(Section):
     wandb: Literal["auto", "online", "offline", "off"] = "auto"
     """``auto``: online if you are logged in, else offline."""
     project: str = "async_opd"
-    """wandb project."""
+    """wandb project; the project or experiment of the other loggers."""
+    loggers: tuple[Logger, ...] = ()
+    """Further loggers, which get the same metrics: ``tensorboard`` (event files in ``tensorboard/``
+    of the run directory), ``mlflow`` (MLFLOW_TRACKING_URI, else ``mlflow/`` there), ``trackio``
+    (TRACKIO_DIR, else its own folder). Each needs the extra of its name: ``pip install
+    'async-opd[mlflow]'``. One that fails does not end the run: ``run.log`` says so."""
+
+    @field_validator("loggers")
+    @classmethod
+    def _each_once(cls, value: tuple[Logger, ...]) -> tuple[Logger, ...]:
+        if len(set(value)) < len(value):
+            raise ValueError("a logger is named twice; name each once")
+        return value
 
     @field_validator("console", "wandb", mode="before")
     @classmethod

@@ -1,0 +1,1 @@
+"""Loggers beside wandb, each through its own library: ``log.loggers``."""
