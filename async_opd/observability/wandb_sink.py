@@ -66,9 +66,7 @@ class WandbSink(Sink):
         self._known = self._at
         self._dropped = 0
         self._failure: Exception | None = None
-        self._writer: BackgroundWorker[Row | Alert] = BackgroundWorker(
-            "wandb", self._give, MAX_ROWS
-        )
+        self._writer = BackgroundWorker[Row | Alert]("wandb", self._give, MAX_ROWS)
 
     def start(self) -> str | None:
         """Opens the wandb run; if its server cannot be reached, offline, and returns a message.
@@ -159,7 +157,7 @@ class WandbSink(Sink):
                 self._failure = error
 
     def _samples(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The table of an evaluation's first answers; nothing for another row, or without a file."""
+        """The table of an evaluation's first answers; nothing for other rows, or without a file."""
         if EVALUATION_STEP not in metrics:
             return {}
         names = ["teachers"] if any(key.startswith("eval_teacher/") for key in metrics) else []
