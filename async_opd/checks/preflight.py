@@ -25,7 +25,6 @@ from async_opd.core.row import Row
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
 from async_opd.models.model_files import ModelError
-from async_opd.observability.loggers.chosen import missing_loggers
 from async_opd.queue.sizes import payloads, refused, traffic
 
 
@@ -65,9 +64,10 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     models.positions()
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
-    for name in missing_loggers(config):
-        message = f"{name} is not installed"
-        found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
+    for name in config.log.loggers:
+        if importlib.util.find_spec(name) is None:
+            message = f"{name} is not installed"
+            found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
     check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
     check_shared_rows(config, models.files.get("student.model"), found)
     _hardware(config, found, models, gpus)

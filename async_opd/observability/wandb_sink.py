@@ -16,9 +16,9 @@ import psutil
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
 from async_opd.files.safe_open import make_folder, read_text
-from async_opd.observability.alerts import Alert, alert_of
 from async_opd.observability.dashboard.panels import EVALUATION_STEP, STEP, VERSION
-from async_opd.observability.environment import environment
+from async_opd.observability.loggers.alerts import Alert, alert_of
+from async_opd.observability.loggers.environment import environment
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.observability.wandb_run import WandbRun
 from async_opd.processes.background import BackgroundWorker

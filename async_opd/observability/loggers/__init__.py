@@ -1,1 +1,1 @@
-"""Loggers beside wandb, each through its own library: ``log.loggers``."""
+"""Loggers through their own libraries (``log.loggers``), and what all are told of a run."""

@@ -1,9 +1,8 @@
-"""The sinks of ``log.loggers``, and which of their libraries are missing."""
+"""The sinks of ``log.loggers``."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
@@ -22,8 +21,3 @@ def logger_sinks(config: RunConfig, run_dir: Path) -> list[ThreadedSink]:
     }
     bound_s = config.timeouts.shutdown_s
     return [ThreadedSink(name, made[name], bound_s) for name in config.log.loggers]
-
-
-def missing_loggers(config: RunConfig) -> list[str]:
-    """The loggers whose library is not installed."""
-    return [name for name in config.log.loggers if find_spec(name) is None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import subprocess
@@ -13,7 +14,6 @@ import pytest
 
 from async_opd.checks import preflight
 from async_opd.config.run_config import RunConfig
-from async_opd.observability.loggers import chosen
 from async_opd.observability.loggers.threaded import MAX_ROWS, ThreadedSink
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
@@ -94,11 +94,14 @@ def test_trackio_has_the_rows_in_its_database(tmp_path: Path) -> None:
 def test_a_logger_that_is_not_installed_is_refused_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(chosen, "find_spec", lambda name: None if name == "mlflow" else name)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "mlflow" else found(name)
+    )
     problems = preflight.preflight(config("tensorboard", "mlflow"), "c.yaml").problems
-    (found,) = [one for one in problems if one.key == "log.loggers"]
-    assert found.message == "mlflow is not installed"
-    assert found.remedy == "pip install 'async-opd[mlflow]'"
+    (refused,) = [one for one in problems if one.key == "log.loggers"]
+    assert refused.message == "mlflow is not installed"
+    assert refused.remedy == "pip install 'async-opd[mlflow]'"
 
 
 def test_a_logger_that_is_named_twice_is_refused() -> None:
