@@ -20,6 +20,7 @@ from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.reports import Interval, StageReport
+from async_opd.files.origin import read_origins
 from async_opd.files.run_format import (
     FORMAT_FILE,
     RUN_FORMAT,
@@ -332,3 +333,16 @@ def test_a_checkpoint_that_cannot_be_had_at_the_end_does_not_replace_the_error(
     log = (tmp_path / "run.log").read_text()
     assert "no checkpoint at the end" in log
     assert "failed: teacher: it is gone" in log
+
+
+def test_a_run_that_begins_writes_how_it_was_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(module, "RunLog", full)  # it comes next
+    monkeypatch.setattr("sys.argv", ["async_opd", "run", "config.yaml"])
+    with pytest.raises(OSError, match="full"):
+        run(config(run_dir=str(tmp_path)), Inputs(ROWS))
+    assert [origin.command for origin in read_origins(tmp_path)] == ["async_opd run config.yaml"]
