@@ -135,7 +135,9 @@ def _head_backward(step: Step) -> Terms:
     found = {"activations": _activations_before_head(step)}
     head = 0 if step.frozen else size.vocabulary * size.hidden
     if not step.sharded:
-        casts = _casts(step, one_layer=step.recompute != "none")  # autocast has forgotten the others
+        casts = _casts(
+            step, one_layer=step.recompute != "none"
+        )  # autocast has forgotten the others
         return found | {"head's gradient": 8 * head} | casts
     root = size.hidden * size.embeddings - (0 if size.tied else head)
     shards = step.ranks // step.copies
