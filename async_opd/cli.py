@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_opd import __version__
+from async_opd import __version__, evaluate
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
@@ -113,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     watch.add_arguments(commands)
     report.add_arguments(commands)
     dashboard.add_arguments(commands)
+    evaluate.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)

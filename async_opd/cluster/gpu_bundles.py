@@ -12,7 +12,7 @@ another node with free GPUs.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,13 +50,16 @@ class GpuBundles:
         return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number)
 
 
-async def reserve(config: RunConfig, notify: Callable[[str], None]) -> GpuBundles:
-    """Reserves the GPUs of all pools, within ``timeouts.engine_start_s``.
+async def reserve(
+    config: RunConfig, notify: Callable[[str], None], only: Collection[str] = ()
+) -> GpuBundles:
+    """Reserves the GPUs of all pools, or ``only`` of some, within ``timeouts.engine_start_s``.
 
     ConfigError with a table of needed, available and free GPUs if the cluster is too small, or if
     others use its GPUs for so long.
     """
-    wanted, deadline = units(pools(config)), Deadline("cluster")
+    named = [pool for pool in pools(config) if not only or pool.name in only]
+    wanted, deadline = units(named), Deadline("cluster")
     groups: dict[Unit, PlacementGroup] = {}
     try:
         async with asyncio.timeout(config.timeouts.engine_start_s):

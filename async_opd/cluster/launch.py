@@ -35,9 +35,11 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import SelfTeacher
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
+from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device
-from async_opd.waiting.race import race
+from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
+from rollouter.stage import RollouterStage
 from teachers.protocols import TeacherWeights
 
 
@@ -112,6 +114,37 @@ async def launch(
             if reaper is not None:
                 reaper.track_descendants()
             yield stages
+        finally:
+            await actor_factory.close()
+
+
+@asynccontextmanager
+async def launch_evaluators(
+    config: RunConfig,
+    *,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    factories: Factories | None = None,
+    notify: Callable[[str], None] = discard,
+) -> AsyncIterator[RollouterStage]:
+    """Starts Ray and the ``eval.replicas`` of the student, and no other part of a run.
+
+    The stage is in this process; it has to be run. Raises as ``launch`` does.
+    """
+    async with ray_session(config) as reaper:
+        bundles = await reserve(config, notify, {EVAL}) if device == "cuda" else GpuBundles()
+        made = factories or Factories()
+        actor_factory = ActorFactory(config, device, eos_ids, made, notify, bundles)
+        try:
+            queue = QueueProxy((await actor_factory.queue()).remote)
+            first = config.rollout.replicas
+            indices = range(first, first + config.eval.replicas)
+            students = await gather_or_cancel(*(actor_factory.student(i, queue) for i in indices))
+            await gather_or_cancel(*(student.ready() for student in students))
+            if reaper is not None:
+                reaper.track_descendants()
+            named = {student.name: student for student in students}
+            yield RollouterStage(named, queue, None, config.supervision, pool=EVAL)
         finally:
             await actor_factory.close()
 

@@ -176,6 +176,22 @@ def test_accuracy_is_there_before_and_after_for_every_data_source(done: Run) -> 
         assert f"eval/{source}/accuracy" in done.summary
 
 
+def test_every_evaluation_leaves_its_answers_with_the_versions_that_it_names(done: Run) -> None:
+    logged = [line for line in done.metrics if "eval/sort/accuracy" in line]
+    assert logged[-1]["step"] == 6
+    for line in logged:
+        file = done.directory / "evals" / f"step_{line['step']}.jsonl"
+        answers = [json.loads(text) for text in file.read_text().splitlines()]
+        versions = [span[0] for answer in answers for span in answer["versions"]]
+        assert (len(answers), min(versions), max(versions)) == (
+            64,
+            line["eval/oldest_version"],
+            line["eval/newest_version"],
+        )
+        right = [answer["score"] for answer in answers if answer["data_source"] == "sort"]
+        assert fmean(right) == pytest.approx(line["eval/sort/mean@1"])
+
+
 def test_the_teachers_know_their_own_task(done: Run) -> None:
     for source in ("sort", "reverse"):
         assert done.summary[f"eval_teacher/{source}/accuracy"] >= 0.97
