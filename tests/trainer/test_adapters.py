@@ -20,6 +20,8 @@ from tests.trainer.test_named_weights import mixture
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
+from trainer.saving import state as state_module
+from trainer.saving.state import frozen_digest
 from trainer.student.adapters import LORA, adapter_state, add_adapters, halve_frozen, plain_state
 from trainer.student.check import check_rank, check_student
 from trainer.student.named_weights import named_weights
@@ -210,6 +212,16 @@ def test_the_base_of_adapters_is_the_same_in_bfloat16(tmp_path: Path) -> None:
     other = adapted()
     halve_frozen(other)
     assert learner(other).restore(str(tmp_path)).version == 3
+
+
+@pytest.mark.parametrize("ranks", [3, 8])
+def test_the_first_of_several_ranks_knows_the_base_of_adapters(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = adapted()
+    whole = frozen_digest(model)
+    monkeypatch.setattr(state_module, "own_part", lambda tensor: tensor.chunk(ranks)[0])
+    assert frozen_digest(model) == whole
 
 
 def test_frozen_matrices_are_bfloat16_where_the_student_computes_in_it() -> None:

@@ -72,13 +72,15 @@ def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, ran
 def frozen_digest(model: Any) -> str:
     """Tells apart the frozen weights of models of the same shapes; '' if all weights are trained.
 
-    It is a SHA-256 of the first numbers of each frozen parameter in bfloat16: rank 0 has these,
-    however many ranks there are.
+    It is a SHA-256 of the first numbers of each frozen parameter's first row in bfloat16 (of a
+    vector one number): rank 0 has these, however many ranks share the rows.
     """
     digest = hashlib.sha256()
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     for name, parameter in frozen:
-        first = own_part(parameter.detach()).reshape(-1)[:COMPARED].to("cpu", torch.bfloat16)
+        own = own_part(parameter.detach())
+        row = own[:1] if own.dim() else own
+        first = row.reshape(-1)[:COMPARED].to("cpu", torch.bfloat16)
         digest.update(name.encode() + first.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if frozen else ""
 
