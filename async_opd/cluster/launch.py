@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -78,13 +78,21 @@ class LaunchedStages:
             await self.trainer.save(directory)
             return
         bound = config.supervision.timeout_s
-        await rollouter.stop(bound)
+        with suppress(StageError):  # its death may be why the run ends; the engines sleep anyway
+            await rollouter.stop(bound)
         await rollouter.halt_replicas(bound)
         await race(self.trainer.save(directory), self._turn())
 
     async def _turn(self) -> None:
-        """Gives the trainer its turn, which nobody else does any more. Ends with an error only."""
+        """Gives the trainer its turn, which nobody else does any more. Ends with an error only.
+
+        A scoring phase on these GPUs outlives who asked for it: its teachers sleep first.
+        """
         await self.trainer.wait_for_work("rollout")
+        teachers = self.singletons.config.teachers.values()
+        if any(teacher.host == "rollout" for teacher in teachers):
+            with suppress(StageError):  # the scorer may be what died
+                await self.scorer.wait_asleep("rollout")
         await self.trainer.take_turn("rollout")
         await asyncio.Event().wait()  # the save is what is waited for, and what has a bound
 

@@ -10,21 +10,22 @@ import pytest
 
 from async_opd.cluster.launch import LaunchedStages
 from async_opd.config.run_config import RunConfig
-from async_opd.core.errors import StageError
+from async_opd.core.errors import ProcessDied, StageError
 from async_opd.waiting.gpu_turns import GpuTurns
 
 
 class Ending:
     """The trainer and the rollout stage's actor; engines have responses that never end."""
 
-    def __init__(self, ranks: int, colocated: bool = True) -> None:
+    def __init__(self, ranks: int, colocated: bool = True, teacher: bool = False) -> None:
         self.ranks, self.turns = ranks, GpuTurns(0.0)
         self.told: list[str] = []
         place = {"placement": "colocated", "with": "train"} if colocated else {}
+        shares = {"placement": "colocated", "with": "rollout"} if teacher else {}
         config = RunConfig.model_validate(
             {
                 "student": {"model": "s"},
-                "teachers": {"a": {"model": "a"}},
+                "teachers": {"a": {"model": "a", **shares}},
                 "data": {"train": "rows.jsonl"},
                 "train": {"ranks": ranks},
                 "rollout": place,
@@ -48,6 +49,9 @@ class Ending:
     async def halt_replicas(self, bound: float) -> None:
         self.told.append("engines sleep")
 
+    async def wait_asleep(self, pool: str) -> None:
+        self.told.append("teachers sleep")
+
     async def wait_for_work(self, pool: str) -> None:
         await self.turns.wanted()
 
@@ -65,6 +69,25 @@ async def test_several_ranks_get_their_gpus_without_a_wait_for_responses() -> No
     made = Ending(ranks=2)
     await asyncio.wait_for(made.stages.save_early("model"), 5)
     assert made.told[:4] == ["no supervision", "engines sleep", "onloads", "saves model"]
+
+
+async def test_teachers_on_these_gpus_sleep_before_the_trainer_gets_them() -> None:
+    made = Ending(ranks=2, teacher=True)
+    await asyncio.wait_for(made.stages.save_early("model"), 5)
+    assert made.told[2:5] == ["teachers sleep", "onloads", "saves model"]
+
+
+async def test_a_rollout_stage_that_is_dead_keeps_no_model_from_being_saved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Ending(ranks=2)
+
+    async def dies(bound: float) -> None:
+        raise ProcessDied("rollouter", "its process has ended")
+
+    monkeypatch.setattr(made, "stop", dies)
+    await asyncio.wait_for(made.stages.save_early("model"), 5)
+    assert "saves model" in made.told
 
 
 async def test_an_end_of_the_turn_that_hangs_is_not_waited_for(

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
+import wandb
 from async_opd.config.run_config import RunConfig
 from async_opd.observability import wandb_sink
 from async_opd.observability.run_log import RunLog

@@ -34,5 +34,5 @@ def _dashboard(given: argparse.Namespace) -> int:
     path = Path(given.path)
     folder = path if path.is_dir() else Path()
     config = load_config(path / "config.yaml" if path.is_dir() else path, [])
-    print(indented(save(config, folder, given.entity)))
+    print(indented(save(config, folder, given.entity, given.path)))
     return 0

@@ -7,6 +7,7 @@ panels.yaml ──► Workspace ──logged in──► save ──► its URL
 from __future__ import annotations
 
 import os
+import shlex
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -57,21 +58,23 @@ def spec(made: Workspace) -> str:
     return str(made._to_model().spec.model_dump_json(by_alias=True, exclude_none=True))
 
 
-def save(config: RunConfig, folder: Path, entity: str | None = None) -> str:
+def save(config: RunConfig, folder: Path, entity: str | None = None, given: str = "") -> str:
     """Saves the workspace of a config's project; returns what to tell the user.
 
-    Without login it is only written to ``folder``. AsyncOPDError if wandb refuses it or does not
-    answer, after the JSON was written.
+    Without login it is only written to ``folder``, and the command that saves it is told; it names
+    ``given`` (default: the folder). AsyncOPDError if wandb refuses it or does not answer, after the
+    JSON was written.
     """
     project, path = config.log.project, folder / JSON
     online = own_mode() == "online"
+    named = f" --entity {entity}" if entity else ""
     entity = entity or os.environ.get("WANDB_ENTITY") or (_default_entity() if online else "entity")
     made = workspace(entity, project)
     write_atomically(path, spec(made) + "\n", durable=False)
     if not online:
         return (
             f"the dashboard is in {path}; wandb has no login here. This saves it in your account:\n"
-            f"  wandb login && async_opd dashboard {folder}"
+            f"  wandb login && async_opd dashboard {shlex.quote(given or str(folder))}{named}"
         )
     try:
         return f"the dashboard is saved: {made.save().url}"

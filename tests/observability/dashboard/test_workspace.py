@@ -93,6 +93,14 @@ async def test_without_a_login_the_json_is_written_and_the_command_printed(
     assert json.loads((tmp_path / "run" / "dashboard.json").read_text())["section"]
 
 
+def test_the_printed_command_names_what_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    told = made.save(config(), tmp_path, "team", "my run.yaml")
+    assert told.endswith("wandb login && async_opd dashboard 'my run.yaml' --entity team")
+
+
 @pytest.fixture
 async def server() -> Any:
     """What of wandb's GraphQL a login and a saved view need; keeps the requests."""

@@ -29,6 +29,7 @@ def config(*loggers: str) -> RunConfig:
             "data": {"train": "train.jsonl"},
             "log": {"console": "off", "wandb": "off", "loggers": list(loggers), "project": "ours"},
             "name": "first",
+            "timeouts": {"shutdown_s": 120},  # MLflow's import takes long beside other work
         }
     )
 
