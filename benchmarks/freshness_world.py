@@ -11,7 +11,8 @@ import torch
 
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.reliability import SupervisionConfig
-from async_opd.models.engine_args import adapter_kwargs, engine_kwargs
+from async_opd.models.adapted import adapter_kwargs
+from async_opd.models.engine_args import engine_kwargs
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
 from benchmarks.faulty_worker import WORKER

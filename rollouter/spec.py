@@ -11,7 +11,8 @@ from async_opd.config.sections.loss import score_kind, scored_top_k
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
-from async_opd.models.engine_args import Device, adapter_kwargs, engine_kwargs
+from async_opd.models.adapted import adapter_kwargs
+from async_opd.models.engine_args import Device, engine_kwargs
 from rollouter.transports import chosen
 
 

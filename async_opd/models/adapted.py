@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 from async_opd.config.sections.train import LoraConfig
 from async_opd.models.model_files import ModelError
@@ -39,6 +40,23 @@ def target_names(model: str | Path, lora: LoraConfig) -> list[str]:
         return sorted(lora.targets)
     adapted = lora.adapted(linear_layers(model), mixture(model))
     return sorted({name.rpartition(".")[2] for name in adapted})
+
+
+def adapter_kwargs(lora: LoraConfig | None, model: str) -> dict[str, Any]:
+    """The arguments of a student's engine that applies adapters; none if they are merged.
+
+    One adapter at a time: each weight sync replaces it. vLLM wraps the head of some families too,
+    unless it is told the names of layers, and then cannot score prompts beside other requests: the
+    wrapped head takes all rows for one row a request. ModelError if the model cannot be read.
+    """
+    if lora is None or lora.sync == "merged":
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": lora.engine_rank,
+        "lora_target_modules": target_names(model, lora),
+    }
 
 
 def mixture(model: str | Path) -> bool:

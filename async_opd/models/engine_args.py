@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.train import LoraConfig
-from async_opd.models.adapted import target_names
 
 Device = Literal["cpu", "cuda"]
 
@@ -63,23 +61,6 @@ def engine_kwargs(
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
     return kwargs | given | fixed
-
-
-def adapter_kwargs(lora: LoraConfig | None, model: str) -> dict[str, Any]:
-    """The arguments of a student's engine that applies adapters; none if they are merged.
-
-    One adapter at a time: each weight sync replaces it. vLLM wraps the head of some families too,
-    unless it is told the names of layers, and then cannot score prompts beside other requests: the
-    wrapped head takes all rows for one row a request. ModelError if the model cannot be read.
-    """
-    if lora is None or lora.sync == "merged":
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": lora.engine_rank,
-        "lora_target_modules": target_names(model, lora),
-    }
 
 
 def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class Activity:
 
     def drain_waits(self) -> dict[str, float]:
         """``wait_<cause>_s``: seconds since the last call in which nothing was computed."""
-        if not self.depth:
+        if self._waits and not self.depth:
             now = self.clock()
             self._count_idle(now)
             self._idle = self._cause(), now

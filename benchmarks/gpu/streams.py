@@ -191,7 +191,7 @@ class Hasty(Publisher):
 class Batcher:
     """Endless empty batches."""
 
-    duplicates = 0
+    duplicates = duplicate_tokens = 0
 
     async def take(self, version: int) -> Any:
         """A batch."""

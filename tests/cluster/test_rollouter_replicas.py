@@ -177,7 +177,7 @@ async def test_before_a_trainer_begins_anew_every_replica_stops_or_is_ended(worl
 
 
 async def test_replicas_on_the_trainers_gpus_sleep_before_it_begins_anew(world: World) -> None:
-    rollout = {"placement": "colocated", "with": "train"}
+    rollout = {"placement": "colocated", "with": "train", "replicas": 2}
     world.actor.config = config(Path("run"), rollout=rollout)
     await world.rollouter.halt_replicas(1)
     assert [student.events for student in world.students] == [["stop", "sleep"]] * 2

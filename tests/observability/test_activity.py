@@ -11,6 +11,13 @@ def interval(start: float, end: float) -> Interval:
     return Interval("x", start, end)
 
 
+def test_what_names_no_causes_has_no_waits() -> None:
+    activity = Activity("x")
+    assert activity.drain_waits() == {}
+    with activity.busy():
+        assert activity.drain_waits() == {}
+
+
 def test_overlapping_work_is_one_interval() -> None:
     now = iter([1.0, 2.0, 4.0])
     activity = Activity("x", clock=lambda: next(now))

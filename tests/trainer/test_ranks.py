@@ -216,7 +216,8 @@ def half() -> tuple[dict[str, float], dict[str, float]]:
 
 HALF = {"dtype": "bfloat16"}
 Alone = tuple[list[dict[str, float]], State, Learner]
-OF_THE_DIVISION = ("train/micro_batches", "train/compute_s", "train/tflops")
+OF_THE_DIVISION = ("train/micro_batches", "train/compute_s", "train/tflops", "loss/topk_overlap")
+"""The overlap is measured on a sample of rows, every 16th of a tile."""
 
 
 def test_every_step_has_the_metrics_of_one_rank(found: dict[str, Any], alone: Alone) -> None:

@@ -343,7 +343,8 @@ def step(
 
 
 def assert_same(one: Any, other: Any) -> None:
-    keys = [key for key in one[0] if key.startswith(("loss/", "importance/"))]
+    sampled = "loss/topk_overlap"  # on every 16th row of a tile
+    keys = [key for key in one[0].keys() - {sampled} if key.startswith(("loss/", "importance/"))]
     assert len(keys) > 8
     for key in [*keys, "train/grad_norm"]:
         assert one[0][key] == pytest.approx(other[0][key], rel=1e-4, abs=1e-6), key

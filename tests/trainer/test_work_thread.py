@@ -37,7 +37,7 @@ class Threads:
 class Batcher:
     """One empty batch."""
 
-    duplicates = 0
+    duplicates = duplicate_tokens = 0
 
     async def take(self, version: int) -> Any:
         return SimpleNamespace(headers=(), samples=(), requeued=())

@@ -12,11 +12,12 @@ only what is committed is trained and acknowledged.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_opd.core.samples import Header
+from async_opd.waiting.race import gather_or_cancel
 from trainer.batcher import Batcher, TrainBatch
 from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Fetched, Plan, Share, fetch
@@ -101,10 +102,8 @@ class HandOut:
         """What each rank has fetched; of the others without their samples."""
         own, *others = shares
         vocabularies = self._planner.vocabularies
-        first, rest = await asyncio.gather(
-            fetch(self._batcher.queue, own, vocabularies),
-            asyncio.to_thread(self._on_others, others),
-        )
+        mine: Coroutine[Any, Any, Any] = fetch(self._batcher.queue, own, vocabularies)
+        first, rest = await gather_or_cancel(mine, asyncio.to_thread(self._on_others, others))
         return [first, *rest]
 
     def _on_others(self, shares: Sequence[Share]) -> list[Any]:
