@@ -83,7 +83,8 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
     write_atomically(run_dir / "config.yaml", dump_config(config))
-    add_origin(run_dir, sys.argv[1:], Redactor(config.model_dump(mode="json", by_alias=True)))
+    redacted = Redactor(config.model_dump(mode="json", by_alias=True))
+    add_origin(run_dir, sys.argv[1:], redacted, resolve_device(config))
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0

@@ -1,4 +1,4 @@
-"""``origin.json``: with which command, versions and commit each part of a run was started.
+"""``origin.json``: when and how each part of a run was started, and on which device.
 
 a part begins ──add_origin──► origin.json ──read_origins──► async_opd report
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -25,22 +26,31 @@ GIT_S = 5.0
 
 @dataclass(frozen=True)
 class Origin:
-    """One start of a run. ``commit`` is that of the code, '' where it has none."""
+    """One start of a run. ``commit`` is that of the code, '' where it has none.
+
+    ``time`` is when, in seconds since the epoch; ``device`` that of all pools.
+    """
 
     command: str
     versions: Mapping[str, str]
     commit: str
+    time: float = 0.0
+    device: str = ""
 
 
 _Origins = TypeAdapter(list[Origin])
 
 
 def add_origin(
-    run_dir: Path, argv: Sequence[str], redacted: Callable[[str], str] = lambda text: text
+    run_dir: Path,
+    argv: Sequence[str],
+    redacted: Callable[[str], str] = lambda text: text,
+    device: str = "",
+    clock: Callable[[], float] = time.time,
 ) -> None:
     """Appends this start. ``redacted`` hides secrets of the command. OSError."""
     command = redacted(shlex.join(["async_opd", *argv]))
-    origin = Origin(command, _versions(), _commit(Path(__file__).parent))
+    origin = Origin(command, _versions(), _commit(Path(__file__).parent), clock(), device)
     content = _Origins.dump_json([*read_origins(run_dir), origin], indent=1)
     write_atomically(run_dir / ORIGIN, content.decode() + "\n")
 

@@ -159,7 +159,7 @@ class RunLog:
             self._messages_file.write(self._line(text, level))
 
     def _line(self, text: str, level: Level) -> str:
-        moment = datetime.fromtimestamp(self._clock()).isoformat(timespec="seconds")
+        moment = datetime.fromtimestamp(self._clock()).astimezone().isoformat(timespec="seconds")
         as_line = json_line if self._format.format == "json" else text_line
         return as_line(moment, level, text) + "\n"
 

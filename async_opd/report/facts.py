@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from async_opd.checks.resources import pools
 from async_opd.config.run_config import RunConfig
+from async_opd.files.origin import read_origins
 from async_opd.observability.terminal import duration
 from async_opd.report.pool_times import mean, steady_rows, total
 from async_opd.report.recorded_run import RecordedRun
@@ -14,7 +17,7 @@ from async_opd.report.verdict import samples_per_s
 
 @dataclass(frozen=True)
 class Facts:
-    """``tokens`` are trained response tokens; ``seconds`` is the wall time of all of the run."""
+    """``tokens`` are trained response tokens; ``seconds`` is the wall time of the run's parts."""
 
     steps: int
     seconds: float
@@ -47,15 +50,19 @@ def facts_of(run: RecordedRun) -> Facts:
         tokens=total(run.steps, "train/response_tokens"),
         samples_per_s=samples_per_s(run, rows) if rows else 0.0,
         staleness=mean(rows, "staleness/mean"),
-        gpus=gpus_of(run.config),
+        gpus=gpus_of(run.config) if device_of(run) != "cpu" else 0,
         dead_letters=len(run.dead_letters),
     )
 
 
+def device_of(run: RecordedRun) -> str:
+    """The device that the newest part of the run found; else that of the config."""
+    found = [origin.device for origin in read_origins(run.folder) if origin.device]
+    return found[-1] if found else run.config.cluster.device
+
+
 def gpus_of(config: RunConfig) -> int:
-    """GPUs that the pools take; those of colocated pools count once, on CPUs there are none."""
-    if config.cluster.device == "cpu":
-        return 0
+    """GPUs that the pools take; those of colocated pools count once."""
     return sum(
         pool.replicas * pool.gpus_per_replica for pool in pools(config) if pool.shares is None
     )
@@ -81,9 +88,16 @@ def tiles_of(run: RecordedRun) -> list[tuple[str, str]]:
 
 
 def _seconds(run: RecordedRun) -> float:
-    """From the first message to the last one or the last row: also over several parts."""
-    times = [*(message.time for message in run.messages), *(row.time for row in run.rows)]
-    return max(times) - min(times) if times else (run.summary.seconds if run.summary else 0.0)
+    """From each part's start to its last message or row: not the time between two parts."""
+    times = sorted([*(one.time for one in run.messages), *(row.time for row in run.rows)])
+    origins = read_origins(run.folder)
+    starts = [math.floor(origin.time) for origin in origins if origin.time]  # as messages' times
+    if not times:
+        return run.summary.seconds if run.summary else 0.0
+    ends = [*(bisect_left(times, start) for start in starts), len(times)]
+    begun = [times[0], *starts]
+    parts = zip(begun, [0, *ends[:-1]], ends, strict=True)
+    return sum(times[last - 1] - since for since, first, last in parts if last > first)
 
 
 def _short(count: float) -> str:

@@ -32,7 +32,9 @@ from async_opd.observability.sinks import Summary
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
 EVALUATIONS = ("eval/", "eval_initial/", "eval_teacher/")
-_STAMPED = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)\s(?:WARNING |ERROR )?(.*)", re.DOTALL)
+_STAMPED = re.compile(
+    r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[+-]\d\d:\d\d)?)\s(?:WARNING |ERROR )?(.*)", re.DOTALL
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -473,6 +474,14 @@ def test_a_wandb_that_cannot_be_reached_is_offline_and_says_so_once(
     assert list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
     assert (tmp_path / "run.log").read_text().count("wandb cannot be reached (CommError") == 1
     assert log.failures == 0
+
+
+def test_times_name_their_offset_so_that_they_are_the_same_for_every_reader(tmp_path: Path) -> None:
+    with opened(tmp_path) as log:
+        log.message("going on")
+        log.finish("completed")
+    moment, _ = (tmp_path / "run.log").read_text().splitlines()[0].split(" ", 1)
+    assert datetime.fromisoformat(moment).tzinfo is not None
 
 
 def test_what_a_killed_process_was_writing_is_a_line_of_its_own(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.files.origin import add_origin, read_origins
 from async_opd.report.comparison import differing_keys, labels
-from async_opd.report.facts import Facts
+from async_opd.report.facts import Facts, facts_of
 from async_opd.report.recorded_run import RecordedRun, read_recorded_run
 from async_opd.report.run_charts import evaluation_lines, sample_life
 from async_opd.report.run_report import report
@@ -127,6 +128,35 @@ def test_the_life_of_a_sample_adds_up(run: RecordedRun) -> None:
     assert [one["a"] for one in values[1:]] == [one["b"] for one in values[:-1]]
     most = run.config.max_in_flight / (run.config.train.batch_size / 2)
     assert 0 < values[-1]["b"] < 3600 * most
+
+
+def test_the_time_between_two_parts_of_a_run_is_no_wall_time(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=0)
+    for name in ("summary.json", "metrics.jsonl"):
+        (folder / name).unlink()
+    for day in (22, 24):
+        begun = datetime(2026, 11, day, 10, tzinfo=UTC).timestamp() + 0.7
+        add_origin(folder, ["run", "c.yaml"], clock=lambda begun=begun: begun)
+    (folder / "run.log").write_text(
+        "2026-11-22T10:00:00+00:00 starting Ray and the engines\n"
+        "2026-11-22T10:00:30+00:00 checkpoint of step 1\n"
+        "2026-11-24T10:00:00+00:00 going on after checkpoint 1\n"
+        "2026-11-24T10:00:02+00:00 starting Ray and the engines\n"
+        "2026-11-24T10:00:20+00:00 completed\n"
+    )
+    assert facts_of(read_recorded_run(folder)).seconds == 50
+
+
+@pytest.mark.parametrize(("device", "gpus"), [("cpu", 0), ("cuda", 3)])
+def test_gpus_are_counted_on_the_device_that_the_run_found(
+    device: str, gpus: int, tmp_path: Path
+) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    (folder / "origin.json").unlink(missing_ok=True)
+    add_origin(folder, ["run", "c.yaml"], device=device)
+    run = read_recorded_run(folder)
+    assert run.config.cluster.device == "auto"
+    assert facts_of(run).gpus == gpus
 
 
 def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -73,6 +74,19 @@ def test_messages_keep_the_lines_that_are_indented_below_them(folder: Path) -> N
     assert texts == ["starting", "student/0 is ejected: it died\n    its last lines", "comp"]
     first, second, _ = read_recorded_run(folder).messages
     assert second.time - first.time == 5
+
+
+@pytest.mark.parametrize("zone", ["UTC", "America/Los_Angeles"])
+def test_a_time_with_an_offset_is_the_same_moment_for_every_reader(
+    zone: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "run.log").write_text("2026-11-22T10:00:00+02:00 starting\n")
+    monkeypatch.setenv("TZ", zone)
+    time.tzset()
+    (message,) = read_recorded_run(folder).messages
+    monkeypatch.undo()
+    time.tzset()
+    assert (message.text, message.time) == ("starting", 1795334400.0)
 
 
 def test_dead_letters_say_their_stage_and_reason(folder: Path) -> None:
