@@ -73,10 +73,11 @@ class LiveFile(Sink):
         self._thread.start()
 
     def waits(self, waits: Mapping[str, str]) -> None:
-        """Keeps what pools wait for, until the next write. Raises the error of the last one."""
-        if self._failure is not None:
-            raise self._failure
+        """Keeps what pools wait for, until the next write. Raises an error of a write once."""
         self._waits = {pool: wait[:WAIT_CHARACTERS] for pool, wait in waits.items()}
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def beat(self) -> None:
         """Replaces the file. OSError."""
@@ -96,9 +97,8 @@ class LiveFile(Sink):
         while not self._ended.wait(BEAT_S):
             try:
                 self.beat()
-            except OSError as error:
+            except OSError as error:  # of a disk that may answer again
                 self._failure = error
-                return
 
 
 def read_live(folder: Path) -> LiveRun | None:

@@ -81,9 +81,11 @@ def _verdict(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
 def _evaluated(run: RecordedRun) -> str:
     """A table of the first and the last evaluation by source, beside the teachers'."""
     sources = sorted(
-        key.split("/", 1)[1].removesuffix("/accuracy")
-        for key in run.keys
-        if key.startswith("eval/") and key.endswith("/accuracy")
+        {
+            key.split("/", 1)[1].removesuffix("/accuracy")
+            for key in run.keys
+            if key.startswith(("eval/", "eval_initial/")) and key.endswith("/accuracy")
+        }
     )
     if not sources:
         return paragraphs(["The run has no evaluation."], "soft")

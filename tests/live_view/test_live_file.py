@@ -15,6 +15,17 @@ from async_opd.live_view.live_file import LIVE_FILE, LiveFile, read_live, starte
 from tests.live_view.test_console import Clock, summary
 
 
+class Turns:
+    """An event that is not set for so many waits."""
+
+    def __init__(self, turns: int) -> None:
+        self._left = turns
+
+    def wait(self, seconds: float) -> bool:
+        self._left -= 1
+        return self._left < 0
+
+
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
@@ -56,6 +67,26 @@ def test_a_process_that_has_ended_is_known_by_its_id_and_its_begin() -> None:
     assert started_at(child.pid) != started_at(os.getpid())
 
 
+def test_a_disk_that_answers_again_has_the_file_again(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sink, wrote = LiveFile(tmp_path, clock), []
+    answers = iter([OSError("stale handle"), None])
+
+    def beat() -> None:
+        wrote.append(clock.now)
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    monkeypatch.setattr(sink, "beat", beat)
+    monkeypatch.setattr(sink, "_ended", Turns(2))
+    sink._beats()
+    assert len(wrote) == 2
+    with pytest.raises(OSError, match="stale handle"):
+        sink.waits({})
+    sink.waits({})
+
+
 def test_a_full_disk_is_an_error_at_the_next_step(
     sink: LiveFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +94,7 @@ def test_a_full_disk_is_an_error_at_the_next_step(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(live_file, "write_atomically", full)
-    monkeypatch.setattr(sink._ended, "wait", lambda _: False)
+    monkeypatch.setattr(sink, "_ended", Turns(1))
     sink._beats()
     with pytest.raises(OSError, match="No space left"):
         sink.waits({})

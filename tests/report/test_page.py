@@ -113,6 +113,15 @@ def test_a_running_run_of_no_steps_has_a_report(tmp_path: Path) -> None:
     assert "too few steps" in report(run, judge(run), "")
 
 
+def test_a_run_that_was_evaluated_before_training_only_has_its_accuracy(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", steps=1)
+    row = {"step": 0, "time": 1.0, "eval_initial/sort/accuracy": 0.125}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    run = read_recorded_run(folder)
+    assert "12.5%" in report(run, judge(run), "")
+
+
 def test_accuracies_have_the_standard_errors_of_their_means(run: RecordedRun) -> None:
     found = {line.name: line for line in evaluation_lines(run)}
     assert [step for step, _ in found["math"].points] == list(range(0, 37, 4))
