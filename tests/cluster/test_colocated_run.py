@@ -12,7 +12,7 @@ from tests.cluster.test_run import Run, Running
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 
-WORK = {"rollout": "generate", "train": "train"}
+WORK = {"rollout": "generate", "train": "step"}
 """What each host of colocated teachers does, as trace.json names it."""
 
 

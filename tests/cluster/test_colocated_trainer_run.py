@@ -33,7 +33,7 @@ def test_the_engines_get_every_version(shared: Run) -> None:
 
 
 def test_what_shares_the_gpus_never_works_at_the_same_time(shared: Run) -> None:
-    names = {"generate", "score", "train"}
+    names = {"generate", "score", "step"}
     events = json.loads((shared.directory / "trace.json").read_text())["traceEvents"]
     work = sorted(
         (event["ts"], event["ts"] + event["dur"], event["name"])
