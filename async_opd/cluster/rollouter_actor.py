@@ -126,22 +126,11 @@ class RollouterService:
         if before.newest is None and not before.behind:
             self._current.set()
         rollouts = len(replicas) - config.eval.replicas
-
-        def stage(pool: str, own: Sequence[StartedReplica], first: int) -> RollouterStage:
-            return RollouterStage(
-                {replica.student.name: replica.student for replica in own},
-                queue,
-                partial(self._rebuilt, first),
-                config.supervision,
-                answer_s=answer_s(config.timeouts.stall_s, depth=2),
-                current=self._current,
-                pool=pool,
-            )
-
-        self.stage = stage("rollout", replicas[:rollouts], 0)
+        self.stage = self._stage_of("rollout", replicas[:rollouts], 0, config, queue)
         self.evaluators: Evaluators | None = None
         if own := replicas[rollouts:]:
-            self.evaluators = Evaluators(stage("eval", own, rollouts), self._refresh)
+            evaluating = self._stage_of("eval", own, rollouts, config, queue)
+            self.evaluators = Evaluators(evaluating, self._refresh)
             self.evaluators.stage.members.listen(self.stage.note)
         self._broadcast = self._broadcast_of(config, replicas, trainer, before.newest)
         self._progress = self._progress_of(config, trainer, teachers)
@@ -158,6 +147,25 @@ class RollouterService:
         self._rebuilds_before = before.rebuilds
         self._work: asyncio.Task[None] | None = None
         self._calls = StageCalls("rollouter")
+
+    def _stage_of(
+        self,
+        pool: str,
+        replicas: Sequence[StartedReplica],
+        first: int,
+        config: RunConfig,
+        queue: Queue,
+    ) -> RollouterStage:
+        """The stage of a pool, whose replicas are those of the run from the number ``first`` on."""
+        return RollouterStage(
+            {replica.student.name: replica.student for replica in replicas},
+            queue,
+            partial(self._rebuilt, first),
+            config.supervision,
+            answer_s=answer_s(config.timeouts.stall_s, depth=2),
+            current=self._current,
+            pool=pool,
+        )
 
     def _broadcast_of(
         self,
