@@ -44,6 +44,7 @@ from async_opd.grading.evaluation_schedule import Evaluations
 from async_opd.observability.activity import traced, trained_samples
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
+from async_opd.observability.pool_report import pool_reports
 from async_opd.observability.stall import StallDetector, teachers_s
 
 Result = TypeVar("Result")
@@ -157,9 +158,8 @@ class Pipeline:
     async def checkpoint(self) -> None:
         """Writes a checkpoint of what is trained by now; also after ``run`` has failed.
 
-        Raises if the trainer does not answer, or if its state does not match the run state;
-        CheckpointError in a cold start, which a resume would skip, and once the run is rewound,
-        until the trainer is restored.
+        Raises if the trainer does not answer, or its state does not match the run state.
+        CheckpointError in a cold start, which a resume would skip, and before a restore is over.
         """
         if not (self.has_weights and self._past_cold_start):
             before = "the cold start is not over" if self._restored else "nothing is restored yet"
@@ -293,8 +293,7 @@ class Pipeline:
             await self._take_checkpoint(self.checkpointer)
 
     async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:
-        taken = checkpointer.take(self.run_state.cut)
-        await self._bounded("a checkpoint", taken, self.state_s)
+        await self._bounded("a checkpoint", checkpointer.take(self.run_state.cut), self.state_s)
 
     async def _settled(self, checkpointer: Checkpointer) -> None:
         await self._bounded("the checkpoint before", checkpointer.settled(), self.state_s)
@@ -327,15 +326,8 @@ class Pipeline:
             await self.checkpointer.evaluated(step, metrics)
 
     async def _meter(self, report: StepReport) -> None:
-        async with asyncio.TaskGroup() as asked:
-            rollout = asked.create_task(self.stages.rollouter.report())
-            teachers = asked.create_task(self.stages.scorer.report())
-            trainer = asked.create_task(self.stages.trainer.report())
-            topics = asked.create_task(self.stages.queue.stats())
-        pools = {"rollout": rollout.result()}
-        pools |= {f"teacher/{name}": one for name, one in teachers.result().items()}
-        pools["train"] = trainer.result()
-        metrics = self.metering.step(report, pools, topics.result())
+        pools, topics = await pool_reports(self.stages)
+        metrics = self.metering.step(report, pools, topics)
         shown = {pool: [*found.busy, *found.spans] for pool, found in pools.items()}
         shown["train"] += trained_samples(report, pools["train"].busy)
         self.log.busy(shown)

@@ -26,24 +26,26 @@ STEP = 1e-3
 """How far a sync moves each weight."""
 
 
-def make_student(path: Path) -> Path:
-    """A Qwen2 with random matrices; norms are 1 and biases 0, as a new model has them."""
+def make_student(path: Path, family: str = "qwen2") -> Path:
+    """A model with random matrices; norms are 1 and biases 0, as a new model has them."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = AutoConfig.for_model(
+        family,
         vocab_size=1024,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=64,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=0.1,
     )
-    Qwen2ForCausalLM(config).save_pretrained(path)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path
 
 

@@ -51,6 +51,7 @@ from rollouter.spec import StudentEngineSpec
 from rollouter.transports import transport
 from rollouter.transports.chunks import BACKEND, chunk_info
 from rollouter.transports.engine import WEIGHTS_MIXED, WEIGHTS_UNCHANGED, register
+from rollouter.wait_causes import WAITS, cause_of
 
 PAUSE = {
     "keep": {"mode": "keep", "clear_cache": False},
@@ -60,12 +61,6 @@ PAUSE = {
 """How vLLM's pause treats requests in flight. ``clear_cache`` with ``keep`` preempts them: the
 engine computes their KV cache again from their tokens, with the new weights."""
 COUNTERS = ("tokens", "request_s", "paused_s")
-WAITS = {
-    "weights": "the newest weights",
-    "gpu": "its GPU, which others use",
-    "prompts": "prompts (admission)",
-}
-"""What a replica that computes nothing waits for: ``wait_<cause>_s``, and in words."""
 
 
 class StudentReplica:
@@ -101,9 +96,7 @@ class StudentReplica:
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
-        self._activity = Activity(
-            "generate", track=spec.name, causes=tuple(WAITS), cause=lambda: self._cause
-        )
+        self._activity = Activity("generate", track=spec.name, causes=[*WAITS], cause=self._cause)
         self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
@@ -345,16 +338,10 @@ class StudentReplica:
     @property
     def _waits_for(self) -> str:
         """What the engine waits for now; '' if it computes."""
-        if self._activity.depth and not self._mixed:
-            return ""
-        return WAITS[self._cause]
+        return "" if self._activity.depth and not self._mixed else WAITS[self._cause()]
 
-    @property
     def _cause(self) -> str:
-        """Why the engine has no request now."""
-        if not self._unpaused.is_set():
-            return "weights"
-        return "gpu" if self._gate.closed else "prompts"
+        return cause_of(paused=not self._unpaused.is_set(), asleep=self._gate.closed)
 
     async def shutdown(self) -> None:
         """Ends the processes of the engine and of the grader."""

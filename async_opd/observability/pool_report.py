@@ -1,11 +1,14 @@
-"""Merges the reports of several replicas into the report of their pool."""
+"""Reports of pools: asked of the stages, and merged from those of several replicas."""
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from async_opd.core.lease import TopicStats
 from async_opd.core.reports import StageReport
+from async_opd.core.stages import Stages
 
 
 def merge_reports(reports: Iterable[StageReport]) -> StageReport:
@@ -25,6 +28,18 @@ def merge_reports(reports: Iterable[StageReport]) -> StageReport:
         waits_for=waiting[0] if waiting and all(waiting) else "",
         spans=tuple(interval for report in reports for interval in report.spans),
     )
+
+
+async def pool_reports(stages: Stages) -> tuple[dict[str, StageReport], dict[str, TopicStats]]:
+    """The report of each pool since the last one, and the queue's topics, asked at once."""
+    async with asyncio.TaskGroup() as asked:
+        rollout = asked.create_task(stages.rollouter.report())
+        teachers = asked.create_task(stages.scorer.report())
+        trainer = asked.create_task(stages.trainer.report())
+        topics = asked.create_task(stages.queue.stats())
+    pools = {"rollout": rollout.result()}
+    pools |= {f"teacher/{name}": one for name, one in teachers.result().items()}
+    return pools | {"train": trainer.result()}, topics.result()
 
 
 def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

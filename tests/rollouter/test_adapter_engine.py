@@ -67,34 +67,13 @@ async def pushed_while_it_generates(w: Any) -> tuple[list[int], float]:
     return list(spans), metrics["sync/mib"]
 
 
-def make_student(path: Path) -> Path:
-    """A Qwen3 with random matrices: vLLM would wrap the head of this family for adapters, too."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=1024,
-        hidden_size=128,
-        head_dim=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=256,
-        tie_word_embeddings=True,
-        initializer_range=0.1,
-    )
-    Qwen3ForCausalLM(config).save_pretrained(path)
-    return path
-
-
 async def scenario(path: Path) -> Seen:
     from benchmarks.freshness_faults import caught
-    from benchmarks.freshness_world import world
+    from benchmarks.freshness_world import make_student, world
 
     seen = Seen()
-    async with world(make_student(path), "float32", lora=LORA) as w:
+    # vLLM would wrap the head of a Qwen3 for adapters, too.
+    async with world(make_student(path, "qwen3"), "float32", lora=LORA) as w:
         seen.before = await distance(w)
         w.move(STEP)
         w.move(STEP)
