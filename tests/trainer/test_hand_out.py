@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.cluster.remote_ranks import RemoteRankGroup
 from async_opd.core.batch import Batch
-from async_opd.core.errors import QueueClosed, StageError
+from async_opd.core.errors import ProcessDied, QueueClosed, StageError
 from async_opd.core.lease import Lease
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, topics
@@ -29,6 +30,7 @@ from trainer.batches.shares import Plan, fetch
 from trainer.batches.token_weights import TokenWeight
 from trainer.learner import LearnerReport
 from trainer.rank import Follower
+from trainer.rank_group import run_with_ranks
 from trainer.stage import TrainerStage
 
 LEASE_S = 60.0
@@ -324,8 +326,40 @@ async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:
     await world.put(*names(4))
     batch = await world.batcher.choose(0)
     share = world.planner.plan(batch.headers).shares(batch.leases, 2, 1)[1]
-    with pytest.raises(StageError, match="has token 2; the head has 2 rows"):
-        await fetch(world.batcher.queue, share, Vocabularies(2))
+    found = await fetch(world.batcher.queue, share, Vocabularies(2))
+    assert "has token 2; the head has 2 rows" in str(found.error)
+    world.close()
+
+
+async def test_an_error_of_fetching_the_next_batch_ends_no_step_under_way() -> None:
+    class Process:
+        """The process of a follower, without Ray."""
+
+        name = "trainer/1"
+
+        def __init__(self, follower: Follower) -> None:
+            self.follower = follower
+
+        async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+            return await getattr(self.follower, method)(*arguments)
+
+    async def fails() -> None:
+        raise ProcessDied("queue", "its process died")
+
+    world = World(batch_size=2)
+    followers: Any = [Process(world.ranks.followers[0])]
+    rank_group = RemoteRankGroup(followers, grace_s=0)
+    world.hand_out = HandOut(world.batcher, world.planner, rank_group)
+    await world.put(*names(4))
+    world.clients[1].before_fetch += [fails, settle]
+    await world.take()
+    assert world.hand_out._next is not None
+    await asyncio.wait((world.hand_out._next,), timeout=5)
+    step = asyncio.sleep(0, "trained")
+    assert await run_with_ranks(rank_group, step, grace_s=0) == "trained"
+    with pytest.raises(ProcessDied) as caught:
+        await world.take()
+    assert caught.value.stage == "queue"
     world.close()
 
 

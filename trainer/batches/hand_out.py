@@ -92,6 +92,8 @@ class HandOut:
             self._number += 1
             shares = plan.shares(batch.leases, self._rank_group.ranks, self._number)
             fetched = await run_with_ranks(self._rank_group, self._fetched(shares))
+            for error in (one.error for one in fetched if one.error is not None):
+                raise error
             lost = {lease for one in fetched for lease in one.lost}
             if not lost:
                 total = sum(one.repetition for one in fetched)

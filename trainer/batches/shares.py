@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from async_opd.core.batch import cut, unpack
-from async_opd.core.errors import NotLeased
+from async_opd.core.errors import AsyncOPDError, NotLeased
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, Queue
 from async_opd.core.uid import Uid
@@ -97,19 +97,28 @@ class Share:
 class Fetched:
     """What a rank has fetched: its micro-batches, and the sum of its responses' repetition.
 
-    There are none if ``lost`` leases do not have their samples any more.
+    There are none if ``lost`` leases do not have their samples any more, or with an ``error``.
     """
 
     micro_batches: tuple[MicroBatch, ...] = ()
     repetition: float = 0.0
     lost: frozenset[int] = frozenset()
+    error: AsyncOPDError | None = None
 
 
 async def fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetched:
     """A rank's samples, from the queue, a message at a time; decoded beside the event loop.
 
-    StageError for a token that the student or a teacher's head has no row for.
+    An error is returned, such as that of a token that the student or a teacher's head has no row
+    for: an error that a rank raises ends the step under way, which does not need these samples.
     """
+    try:
+        return await _fetch(queue, share, vocabularies)
+    except AsyncOPDError as error:
+        return Fetched(error=error)
+
+
+async def _fetch(queue: Queue, share: Share, vocabularies: Vocabularies) -> Fetched:
     samples: dict[int, Sample] = {}
     lost: set[int] = set()
     for part in cut(share.leased, lambda one: one.header.nbytes):
