@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from async_opd.core.errors import StageError
-from trainer.rank import Follower
+from trainer.parallel.follower import Follower
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 

@@ -31,7 +31,8 @@ from async_opd.core.scores import TopK
 from benchmarks.local_ranks import in_processes
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import join_mesh

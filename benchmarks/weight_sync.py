@@ -223,7 +223,7 @@ def main() -> None:
             return asyncio.run(work)
 
         def follow(spec: RankSpec) -> Any:
-            from trainer.rank import Follower
+            from trainer.parallel.follower import Follower
 
             return Follower(rank_of(path, spec))
 

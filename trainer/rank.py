@@ -4,28 +4,25 @@
                         ▲ FSDP's collectives, in lock-step with the other ranks
 
 A rank computes; the learner (``trainer.learner``), in rank 0's process, decides what a step is and
-whether it is applied. Each of the other ranks is the rank of a ``Follower``, whose methods the
-learner calls.
+whether it is applied. Each of the other ranks is the rank of a ``Follower``
+(``trainer.parallel.follower``), whose methods the learner calls.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from async_opd.config.device_defaults import offloads
 from async_opd.core.arrays import Int32
-from async_opd.core.stages import Queue
 from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Row, Vocabularies, pack
-from trainer.batches.shares import Fetched, Share, fetch
 from trainer.flops import ModelSize
 from trainer.losses.chunked import Head
 from trainer.losses.objective import Objective
@@ -50,15 +47,12 @@ from trainer.student.reduction import all_reduce_once, reducing_last
 from trainer.student.reference import ROUNDING, reference_of
 from trainer.student.sharding import full_tensor, reshard, shard
 from trainer.utilization import MemoryUse, memory_use, peak_tflops
-from trainer.work_thread import WorkThread
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from async_opd.config.sections.train import TrainConfig
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Gathered = Literal["weights", "exported"]
 """A method of ``Rank`` that returns full tensors, for which every rank sends its shards."""
 
@@ -291,59 +285,3 @@ class Rank:
         if self._autocast:
             return torch.autocast(self.device.type, dtype=torch.bfloat16)
         return nullcontext()
-
-
-def _in_thread(
-    method: Callable[Concatenate[Rank, P], T],
-) -> Callable[Concatenate[Follower, P], Awaitable[T]]:
-    """The same method of a follower's rank, on its thread, so that the event loop stays free."""
-
-    async def call(follower: Follower, /, *args: P.args, **named: P.kwargs) -> T:
-        return await follower.computing.run(method, follower.rank, *args, **named)
-
-    return call
-
-
-class Follower:
-    """What the learner calls in the process of another rank, which fetches from ``queue``."""
-
-    def __init__(self, rank: Rank, queue: Queue | None = None) -> None:
-        self.rank, self.queue = rank, queue
-        self.computing = WorkThread("train")
-        self._taken: list[MicroBatch] = []
-        self._fetched: dict[int, tuple[MicroBatch, ...]] = {}  # by the batch's number
-
-    async def take(self, micro_batches: Sequence[MicroBatch]) -> None:
-        """Keeps micro-batches for the next ``backward``; one step's may need several messages."""
-        self._taken += micro_batches
-
-    async def fetch(self, share: Share) -> Fetched:
-        """Fetches the samples of this rank's share, and keeps them for its ``backward``."""
-        assert self.queue is not None
-        found = await fetch(self.queue, share, self.rank.vocabularies)
-        if not found.lost:
-            self._fetched[share.number] = found.micro_batches
-        return replace(found, micro_batches=())
-
-    async def backward(self, number: int | None = None) -> BackwardResult:
-        """Runs Rank.backward on the batch of this number, or on all that was taken."""
-        if number is None:
-            given, self._taken = self._taken, []
-        else:
-            given = list(self._fetched[number])
-            self._fetched = {key: v for key, v in self._fetched.items() if key > number}
-        return await self.computing.run(self.rank.backward, given)
-
-    async def write(self, folder: str) -> RankFile:
-        """See Rank.write; steps go on meanwhile."""
-        return await asyncio.to_thread(self.rank.write, folder)
-
-    apply = _in_thread(Rank.apply)
-    reference = _in_thread(Rank.reference)
-    join_gather = _in_thread(Rank.join_gather)
-    capture = _in_thread(Rank.capture)
-    load = _in_thread(Rank.load)
-    free_cache = _in_thread(Rank.free_cache)
-    forget_moments = _in_thread(Rank.forget_moments)
-    offload = _in_thread(Rank.offload)
-    onload = _in_thread(Rank.onload)

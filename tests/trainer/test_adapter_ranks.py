@@ -15,7 +15,8 @@ from tests.trainer.models import random_sample, tiny_model
 from tests.trainer.states import restore, state_of
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.adapters import LORA, add_adapters

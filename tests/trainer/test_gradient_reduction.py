@@ -18,7 +18,8 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import full_tensor, join_mesh

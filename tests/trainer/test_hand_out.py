@@ -29,7 +29,7 @@ from trainer.batches.packing import Vocabularies
 from trainer.batches.shares import Plan, fetch
 from trainer.batches.token_weights import TokenWeight
 from trainer.learner import LearnerReport
-from trainer.rank import Follower
+from trainer.parallel.follower import Follower
 from trainer.rank_group import run_with_ranks
 from trainer.stage import TrainerStage
 

@@ -22,7 +22,8 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.learner import Learner
 from trainer.losses import build_objective, chunked
 from trainer.notes import note
-from trainer.rank import BackwardResult, Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SingleRank
 
 SIZES = [5, 1, 0, 9, 3, 7]

@@ -17,7 +17,8 @@ from tests.trainer import families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.build import build_follower, build_learner
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.attention_probe import attention_needs

@@ -15,7 +15,8 @@ from tests.trainer.families import made
 from tests.trainer.models import random_sample
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.check import check_rank, check_student

@@ -22,7 +22,8 @@ from tests.trainer.states import restore, state_of
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.optimizer import LowBitAdamW, adamw, compiled_update
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import join_mesh

@@ -26,7 +26,8 @@ from tests.trainer.states import State, restore, state_of
 from trainer.batches.shares import fetch
 from trainer.learner import Learner
 from trainer.losses import build_objective
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.attention import register_kernel

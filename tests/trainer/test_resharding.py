@@ -20,7 +20,8 @@ from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.offload import HostMoments
 from trainer.optimizer import LowBitAdamW
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.saving.shards import Part, Shards, Stamp, shard_name, write_shard

@@ -37,7 +37,8 @@ from trainer.losses import (
 from trainer.losses.base import TeacherStates
 from trainer.losses.chunked import chunked_loss
 from trainer.losses.responses import log_sampled
-from trainer.rank import Follower, Rank
+from trainer.parallel.follower import Follower
+from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.student.sharding import join_mesh

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.rollouter.test_stage import settle
-from trainer.rank import Follower
+from trainer.parallel.follower import Follower
 from trainer.stage import TrainerStage
 from trainer.work_thread import WorkThread
 
