@@ -307,7 +307,7 @@ def _configured(
     sinks: list[Sink] = [TraceSink(run_dir, clock, resumed)]
     if config.log.wandb != "off":
         sinks.append(WandbSink(config, run_dir, resumed))
-    return [*sinks, *logger_sinks(config, run_dir)]
+    return [*sinks, *logger_sinks(config, run_dir, resumed)]
 
 
 def _printable(summary: Summary) -> Summary:

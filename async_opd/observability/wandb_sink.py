@@ -19,8 +19,8 @@ from async_opd.files.safe_open import make_folder, read_text
 from async_opd.observability.dashboard.panels import EVALUATION_STEP, STEP, VERSION
 from async_opd.observability.loggers.alerts import Alert, alert_of
 from async_opd.observability.loggers.environment import environment
+from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.sinks import Sink, Summary
-from async_opd.observability.wandb_run import WandbRun
 from async_opd.processes.background import BackgroundWorker
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ Mode = Literal["online", "offline", "disabled"]
 INIT_TIMEOUT_S = 30.0
 SERVICE = "wandb-core"
 """The name of wandb's own process."""
-MAX_ROWS = 1000
-"""Rows that may wait for wandb's own process."""
+MAX_ROWS, MAX_ALERTS = 1000, 100
+"""Rows that may wait for wandb's own process, and alerts besides."""
 
 Row = tuple[int, dict[str, float]]
 EVALUATION_SAMPLES = "evaluation/samples"
@@ -62,11 +62,11 @@ class WandbSink(Sink):
         self._config = config
         self._run_dir = run_dir
         self._run: wandb.Run | None = None
-        self._at = WandbRun.of(run_dir) if resumed else WandbRun.new()
+        self._at = LoggedRun.of(run_dir, self.name) if resumed else LoggedRun.new()
         self._known = self._at
         self._dropped = 0
         self._failure: Exception | None = None
-        self._writer = BackgroundWorker[Row | Alert]("wandb", self._give, MAX_ROWS)
+        self._writer = BackgroundWorker[Row | Alert]("wandb", self._give, MAX_ROWS + MAX_ALERTS)
 
     def start(self) -> str | None:
         """Opens the wandb run; if its server cannot be reached, offline, and returns a message.
@@ -124,15 +124,14 @@ class WandbSink(Sink):
         wandb's own step counts rows. Steps that were logged before the run went back to a
         checkpoint are not logged again. Raises the error of an earlier row.
         """
-        evaluation = any(key.startswith("eval") for key in metrics)
-        known = self._known.evaluated if evaluation else self._known.step
-        if self._run is None or step <= known:
+        evaluation = is_evaluation(metrics)
+        if self._run is None or self._known.has(step, evaluation=evaluation):
             return
         if self._writer.waiting >= MAX_ROWS:
             self._dropped += 1
             return
         row, self._at = self._at.rows, self._at.after(step, evaluation=evaluation)
-        self._at.write(self._run_dir)
+        self._at.write(self._run_dir, self.name)
         axis = {EVALUATION_STEP: float(step)} if evaluation else {}
         self._writer.put((row, {STEP: step, **axis, **metrics}))
         self._raise()
@@ -141,7 +140,7 @@ class WandbSink(Sink):
         """Sends an alert if the message is one that somebody should act upon."""
         alert = alert_of(text)
         if alert is not None and self._run is not None:
-            self._writer.put(alert)
+            self._dropped += not self._writer.put(alert)
 
     def _give(self, items: list[Row | Alert]) -> None:
         for item in items:
@@ -152,9 +151,17 @@ class WandbSink(Sink):
                     self._run.alert(title=item.title, text=item.text, level=item.level)
                     continue
                 row, metrics = item
-                self._run.log({**metrics, **self._samples(metrics)}, step=row)
+                self._run.log({**metrics, **self._sampled(metrics)}, step=row)
             except Exception as error:
                 self._failure = error
+
+    def _sampled(self, metrics: Mapping[str, float]) -> dict[str, Any]:
+        """As ``_samples``; a table that cannot be made is a failure, and the row comes without."""
+        try:
+            return self._samples(metrics)
+        except Exception as error:
+            self._failure = error
+            return {}
 
     def _samples(self, metrics: Mapping[str, float]) -> dict[str, Any]:
         """The table of an evaluation's first answers; nothing for other rows, or without a file."""
@@ -195,7 +202,8 @@ class WandbSink(Sink):
             run.summary.update({**summary.metrics, "status": summary.status})
             run.finish(exit_code=0 if summary.status == "completed" else 1)
         self._raise()
-        return f"wandb lacks {self._dropped} rows: it was behind" if self._dropped else None
+        lacking = f"wandb lacks {self._dropped} rows or alerts: it was behind"
+        return lacking if self._dropped else None
 
 
 def _cell(value: object) -> str:

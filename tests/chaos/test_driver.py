@@ -17,7 +17,7 @@ import pytest
 
 from async_opd.accounting.audit import Audit, audit
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.observability.wandb_run import WandbRun
+from async_opd.observability.loggers.logged_run import LoggedRun
 from tests.cluster.test_run import Run, Running
 from tests.wandb_rows import rows
 
@@ -77,13 +77,13 @@ def _name(process: psutil.Process) -> str:
 
 
 @pytest.fixture(scope="module")
-def given(killed: Running) -> WandbRun:
+def given(killed: Running) -> LoggedRun:
     """What wandb was given when the driver was killed."""
-    return WandbRun.of(killed.directory)
+    return LoggedRun.of(killed.directory, "wandb")
 
 
 @pytest.fixture(scope="module")
-def resumed(killed: Running, given: WandbRun) -> Run:
+def resumed(killed: Running, given: LoggedRun) -> Run:
     running = Running(killed.directory, *CONFIG, WANDB, "--resume")
     running.until("everything is up")
     return running.end()
@@ -123,7 +123,7 @@ def test_its_weights_are_those_of_an_undisturbed_run_bit_for_bit(
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_it_goes_on_in_the_same_wandb_run(resumed: Run, given: WandbRun) -> None:
+def test_it_goes_on_in_the_same_wandb_run(resumed: Run, given: LoggedRun) -> None:
     files = sorted((resumed.directory / "wandb").glob("offline-run-*/run-*.wandb"))
     assert [file.stem for file in files] == [f"run-{given.id}"] * 2
     before, after = ([(row["_step"], row["step"]) for row in rows(file)] for file in files)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
 from async_opd.observability import wandb_sink
+from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
-from async_opd.observability.wandb_run import NAME, WandbRun
 from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink
 from tests import wandb_rows
 
@@ -154,8 +154,8 @@ def test_wandbs_own_step_only_grows_whatever_comes_again(
     "content", ["", "[]", '{"id": "../../x"}', '{"id": "0123abcd", "rows": -1}']
 )
 def test_a_damaged_file_begins_another_wandb_run(tmp_path: Path, content: str) -> None:
-    (tmp_path / NAME).write_text(content)
-    assert WandbRun.of(tmp_path).rows == 0
+    (tmp_path / file_of("wandb")).write_text(content)
+    assert LoggedRun.of(tmp_path, "wandb").rows == 0
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -
             log.finish("interrupted")
         assert log.failures == 0
     files = list((tmp_path / "wandb").glob("offline-run-*/run-*.wandb"))
-    assert {file.stem for file in files} == {f"run-{WandbRun.of(tmp_path).id}"}
+    assert {file.stem for file in files} == {f"run-{LoggedRun.of(tmp_path, 'wandb').id}"}
 
 
 def test_a_wandb_that_takes_nothing_holds_up_nobody(
@@ -209,6 +209,35 @@ def test_what_wandb_makes_of_a_row_is_raised_once(
     assert sink.close(SUMMARY) is None
 
 
+def test_an_evaluation_whose_table_cannot_be_made_keeps_its_metrics(
+    tmp_path: Path, opened: list[FakeRun]
+) -> None:
+    (tmp_path / "evals").mkdir()
+    (tmp_path / "evals" / "step_2.jsonl").write_text("no JSON\n")
+    sink = WandbSink(config(), tmp_path)
+    sink.start()
+    sink.log(2, {"eval/sort/accuracy": 0.5})
+    with pytest.raises(ValueError, match="Expecting value"):
+        sink.close(SUMMARY)
+    assert [row["eval/sort/accuracy"] for _, row in opened[0].rows] == [0.5]
+
+
+def test_an_alert_comes_though_as_many_rows_wait_as_may(
+    tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free, alerts = threading.Event(), list[str]()
+    monkeypatch.setattr(FakeRun, "log", lambda self, *_, **__: free.wait(60))
+    monkeypatch.setattr(FakeRun, "alert", lambda self, text, **_: alerts.append(text))
+    sink = WandbSink(config(), tmp_path)
+    sink.start()
+    for step in range(MAX_ROWS + 10):
+        sink.log(step, {})
+    sink.message("failed: rollouter: its process died")
+    free.set()
+    assert sink.close(SUMMARY) == "wandb lacks 10 rows or alerts: it was behind"
+    assert alerts == ["failed: rollouter: its process died"]
+
+
 @pytest.mark.slow
 def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path: Path) -> None:
     (tmp_path / "evals").mkdir()
@@ -219,7 +248,7 @@ def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path
         log.log(1, {"loss/total": 2.5, "sync/version": 0.0})
         log.log(2, {"eval/sort/accuracy": 0.5})
         log.message("90% of the responses are cut off at rollout.max_tokens (guardrail: 0.5)")
-        log.message("student/0 is rebuilt")
+        log.message("student/0 is ejected: its process has ended")
         log.message("everything is up after 3 s")
         log.finish("failed", "rollouter: its process died")
     assert log.failures == 0, (tmp_path / "run.log").read_text()

@@ -19,7 +19,7 @@ class Alert:
 KINDS: tuple[tuple[re.Pattern[str], str, Literal["WARN", "ERROR"]], ...] = (
     (re.compile(r"^failed\b|^the run has failed"), "the run has failed", "ERROR"),
     (re.compile(r"\(guardrail: |^rollback \d"), "guardrail", "WARN"),
-    (re.compile(r" is (ejected|rebuilt|gone for good)\b"), "a replica failed", "WARN"),
+    (re.compile(r" is (ejected|gone for good)\b"), "a replica failed", "WARN"),
 )
 
 

@@ -11,8 +11,8 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
 from async_opd.observability.sinks import Summary
 
-MOST = 1000
-"""Metrics in one call, by MLflow's own limit; parameters: 100."""
+MOST, MOST_PARAMS = 1000, 100
+"""Metrics and parameters in one call, by MLflow's own limits."""
 LONGEST = 500
 """Characters of a parameter's value."""
 
@@ -36,18 +36,23 @@ class MLflow:
         )
         self._run = self._client.create_run(experiment, run_name=config.name).info.run_id
         values = _flat(without_secrets(config.model_dump(mode="json", by_alias=True)))
-        params = [Param(_name(key), str(value)[:LONGEST]) for key, value in values]
-        for start in range(0, len(params), 100):
-            self._client.log_batch(self._run, params=params[start : start + 100])
+        self._params = [Param(_name(key), str(value)[:LONGEST]) for key, value in values]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Logs the values; ``@`` in a key, which MLflow refuses, becomes ``_at_``."""
+        """Logs the values; ``@`` in a key, which MLflow refuses, becomes ``_at_``.
+
+        The config is logged after the first ones, or when the server takes it: a constructor that
+        raised for it would be called again, for another run.
+        """
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
         rows = [Metric(_name(key), value, now, step) for key, value in metrics.items()]
         for start in range(0, len(rows), MOST):
             self._client.log_batch(self._run, metrics=rows[start : start + MOST])
+        while self._params:
+            self._client.log_batch(self._run, params=self._params[:MOST_PARAMS])
+            del self._params[:MOST_PARAMS]
 
     def end(self, summary: Summary) -> None:
         """Sets the run's status."""

@@ -3,6 +3,8 @@
 log ──row──► at most MAX_ROWS waiting ──thread──► Recorder (the library)
  ▲                                                    │
  └──────────────── the error of an earlier row ───────┘
+
+A step that the library has and that comes again, after a rewind or a resume, is left out.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
+from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 
@@ -33,15 +36,29 @@ class Recorder(Protocol):
 class ThreadedSink(Sink):
     """Calls ``opened()`` and then its recorder in a thread; errors are raised by a later call."""
 
-    def __init__(self, name: str, opened: Callable[[], Recorder], close_s: float) -> None:
-        """``close_s`` bounds ``close``."""
+    def __init__(
+        self,
+        name: str,
+        opened: Callable[[], Recorder],
+        close_s: float,
+        known: LoggedRun | None = None,
+        noted: Callable[[LoggedRun], None] = lambda at: None,
+    ) -> None:
+        """``close_s`` bounds ``close``. ``known``: the rows that the library has of this run.
+
+        ``noted`` is told with each row which ones it has then.
+        """
         self._name = name
         self._opened = opened
         self._close_s = close_s
+        self._known = self._at = known or LoggedRun.new()
+        self._noted = noted
         self._recorder: Recorder | None = None
         self._failure: Exception | None = None
         self._dropped = 0
-        self._writer: BackgroundWorker[Row | Summary] = BackgroundWorker(name, self._do, MAX_ROWS)
+        self._writer: BackgroundWorker[Row | Summary] = BackgroundWorker(
+            name, self._do, MAX_ROWS + 1
+        )
 
     @property
     def name(self) -> str:
@@ -50,9 +67,21 @@ class ThreadedSink(Sink):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Passes the finite values on; counts the row as dropped if too many wait."""
+        evaluation = is_evaluation(metrics)
+        if self._known.has(step, evaluation=evaluation):
+            return
+        if self._writer.waiting >= MAX_ROWS:  # the place beyond is the summary's
+            self._dropped += 1
+            return
+        self._at = self._at.after(step, evaluation=evaluation)
+        self._noted(self._at)
         finite = {key: value for key, value in metrics.items() if math.isfinite(value)}
-        self._dropped += not self._writer.put((step, finite))
+        self._writer.put((step, finite))
         self._raise()
+
+    def rewind(self) -> None:
+        """Keeps the rows that the library has: ``log`` skips their steps from now on."""
+        self._known = self._at
 
     def close(self, summary: Summary) -> str | None:
         """Ends the run in the library. Returns a message if its record is not complete."""

@@ -11,14 +11,17 @@ from async_opd.observability.sinks import Summary
 
 
 class Trackio:
-    """One Trackio run of the project ``log.project``; a resumed run adds to it."""
+    """One Trackio run of the project ``log.project``; a resumed run adds to it.
 
-    def __init__(self, config: RunConfig) -> None:
+    Trackio knows runs by their names: those of several run directories end with ids of their own.
+    """
+
+    def __init__(self, config: RunConfig, run_id: str) -> None:
         import trackio
 
         self._run: Any = trackio.init(
             project=config.log.project,
-            name=config.name,
+            name=f"{config.name}-{run_id}",
             config=without_secrets(config.model_dump(mode="json", by_alias=True)),
             resume="allow",
             embed=False,

@@ -13,7 +13,7 @@ from async_opd.observability.loggers.alerts import alert_of
         ("step 7: 90% of the responses are cut off (guardrail: 0.5)", "guardrail"),
         ("rollback 1 of at most 3", "guardrail"),
         ("student/0 is ejected: its process died", "a replica failed"),
-        ("teacher a/1 is rebuilt", "a replica failed"),
+        ("teacher a/1 is gone for good: it died again", "a replica failed"),
         ("failed: rollouter: its process died", "the run has failed"),
     ],
 )
@@ -25,7 +25,14 @@ def test_what_somebody_should_act_upon_is_an_alert(text: str, title: str) -> Non
 
 @pytest.mark.parametrize(
     "text",
-    ["completed", "everything is up after 3 s", "interrupted", "wandb failed: a timeout (the run "],
+    [
+        "completed",
+        "everything is up after 3 s",
+        "interrupted",
+        "wandb failed: a timeout (the run ",
+        "teacher a/1 is being rebuilt",
+        "teacher a/1 is rebuilt",
+    ],
 )
 def test_other_messages_are_none(text: str) -> None:
     assert alert_of(text) is None

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -73,18 +74,30 @@ TRACKIO = """
 import sys
 from pathlib import Path
 import trackio
-from tests.observability.loggers.test_loggers import recorded
-recorded(Path(sys.argv[1]), "trackio")
-(run,) = trackio.Api().runs("ours")
-assert run.name == "first", run.name
+from async_opd.observability.loggers.logged_run import LoggedRun
+from tests.observability.loggers.test_loggers import config, recorded
+from async_opd.observability.run_log import RunLog
+one, two = Path(sys.argv[1], "one"), Path(sys.argv[1], "two")
+recorded(one, "trackio")
+recorded(two, "trackio")
+with RunLog(config("trackio"), one, before={}) as log:
+    for step in (2, 3):
+        log.log(step, {"loss/total": 0.5})
+    log.finish("completed")
+names = {run.name for run in trackio.Api().runs("ours")}
+own = {folder: f"first-{LoggedRun.of(folder, 'trackio').id}" for folder in (one, two)}
+assert names == set(own.values()), names
 from trackio.sqlite_storage import SQLiteStorage
-rows = SQLiteStorage.get_logs("ours", "first")
-assert [(row["step"], row["loss/total"]) for row in rows] == [(1, 2.5), (2, 1.5)], rows
+def losses(folder):
+    rows = SQLiteStorage.get_logs("ours", own[folder])
+    return [(row["step"], row["loss/total"]) for row in rows]
+assert losses(one) == [(1, 2.5), (2, 1.5), (3, 0.5)], losses(one)
+assert losses(two) == [(1, 2.5), (2, 1.5)], losses(two)
 """
 
 
 @pytest.mark.slow
-def test_trackio_has_the_rows_in_its_database(tmp_path: Path) -> None:
+def test_trackio_has_one_run_of_a_run_directory_in_its_database(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     own = {"TRACKIO_DIR": str(tmp_path / "trackio"), "HOME": str(tmp_path)}
     command = [sys.executable, "-c", TRACKIO, str(tmp_path / "run")]
@@ -137,10 +150,85 @@ def test_a_logger_that_fails_is_told_of_and_ends_no_run(
     assert "the run goes on" in told
 
 
-def test_rows_that_a_slow_logger_does_not_take_are_counted() -> None:
-    sink = ThreadedSink("mlflow", lambda: Failing(), 10.0)
-    sink._writer.put = lambda _: False  # type: ignore[method-assign]
-    for step in range(3):
+class Slow:
+    """A library that takes nothing before it is told to."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.taken: list[tuple[int, Any]] = []
+        self.ends: list[Summary] = []
+
+    def write(self, step: int, metrics: Any) -> None:
+        self.free.wait(60)
+        self.taken.append((step, metrics))
+
+    def end(self, summary: Summary) -> None:
+        self.ends.append(summary)
+
+
+def test_rows_that_a_slow_logger_does_not_take_are_counted_and_its_run_ends() -> None:
+    library = Slow()
+    sink = ThreadedSink("mlflow", lambda: library, 60.0)
+    for step in range(MAX_ROWS + 3):
         sink.log(step, {})
+    library.free.set()
     assert sink.close(SUMMARY) == "mlflow lacks 3 rows: it was behind"
-    assert MAX_ROWS >= 1000
+    assert (len(library.taken), library.ends) == (MAX_ROWS, [SUMMARY])
+
+
+def test_steps_that_come_again_after_a_rewind_are_left_out(tmp_path: Path) -> None:
+    library = Slow()
+    library.free.set()
+    sink = ThreadedSink("mlflow", lambda: library, 60.0)
+    with RunLog(config(), tmp_path, sinks=[sink]) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss": 1.0})
+        log.log(2, {"eval/sort/accuracy": 0.5})
+        log.rewind({})
+        for step in (2, 3, 4):
+            log.log(step, {"loss": 2.0})
+            log.log(step, {"eval/sort/accuracy": 0.5})
+        log.finish("completed")
+    rows = [(step, *metrics) for step, metrics in library.taken]
+    trained = [step for step, key in rows if key == "loss"]
+    evaluated = [step for step, key in rows if key == "eval/sort/accuracy"]
+    assert (trained, evaluated) == ([1, 2, 3, 4], [2, 3, 4])
+
+
+def test_steps_that_come_again_after_a_resume_are_once_in_tensorboard(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for steps, before in (((1, 2, 3), None), ((2, 3, 4), {"loss": 1.0})):
+        with RunLog(config("tensorboard"), tmp_path, before=before) as log:
+            for step in steps:
+                log.log(step, {"loss": float(step)})
+            log.finish("interrupted")
+        assert log.failures == 0, (tmp_path / "run.log").read_text()
+    found = reader.EventAccumulator(str(tmp_path / "tensorboard"))
+    found.Reload()
+    assert [one.step for one in found.Scalars("loss")] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_an_mlflow_that_refuses_the_config_has_one_run_with_all_metrics(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    taken = mlflow.MlflowClient.log_batch
+
+    def log_batch(self: Any, run_id: str, metrics: Any = (), params: Any = ()) -> None:
+        if params:
+            raise ConnectionError("too long")
+        taken(self, run_id, metrics=metrics)
+
+    monkeypatch.setattr(mlflow.MlflowClient, "log_batch", log_batch)
+    with RunLog(config("mlflow"), tmp_path) as log:
+        for step in (1, 2, 3):
+            log.log(step, {"loss/total": float(step)})
+        log.finish("completed")
+    assert "mlflow failed: ConnectionError: too long" in (tmp_path / "run.log").read_text()
+    client = mlflow.MlflowClient(tracking_uri=(tmp_path / "mlflow").as_uri())
+    (run,) = client.search_runs([client.get_experiment_by_name("ours").experiment_id])
+    history = client.get_metric_history(run.info.run_id, "loss/total")
+    assert [one.step for one in history] == [1, 2, 3]
+    assert run.info.status == "FINISHED"
