@@ -116,7 +116,8 @@ class Pipeline:
                     await self.stages.trainer.scale_learning_rate(self.lr_factor)
                 if self.start is None:
                     await self._first_weights()
-                    await self.evaluations.measure("eval_initial", 0)
+                    if self.config.eval.before:
+                        await self.evaluations.measure("eval_initial", 0)
                     if self.evaluation is not None and self.config.eval.teachers:
                         asked = self.evaluation
                         least_s = teachers_s(self.config, asked.prompts, asked.sampling)

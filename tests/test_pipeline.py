@@ -326,6 +326,7 @@ def world(
     guardrail: dict[str, Any] | None = None,
     share: float = 0.01,
     life_s: float = 60.0,
+    before: bool = True,
 ) -> World:
     config = RunConfig.model_validate(
         {
@@ -337,7 +338,7 @@ def world(
             "rollout": {"n": n},
             "train": {"steps": steps, "batch_size": batch_size},
             "async": {"staleness_threshold": s, "sync_steps": k},
-            "eval": {"every": 1, "teachers": False},
+            "eval": {"every": 1, "teachers": False, "before": before},
             "timeouts": {"stall_s": stall_s},
             "supervision": {"timeout_s": life_s},
             "guardrail": guardrail or {},
@@ -795,14 +796,16 @@ def evaluated_world(grade: Callable[[Rollout], Awaitable[float]]) -> World:
     return world(steps=8, k=2, s=2.0, replicas=1, evaluation=evaluation)
 
 
-async def test_the_summary_has_accuracy_before_and_after() -> None:
+@pytest.mark.parametrize("before", [True, False])
+async def test_the_summary_has_accuracy_before_and_after(before: bool) -> None:
     async def grade(rollout: Rollout) -> float:
         return 0.5
 
     evaluation = Evaluation(tuple(FakePrompts().next(4)), SamplingSpec(4, 0.0, 1.0, 1), grade)
-    run = world(evaluation=evaluation)
+    run = world(evaluation=evaluation, before=before)
     await run.pipeline.run()
-    assert run.log.summary["eval_initial/a/accuracy"] == run.log.summary["eval/b/accuracy"] == 0.5
+    assert run.log.summary.get("eval_initial/a/accuracy") == (0.5 if before else None)
+    assert run.log.summary["eval/b/accuracy"] == 0.5
 
 
 async def test_every_metric_of_a_run_is_in_the_catalogue() -> None:

@@ -16,7 +16,7 @@ from async_opd.data.prompts import filled
 from async_opd.data.stored_rows import read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.grading.accuracy import metric_names
-from async_opd.grading.graders import load_grader
+from async_opd.grading.graders import is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.tokenizer import Text
 
@@ -137,7 +137,8 @@ class DataChecks:
             load_grader(name)
         except Exception as error:  # a user's module can raise anything while it is imported
             message = f"{name} cannot be loaded: {type(error).__name__}: {error}"
-            self.found.add(key, message, "exact, math_verify, or module:function on PYTHONPATH")
+            remedy = "exact, gsm8k, math_verify, regex:PATTERN, or module:function on PYTHONPATH"
+            self.found.add(key, message, remedy)
 
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""
@@ -236,7 +237,7 @@ class DataChecks:
     def answers(self, part: str, grader: str) -> None:
         """Checks that graded rows have answers, unless their grader needs none."""
         without = self.parts[part].ungradable
-        if without.count and ":" not in grader:
+        if without.count and not is_function(grader):
             self.found.add(
                 f"data.{part}",
                 f"{without.count} rows have no {self.config.data.answer!r}, the first is "

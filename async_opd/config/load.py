@@ -24,6 +24,7 @@ from async_opd.config.keys import (
     new_name,
     why_removed,
 )
+from async_opd.config.paths import resolve_paths
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
 from async_opd.config.sections.supervised_k1 import MESSAGE, REMEDY, supervised_k1, without_request
@@ -46,8 +47,8 @@ MAX_CONFIG_BYTES = 1 << 20
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a config, applies overrides, validates. Raises ConfigError with all problems.
 
-    Relative paths of models and data, in the file or in overrides, are relative to the file's
-    folder; ``run_dir`` stays relative to the working directory.
+    Relative paths of models, data and graders, in the file or in overrides, are relative to the
+    file's folder; ``run_dir`` stays relative to the working directory.
     """
     file = Path(path)
     source = _Source(str(file), _read(file))
@@ -56,7 +57,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         source.override(override)
     source.check_secrets()
     source.check_names()
-    _resolve_paths(source.tree, file.resolve().parent)
+    resolve_paths(source.tree, file.resolve().parent, source.add)
     config: RunConfig | None = None
     try:
         config = RunConfig.model_validate(source.tree)
@@ -192,44 +193,6 @@ def _read(file: Path) -> dict[Any, Any]:
 
 def _required() -> list[str]:
     return [name for name, info in RunConfig.model_fields.items() if info.is_required()]
-
-
-def _resolve_paths(tree: dict[Any, Any], folder: Path) -> None:
-    """Makes paths of models and data absolute, relative to the config file's folder."""
-    teachers = tree.get("teachers")
-    models = [tree.get("student"), *(teachers.values() if isinstance(teachers, dict) else ())]
-    for section in models:
-        if isinstance(section, dict) and isinstance(section.get("model"), str):
-            model = section["model"]
-            # A model whose first folder exists is a path, even if the rest of it is missing: it
-            # may be mistyped, and would be downloaded from the hub as another model.
-            first = model.partition("/")[0]
-            if model.startswith(("./", "../")) or (first and _exists(folder / first)):
-                section["model"] = str(folder / model)
-    data = tree.get("data")
-    if isinstance(data, dict):
-        for key in data.keys() & {"train", "eval"}:
-            data[key] = _resolved(data[key], folder)
-    cold_start = tree.get("cold_start")
-    if isinstance(cold_start, dict) and "data" in cold_start:
-        cold_start["data"] = _resolved(cold_start["data"], folder)
-
-
-def _resolved(entry: Any, folder: Path) -> Any:
-    if isinstance(entry, list):
-        return [_resolved(one, folder) for one in entry]
-    if isinstance(entry, str) and entry:
-        return str(folder / entry)
-    if isinstance(entry, dict) and isinstance(entry.get("path"), str) and entry["path"]:
-        return {**entry, "path": str(folder / entry["path"])}
-    return entry
-
-
-def _exists(path: Path) -> bool:
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # a name too long, or with a NUL: preflight reports it
-        return False
 
 
 def _problems(entry: Any, source: _Source) -> Iterator[Problem]:

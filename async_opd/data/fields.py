@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
+from async_opd.config.registry import PromptSource
 from async_opd.core.nesting import MAX_DEPTH
-from async_opd.core.row import Row
+from async_opd.core.row import AnswerIn, Row, answer_in, value_at
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -15,27 +18,50 @@ MAX_ROW_BYTES = 16 << 20
 MAX_NAMED = 12
 
 
-def row_of(fields: dict[str, Any], uid: str, data: DataConfig) -> Row:
-    """The row of an entry. ValueError if the entry is too large, or has no prompt."""
-    excess = _excess(fields)
-    if excess is not None:
-        raise ValueError(excess)
-    for name in (data.prompt, data.route_by):
-        if fields.get(name) in (None, "", []):
-            raise ValueError(f"has no field {name!r}; it has {_names(fields)}")
-    prompt = fields[data.prompt]
-    chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
-    if not chat and not isinstance(prompt, str):
-        kind = type(prompt).__name__
-        raise ValueError(f"{data.prompt!r} is {kind}, neither text nor chat messages")
-    answer = fields.get(data.answer)
-    return Row(
-        uid=uid,
-        data_source=str(fields[data.route_by]),
-        prompt=prompt,
-        answer=None if answer is None else str(answer),
-        fields=fields,
-    )
+class RowSource(PromptSource):
+    """A source of entries with fields; its own names of fields come before those of ``data``."""
+
+    prompt: str | None = Field(default=None, min_length=1)
+    """Field with the prompt, in place of ``data.prompt``."""
+    answer: str | None = Field(default=None, min_length=1)
+    """Field with the reference answer, in place of ``data.answer``."""
+    answer_in: AnswerIn | None = None
+    """Where the answer is in that field, in place of ``data.answer_in``."""
+    data_source: str | None = Field(default=None, min_length=1)
+    """The data source of all rows, in place of the field ``data.route_by``."""
+
+    def row(self, fields: dict[str, Any], uid: str, data: DataConfig) -> Row:
+        """The row of an entry. ValueError if it is too large, or lacks a prompt or its answer."""
+        excess = _excess(fields)
+        if excess is not None:
+            raise ValueError(excess)
+        name = self.prompt or data.prompt
+        for needed in [name] + [data.route_by] * (self.data_source is None):
+            if value_at(fields, needed) in (None, "", []):
+                raise ValueError(f"has no field {needed!r}; it has {_names(fields)}")
+        prompt = value_at(fields, name)
+        chat = isinstance(prompt, list) and all(isinstance(message, dict) for message in prompt)
+        if not chat and not isinstance(prompt, str):
+            kind = type(prompt).__name__
+            raise ValueError(f"{name!r} is {kind}, neither text nor chat messages")
+        return Row(
+            uid=uid,
+            data_source=self.data_source or str(value_at(fields, data.route_by)),
+            prompt=prompt,
+            answer=self._answer(fields, data),
+            fields=fields,
+        )
+
+    def _answer(self, fields: dict[str, Any], data: DataConfig) -> str | None:
+        name, place = self.answer or data.answer, self.answer_in or data.answer_in
+        value = value_at(fields, name)
+        if value is None or place == "whole":
+            return None if value is None else str(value)
+        found = answer_in(str(value), place)
+        if found is None:
+            mark = "####" if place == "####" else "\\boxed{…}"
+            raise ValueError(f"{name!r} has no {mark}, in which data.answer_in expects the answer")
+        return found
 
 
 def too_large() -> str:

@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
-from async_opd.config.registry import PromptSource
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
-from async_opd.data.fields import MAX_ROW_BYTES, row_of, too_large
+from async_opd.data.fields import MAX_ROW_BYTES, RowSource, too_large
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
 
 
-class FileSource(PromptSource):
+class FileSource(RowSource):
     """Prompts from a jsonl or parquet file, or from a Hugging Face ``datasets`` directory."""
 
     kind: Literal["file"] = "file"
@@ -44,7 +43,7 @@ class FileSource(PromptSource):
             for number, entry in _entries(path, start):
                 try:
                     fields = _parsed(entry) if isinstance(entry, str) else entry
-                    yield row_of(fields, f"{index}:{number}", data)
+                    yield self.row(fields, f"{index}:{number}", data)
                 except ValueError as error:
                     yield SourceError(str(path), str(error), number + 1)
         except (OSError, UnicodeDecodeError) as error:

@@ -15,12 +15,13 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from string import Formatter
+from typing import Any
 
 import numpy as np
 
 from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, SourceError
-from async_opd.core.row import PromptText, Row
+from async_opd.core.row import PromptText, Row, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.streamed_rows import StreamedRows, number_of
@@ -83,15 +84,23 @@ def filled(template: str, row: Row) -> PromptText:
     A template of a single field in braces gives the field unchanged, which may be chat messages.
     """
     parts = list(Formatter().parse(template))
-    if len(parts) == 1 and parts[0][0] == "" and parts[0][1] in row.fields:
-        whole: PromptText = row.fields[parts[0][1]]
+    whole: PromptText | None = value_at(row.fields, parts[0][1] or "")
+    if len(parts) == 1 and parts[0][0] == "" and whole is not None:
         return whole
     try:
-        return Formatter().vformat(template, (), row.fields)
+        return _Dotted().vformat(template, (), row.fields)
     except (LookupError, AttributeError) as error:
         has = ", ".join(row.fields)
         message = f"prompt_template needs {error}, row {row.uid} has {has}"
         raise ValueError(message) from error
+
+
+class _Dotted(Formatter):
+    """Dots in names lead to fields inside of others, as in ``data.answer``."""
+
+    def get_field(self, name: str, args: Sequence[Any], fields: Mapping[str, Any]) -> Any:
+        found = value_at(fields, name)
+        return super().get_field(name, args, fields) if found is None else (found, name)
 
 
 class _Epochs:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
+import re
 from collections.abc import Callable
+from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Self
 
 from async_opd.core.errors import RolloutFault
-from async_opd.core.row import Row
+from async_opd.core.row import Row, answer_in
 
+REGEX = "regex"
+NUMBER = re.compile(r"(?<![\d.,])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
 RETURNS = "a grader must return a number from 0 to 1 for every response"
 """Or that and the extracted answer, as a pair; docs/evaluation.md."""
 
@@ -36,9 +41,10 @@ class GradeError(RolloutFault):
 
 
 def load_grader(name: str) -> Callable[[str, Row], Grade]:
-    """``exact``, ``math_verify`` or ``module:function``; reasoning-gym rows by their own verifier.
+    """The grader of ``eval.grader``; reasoning-gym rows by their own verifier.
 
-    Raises ImportError, AttributeError or ValueError if there is no such grader.
+    Raises ImportError, AttributeError or ValueError if there is no such grader, and what the code
+    of a user's file raises.
     """
     chosen = _named(name)
 
@@ -71,6 +77,8 @@ def load_grader(name: str) -> Callable[[str, Row], Grade]:
 
 def _grade_of(returned: Any) -> Grade:
     """TypeError or ValueError for anything but a number, or a number and an answer."""
+    if isinstance(returned, dict):  # of verl's functions
+        returned = returned["score"]
     if not isinstance(returned, tuple):
         return Grade(float(returned), getattr(returned, "answer", None))
     score, answer = returned
@@ -83,18 +91,70 @@ def has_verifier(row: Row) -> bool:
 
 
 def _named(name: str) -> Grader:
-    if name == "exact":
-        return exact
+    if name in BUILT_IN:
+        return BUILT_IN[name]
     if name == "math_verify":
         importlib.import_module("math_verify")
         return math_verify
-    module, colon, function = name.partition(":")
-    if not colon:
-        raise ValueError(f"{name!r} is neither exact, math_verify nor module:function")
-    grader = getattr(importlib.import_module(module), function)
+    kind, colon, rest = name.partition(":")
+    if kind == REGEX and colon:
+        return functools.partial(matched, _pattern(rest))
+    grader = _function(name)
     if not callable(grader):
         raise ValueError(f"{name} is {type(grader).__name__}, not a function")
+    taken = inspect.signature(grader).parameters
+    if "solution_str" in taken:
+        every = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values())
+        return functools.partial(_compute_score, grader, None if every else frozenset(taken))
     return grader  # type: ignore[no-any-return]
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{text!r} is no regular expression: {error}") from error
+
+
+def is_function(name: str) -> bool:
+    """Whether a user's function grades, which may need no answer."""
+    return name.endswith(".py") or (":" in name and not name.startswith(f"{REGEX}:"))
+
+
+def _function(name: str) -> Any:
+    """What ``module:function`` or ``file.py:function`` names."""
+    place, colon, function = name.rpartition(":")
+    if not colon and name.endswith(".py"):
+        place, function = name, "compute_score"
+    if not place:
+        known = ", ".join([*BUILT_IN, "math_verify", "regex:PATTERN"])
+        raise ValueError(f"{name!r} is none of {known}, module:function and file.py:function")
+    if not place.endswith(".py"):
+        return getattr(importlib.import_module(place), function)
+    spec = spec_from_file_location("grader_of_the_config", place)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{place} cannot be imported")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, function)
+
+
+def _compute_score(
+    function: Callable[..., Any], taken: frozenset[str] | None, response: str, row: Row
+) -> Any:
+    """The score by a function with verl's arguments, of which it gets those that it has.
+
+    The ground truth is that of verl's files, unchanged, else the row's answer.
+    """
+    model = row.fields.get("reward_model")
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    given = {
+        "data_source": row.data_source,
+        "solution_str": response,
+        "ground_truth": row.answer if truth is None else truth,
+        "extra_info": row.fields.get("extra_info"),
+    }
+    return function(**{key: value for key, value in given.items() if taken is None or key in taken})
 
 
 def exact(response: str, row: Row) -> Grade:
@@ -103,11 +163,46 @@ def exact(response: str, row: Row) -> Grade:
     return Grade(float(row.answer is not None and found == row.answer.strip()), found)
 
 
+def gsm8k(response: str, row: Row) -> Grade:
+    """1 if the numbers are equal that response and answer end with.
+
+    That is the number after the last ``####``, else in the last box of LaTeX, else the last one.
+    """
+    expected, found = _last_number(str(row.answer)), _last_number(response)
+    if expected is None:
+        raise ValueError(f"the answer {row.answer!r} has no number")
+    return Grade(float(found is not None and float(found) == float(expected)), found)
+
+
+def _last_number(text: str) -> str | None:
+    for part in (answer_in(text, "####"), answer_in(text, "boxed"), text):
+        numbers = NUMBER.findall(part or "")
+        if numbers:
+            return str(numbers[-1]).replace(",", "")
+    return None
+
+
+def matched(pattern: re.Pattern[str], response: str, row: Row) -> Grade:
+    """1 if the pattern's last match in the response is the answer: its first group, if it has one.
+
+    White space around both is ignored.
+    """
+    found = None
+    for match in pattern.finditer(response):
+        found = (match[1] if pattern.groups else match[0]) or ""
+    found = None if found is None else found.strip()
+    return Grade(float(None not in (found, row.answer) and found == str(row.answer).strip()), found)
+
+
+BUILT_IN: dict[str, Grader] = {"exact": exact, "gsm8k": gsm8k}
+"""Graders that need no package."""
+
+
 def math_verify(response: str, row: Row) -> Grade:
     """1 if both are the same mathematical value; ``grading.timeout_s`` replaces its timeouts."""
     from math_verify import parse, verify
 
-    answer = str(row.answer)
+    answer = answer_in(str(row.answer), "####") or str(row.answer)
     bare = "$" not in answer and "\\boxed" not in answer  # math_verify reads LaTeX only in these
     gold = parse(f"${answer}$" if bare else answer, parsing_timeout=None)
     if not gold:

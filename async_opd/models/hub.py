@@ -6,11 +6,12 @@ import os.path
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import SelfTeacher, VllmTeacher
 from async_opd.core.errors import ConfigError, Problem
-from async_opd.models.model_files import is_hub_id
+from async_opd.models.model_files import has_weights, is_hub_id
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 CODE = ["*.py"]
@@ -97,9 +98,10 @@ def localize(config: RunConfig, where: str) -> RunConfig:
 
 
 def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str]]:
-    """The config with cached hub ids replaced by their directories, and the keys of these models.
+    """The config with cached hub ids replaced by their directories; keys of those without weights.
 
-    Downloads nothing. Every hub id adds a note.
+    A model whose weights are in the cache too is checked as a directory is. Downloads nothing.
+    Every hub id adds a note.
     """
     keys: set[str] = set()
 
@@ -113,7 +115,8 @@ def with_cached(config: RunConfig, notes: list[str]) -> tuple[RunConfig, set[str
             )
         else:
             notes.append(f"{note}; its files in the local cache are checked")
-            keys.add(f"{named.key}.model")
+            if not has_weights(Path(directory)):
+                keys.add(f"{named.key}.model")
         return directory
 
     return _replaced(config, from_cache), keys

@@ -149,6 +149,14 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
+def has_weights(path: Path) -> bool:
+    """Whether all weight files are in the directory."""
+    try:
+        return bool(list(path.glob("*.safetensors"))) and not missing_shards(path)
+    except ModelError:  # a damaged index is reported where the weights are required
+        return True
+
+
 def missing_shards(path: Path) -> list[str]:
     """Weight files that the index names and the directory lacks. Raises ModelError."""
     file = path / "model.safetensors.index.json"

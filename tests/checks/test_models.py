@@ -243,7 +243,13 @@ def test_a_teacher_may_see(tmp_path: Path) -> None:
 # ── hub ids ────────────────────────────────────────────────────────────────────────────────────
 
 
-def in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, source: Path) -> None:
+def in_cache(
+    monkeypatch: pytest.MonkeyPatch,
+    cache: Path,
+    name: str,
+    source: Path,
+    without: str = "*.safetensors",
+) -> None:
     """The files of a model, without its weights, as the hub's client keeps them."""
     import huggingface_hub.constants as constants
 
@@ -251,9 +257,7 @@ def in_cache(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, source: Pa
     home = cache / f"models--{name.replace('/', '--')}"
     (home / "refs").mkdir(parents=True)
     (home / "refs" / "main").write_text("abc")
-    shutil.copytree(
-        source, home / "snapshots" / "abc", ignore=shutil.ignore_patterns("*.safetensors")
-    )
+    shutil.copytree(source, home / "snapshots" / "abc", ignore=shutil.ignore_patterns(without))
 
 
 def test_what_the_cache_has_of_a_hub_id_is_compared(
@@ -277,6 +281,17 @@ def test_a_hub_id_of_which_only_the_weights_are_missing_is_taken(
     assert [note.partition(";")[2] for note in notes] == [
         " its files in the local cache are checked"
     ] * 2
+
+
+@pytest.mark.parametrize(("without", "keys"), [("*.safetensors", []), ("", ["student.model"])])
+def test_a_hub_id_whose_weights_are_in_the_cache_is_checked_as_a_directory_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, without: str, keys: list[str]
+) -> None:
+    """Its end of a response is only known for certain once all of its files are there."""
+    path = model(tmp_path, "student", eos_token_id=None)
+    change(path / "generation_config.json", {"eos_token_id": None})
+    in_cache(monkeypatch, tmp_path / "hub", "org/student", path, without)
+    assert [problem.key for problem in found("student.model=org/student")] == keys
 
 
 def test_a_hub_id_that_is_not_in_the_cache_is_a_note(

@@ -26,6 +26,7 @@ def row(answer: str) -> Row:
         ("1,000", "$1000$"),
         ("$5$", "5"),
         ("\\boxed{7}", "7"),
+        ("so it is\n#### 7", "7"),
     ],
 )
 def test_math_verify_reads_answers_in_any_notation(answer: str, response: str) -> None:
@@ -78,3 +79,53 @@ def test_a_users_grader_may_return_the_answer_that_it_read(
     monkeypatch.syspath_prepend(tmp_path)
     grade = load_grader("pair_grader:f")("x", row("y"))
     assert (grade, grade.answer) == (0.5, "X")
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "response", "score", "found"),
+    [
+        ("gsm8k", "a 3 b\n#### 1,000", "10-5 … so #### 1000.", 1.0, "1000"),
+        ("gsm8k", "72", "first 4, then \\boxed{72} eggs, of 9", 1.0, "72"),
+        ("gsm8k", "-72", "it is -72", 1.0, "-72"),
+        ("gsm8k", "5", "10-5", 1.0, "5"),
+        ("gsm8k", "72", "no idea", 0.0, None),
+        (r"regex:Answer: (\w+)", "B", "Answer: A? Answer: B", 1.0, "B"),
+        (r"regex:\d+", " 12 ", "1 and 12", 1.0, "12"),
+        (r"regex:\d+", "12", "none", 0.0, None),
+    ],
+)
+def test_answers_are_read_from_the_ends_of_responses(
+    name: str, answer: str, response: str, score: float, found: str | None
+) -> None:
+    grade = load_grader(name)(response, row(answer))
+    assert (grade, grade.answer) == (score, found)
+
+
+VERLS = {
+    "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+    "    assert (data_source, extra_info) == ('a', {'index': 3})\n"
+    "    return {'score': float(solution_str == ground_truth[0]), 'acc': True}\n",
+    "def compute_score(solution_str, ground_truth):\n    return solution_str in ground_truth\n",
+    "def compute_score(**of):\n    return of['solution_str'] in of['ground_truth']\n"
+    "compute_score.__signature__ = __import__('inspect').Signature(\n"
+    "    [__import__('inspect').Parameter('solution_str', 3), "
+    "__import__('inspect').Parameter('of', 4)])\n",
+}
+
+
+@pytest.mark.parametrize("code", sorted(VERLS))
+def test_verls_functions_grade_with_the_ground_truth_as_the_file_has_it(
+    tmp_path: Path, code: str
+) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(code)
+    fields = {"reward_model": {"ground_truth": ["4"]}, "extra_info": {"index": 3}}
+    made = Row("0:7", "a", "p", "['4']", fields)
+    for name in (f"{file}", f"{file}:compute_score"):
+        assert load_grader(name)("4", made) == 1.0
+
+
+@pytest.mark.parametrize("name", ["regex:(", "nothing", "/no/such/file.py:f"])
+def test_a_grader_that_does_not_exist_is_refused(name: str) -> None:
+    with pytest.raises((ValueError, OSError)):
+        load_grader(name)

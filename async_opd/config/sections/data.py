@@ -11,6 +11,7 @@ from pydantic import Field, PositiveInt, model_validator
 
 from async_opd.config.registry import SOURCES, PromptSource
 from async_opd.config.sections.section import Section
+from async_opd.core.row import AnswerIn
 
 if TYPE_CHECKING:
     Source = PromptSource
@@ -27,9 +28,14 @@ class DataConfig(Section):
     eval: list[Source] = Field(default=[])
     """Sources of the prompts that are evaluated on; none means no evaluation."""
     prompt: str = "prompt"
-    """Field with the prompt: a string, or a list of chat messages."""
+    """Field with the prompt: a string, or a list of chat messages. Here and in the next keys dots
+    lead to fields inside of others: ``extra_info.question``."""
     answer: str = "answer"
-    """Field with the reference answer, which graders compare responses with."""
+    """Field with the reference answer, which graders compare responses with, such as
+    ``reward_model.ground_truth`` in verl's files."""
+    answer_in: AnswerIn = "whole"
+    """The part of that field which is the answer: ``whole``, what follows its last ``####`` (as in
+    GSM8K), or what is ``boxed`` in its last ``\\boxed{}``. A row without it is refused."""
     route_by: str = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -14,6 +14,8 @@ class EvalConfig(Section):
 
     every: int = Field(default=5, ge=0)
     """Weight versions between two evaluations; 0: only before and after."""
+    before: bool = True
+    """Also measures the student before training."""
     max_prompts: PositiveInt | None = None
     """Number of prompts of each data source, from the first on; by default all."""
     n: PositiveInt = 1
@@ -26,9 +28,12 @@ class EvalConfig(Section):
     max_tokens: PositiveInt | None = None
     """Longest response; by default ``rollout.max_tokens``."""
     grader: str = "exact"
-    """``exact``, ``math_verify``, or a function ``module:function`` that takes (response, row) and
-    returns a number from 0 to 1, or a pair of it and the answer that it read from the response (for
-    ``maj@n``). Rows from reasoning-gym are graded by their own verifier."""
+    """``exact``; ``math_verify``; ``gsm8k`` (the last number); ``regex:PATTERN``, whose first group
+    in its last match is the answer; or a function, ``module:function`` or ``file.py:function``,
+    that takes (response, row) and returns a number from 0 to 1, or a pair of it and the answer that
+    it read from the response (for ``maj@n``). A function with an argument ``solution_str`` is
+    called as verl calls its ``compute_score``. Rows from reasoning-gym are graded by their own
+    verifier."""
     correct_at: float = Field(default=1.0, gt=0, le=1)
     """Least score of an answer that ``pass@k`` counts as correct."""
     samples_mib: float = Field(default=16, ge=0)

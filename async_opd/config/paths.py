@@ -1,0 +1,94 @@
+"""Paths in a config: ``~`` and ``${VAR}`` in them, and the folder that they are relative to."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HUB = "hf:"
+"""Begins a source of prompts that is a data set of the hub."""
+PYTHON_FILE = re.compile(r"\.py(:\w+)?$")
+"""Ends a grader that is in a file."""
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+Add = Callable[[str, str, str], None]
+"""Adds a problem: key, message, remedy."""
+
+
+def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
+    """Makes paths of models, data and graders absolute, relative to ``folder``, the config's.
+
+    ``run_dir`` stays relative to the working directory. Variables that are not set are added.
+    """
+    for section, name, key in _paths(tree):
+        text = section[name]
+        for variable in VARIABLE.findall(text):
+            if variable not in os.environ:
+                message = f"{text!r} needs the environment variable {variable}, which is not set"
+                add(key, message, f"export {variable}, or write the path itself")
+        text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)
+        if key == "run_dir":
+            section[name] = os.path.expanduser(text)
+        elif name == "model":
+            section[name] = _model(os.path.expanduser(text), folder)
+        elif text.startswith(HUB):
+            section[name] = HUB + _model(text.removeprefix(HUB), folder)
+        else:
+            section[name] = str(folder / os.path.expanduser(text))
+
+
+def _model(model: str, folder: Path) -> str:
+    """A model's directory, or its hub id as it is."""
+    # A model whose first folder exists is a path, even if the rest of it is missing: it
+    # may be mistyped, and would be downloaded from the hub as another model.
+    first = model.partition("/")[0]
+    if model.startswith(("./", "../")) or (first and _exists(folder / first)):
+        return str(folder / model)
+    return model
+
+
+def _paths(tree: dict[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
+    """The places of paths: a section or list, the name or index in it, and the dotted key."""
+    teachers = tree.get("teachers")
+    models = {"student": tree.get("student")} | {
+        f"teachers.{name}": teacher
+        for name, teacher in (teachers.items() if isinstance(teachers, dict) else ())
+    }
+    for key, section in models.items():
+        yield from _text_at(section, "model", key)
+    for key in ("data.train", "data.eval", "cold_start.data"):
+        outer, _, name = key.partition(".")
+        section = tree.get(outer)
+        if isinstance(section, dict):
+            yield from _sources(section, name, key)
+    for outer in ("eval", "reward"):
+        section = tree.get(outer)
+        if isinstance(section, dict) and PYTHON_FILE.search(str(section.get("grader"))):
+            yield from _text_at(section, "grader", outer)
+    yield from _text_at(tree, "run_dir", "")
+
+
+def _sources(section: dict[Any, Any], name: str, key: str) -> Iterator[tuple[Any, Any, str]]:
+    """The paths of one source, or of a list of them: bare strings, or ``path`` in sections."""
+    value = section.get(name)
+    if isinstance(value, str) and value:
+        yield section, name, key
+    entries = value if isinstance(value, list) else [value]
+    for index, entry in enumerate(entries):
+        if isinstance(entry, str) and entry and entries is value:
+            yield value, index, f"{key}[{index}]"
+        yield from _text_at(entry, "path", f"{key}[{index}]")
+
+
+def _text_at(section: Any, name: str, key: str) -> Iterator[tuple[Any, Any, str]]:
+    if isinstance(section, dict) and isinstance(section.get(name), str) and section[name]:
+        yield section, name, f"{key}.{name}".lstrip(".")
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except (OSError, ValueError):  # a name too long, or with a NUL: preflight reports it
+        return False
