@@ -47,6 +47,7 @@ from async_opd.grading.evaluation_files import EVALS
 from async_opd.job import Job
 from async_opd.live_view.console import open_console
 from async_opd.live_view.live_file import LiveFile
+from async_opd.microscope.folder import MICROSCOPE
 from async_opd.models.tokenizer import Text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
@@ -56,7 +57,10 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 
-RUN_OUTPUTS = (SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS, "model", "best", EVALS)
+RUN_OUTPUTS = (
+    *(SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS),
+    *("model", "best", EVALS, MICROSCOPE),
+)
 """The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
@@ -325,9 +329,6 @@ async def _save_best(stages: LaunchedStages, job: Job) -> None:
         checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
         await stages.trainer.restore(str(checkpoint.folder))
     await stages.trainer.save(str(job.run_dir / "best"))
-    values = await asyncio.to_thread(store.evaluated.values)
-    value, top = values[step], max(values, key=lambda at: values[at])
-    if values[top] > value:
-        job.message(f"step {top} has no checkpoint, though its {metric} is {values[top]:.4g}")
+    value = store.evaluated.values()[step]
     job.log.summarize({"checkpoint/best_step": float(step), "checkpoint/best": value})
     job.message(f"the best student by {metric} ({value:.4g} at step {step}) is in best/")

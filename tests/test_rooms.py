@@ -89,6 +89,7 @@ BELOW_THE_STAGES = (
     "memory",
     "models",
     "processes",
+    "microscope",
     "config",
     "files",
     "waiting",

@@ -6,6 +6,7 @@ directory ──► EmptyStudent ──(join, shard)──► fill ──► Lea
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,8 +14,10 @@ import torch
 from async_opd.config.device_defaults import offloads, train_threads
 from async_opd.core.arrays import Int32
 from async_opd.core.stages import Queue
+from async_opd.microscope.folder import MICROSCOPE, RecordWriter
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
+from async_opd.models.tokenizer import Text
 from async_opd.weight_sync.freshness import LENGTHS, held_rows
 from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
@@ -23,6 +26,7 @@ from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
+from trainer.recording.recorder import Recorder
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
@@ -58,6 +62,21 @@ def rows_to_compare(config: RunConfig, learner: Learner) -> tuple[Int32, ...]:
     longest = Positions.of(settings, max_model_len(config.rollout.engine)).longest
     room = LENGTHS[-1] if longest is None else longest - 1  # an engine samples one token more
     return held_rows(int(settings["vocab_size"]), room)
+
+
+def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
+    """What records the tokens of a rank's samples; None if no share of them is recorded."""
+    settings = config.log.microscope
+    if not settings.share:
+        return None
+    most = int(settings.max_mib * (1 << 20)) // config.train.ranks
+    return Recorder(
+        RecordWriter(Path(config.run_dir or ".") / MICROSCOPE, rank, most),
+        seed=config.seed,
+        share=settings.share,
+        top_k=settings.top_k,
+        speller=lambda: Text(config.student.model),
+    )
 
 
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:
@@ -101,6 +120,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
         config.timeouts.collective_s,
     )
     check_rank(rank, exact, longest)
+    rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.rollout.host is not None:
         rank.offload()  # until its first turn
     return rank

@@ -83,6 +83,7 @@ class Learner:
         if rank.device.type == "cpu":
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
         self.lr_factor = 1.0  # of the rates of ``train``
+        self.version = 0  # the trainer's weight version in the next step, for records
         self._step = 0
         self._skipped = self._consecutive_skips = 0
 
@@ -138,6 +139,7 @@ class Learner:
         started = time.perf_counter()
         rate = learning_rate(self._step, self._train) * self.lr_factor
         means, norm, fault = self._compute(plan, own, rate, number)
+        recorded = self._recorded(fault)
         if fault:
             self._skip(fault, [plan.headers[i] for i in plan.counted])
         else:
@@ -153,6 +155,7 @@ class Learner:
             "train/compute_s": seconds,
             "train/repetition": repeated / max(len(plan.headers), 1),
             **self._utilization(plan, seconds),
+            **recorded,
         }
         return LearnerReport(
             metrics | batch_metrics(plan.headers, self._train.tokens_per_micro_batch),
@@ -213,6 +216,13 @@ class Learner:
             self._rank.apply(None)
             raise
         return means, computed[0].norm, fault
+
+    def _recorded(self, fault: str) -> dict[str, float]:
+        """Has all ranks write what they recorded of the step; metrics, none without a recorder."""
+        if self._rank.recorder is None:
+            return {}
+        counts = self._on_all_ranks("record", self._step + 1, self.version, fault)
+        return {name: sum(one[name] for one in counts) for name in counts[0]}
 
     def _groups(self, headers: Sequence[Header], counted: Sequence[int]) -> list[Groups]:
         """The indices of each micro-batch of each group of ranks that share rows.
@@ -310,6 +320,8 @@ class Learner:
         with self._dispatched("join_gather", "exported", dtype):
             weights = self._rank.exported(dtype)
             fault = fault_of_saving(self.model, source, directory, weights, dtype)
+        if self._rank.recorder is not None:
+            self._on_all_ranks("flush_records")
         if fault is not None:
             raise fault
 

@@ -31,6 +31,7 @@ from trainer.mixtures.routing import replay_routing
 from trainer.offload import move, park
 from trainer.optimizer import adamw
 from trainer.parallel.context import ACROSS, Context
+from trainer.recording.recorder import Recorder
 from trainer.saving.captured import CapturedParts, RankFile
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import load_parts
@@ -105,6 +106,7 @@ class Rank:
         if mesh is None:
             self._load(model, fill)
         self.model = model
+        self.recorder: Recorder | None = None
         self._context = Context.join(train.context_parallel, collective_s)
         self._student_loss = self._loss_of(objective, heads or {})
         rows = self._student_loss.vocabulary
@@ -256,6 +258,8 @@ class Rank:
     def _backward(self, micro_batch: MicroBatch) -> Metrics:
         """Adds the micro-batch's gradients; returns sums over its response tokens, if it counts."""
         packed = pack(micro_batch.samples, micro_batch.token_weights)
+        if self.recorder is not None:
+            packed = self.recorder.mark(packed, micro_batch)
         if self._context is not None:
             packed = self._context.share(packed)
         metrics: Metrics = {}
@@ -265,9 +269,21 @@ class Rank:
                 loss, metrics = self._student_loss(packed.to(self.device), micro_batch.supervised)
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self.ranks)
+        if self.recorder is not None:
+            self.recorder.take(packed, micro_batch, metrics)
         self.tokens += packed.input_ids.numel()
         teachers = [(one.teacher, len(one.states)) for one in packed.tokens.teacher_states]
         return token_sums(metrics, teachers) if micro_batch.counts and metrics else {}
+
+    def record(self, step: int, version: int, skipped: str) -> dict[str, float]:
+        """Writes what was recorded of the step; see ``Recorder.finish``."""
+        assert self.recorder is not None
+        return self.recorder.finish(step, version, skipped)
+
+    def flush_records(self) -> None:
+        """Waits until they are written."""
+        if self.recorder is not None:
+            self.recorder.flush()
 
     def logits(self, row: Row) -> torch.Tensor:
         """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""

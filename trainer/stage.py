@@ -118,6 +118,7 @@ class TrainerStage:
         async with self._gate, self._gpus, self._weights:
             self._waits_for = ""
             gpu_s = clock() - started - wait_s
+            self._learner.version = self._version
             self._pending_tokens = sum(header.tokens for header in taken.headers)
             with self._activity.busy():
                 report = await self._compute(train)

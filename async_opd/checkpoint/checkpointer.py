@@ -35,8 +35,7 @@ class Checkpointer:
 
     ``keep_best`` is ``checkpoint.keep_best``; ``config`` is the identity that a resumed run is
     compared with; ``notify`` gets a message about every checkpoint; ``sizes()`` gives the sizes of
-    the run directory's append-only files now, ``sync()`` flushes them to the disk. A checkpoint of
-    the step ``evaluating()`` stays: its value is not known yet.
+    the run directory's append-only files now, ``sync()`` flushes them to the disk.
     """
 
     store: Checkpoints
@@ -48,7 +47,6 @@ class Checkpointer:
     notify: Callable[[str], None]
     sizes: Callable[[], dict[str, int]] = dict
     sync: Callable[[], None] = lambda: None
-    evaluating: Callable[[], int | None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     metrics: dict[str, float] = field(
         default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/skipped": 0.0}
@@ -138,7 +136,7 @@ class Checkpointer:
 
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()
-        return self.store.commit(part, cut, self.config, files, self.evaluating())
+        return self.store.commit(part, cut, self.config, files)
 
 
 async def _in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:

@@ -22,6 +22,7 @@ from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.lines import whole_lines
 from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.grading.evaluation_files import forget_others
+from async_opd.microscope.folder import forget_after
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS
 
 MAY_CHANGE = (
@@ -135,7 +136,8 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     """Removes lines of steps after the checkpoint, which are not in its weights.
 
     Without a checkpoint it removes all lines. So it does with evaluations that measured newer
-    weights too, and with the files of all evaluations that are not in the lines which are left.
+    weights too, with the files of all evaluations that are not in the lines which are left, and
+    with the records of tokens.
     Returns the last value of every metric that is left.
     The journal is cut where it is opened (``async_opd.accounting.journal``).
     """
@@ -148,6 +150,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
             if any(key.startswith(("eval/", "eval_initial/")) for key in row.values):
                 evaluated.add(row.step)
     forget_others(run_dir, evaluated)
+    forget_after(run_dir, -1 if cut is None else cut.step)
     if (run_dir / METRICS).exists():
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():

@@ -91,18 +91,10 @@ class Checkpoints:
         part.mkdir(mode=FOLDER_MODE)
         return part
 
-    def commit(
-        self,
-        part: Path,
-        cut: Cut,
-        config: str,
-        files: Mapping[str, WrittenFile],
-        evaluating: int | None = None,
-    ) -> Path:
+    def commit(self, part: Path, cut: Cut, config: str, files: Mapping[str, WrittenFile]) -> Path:
         """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed.
 
-        ``files`` are those that the trainer says to have written; any others are refused. That of
-        the step ``evaluating`` stays.
+        ``files`` are those that the trainer says to have written; any others are refused.
         """
         target = self.folder / f"step_{cut.step}"
         if target.exists():  # a checkpoint of this step has the same weights: it stays
@@ -118,9 +110,9 @@ class Checkpoints:
         flush(part)
         part.rename(target)
         flush(self.folder)
-        stay = self.best(), evaluating
+        best = self.best()
         for step in superseded(self.steps(), self.keep, self.window):
-            if step not in stay:
+            if step != best:
                 remove_tree(self.folder / f"step_{step}")
         return target
 

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from async_opd.checks.gpu_memory import beside
@@ -77,6 +78,7 @@ class ActorFactory:
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
         self.env = shared_environment(self.config.cluster, os.environ)
+        self.run_dir = str(Path(self.config.run_dir or ".").absolute())  # for other processes
 
     async def queue(self) -> QueueActor:
         """The message queue."""
@@ -228,8 +230,9 @@ class ActorFactory:
             for rank in range(self.config.train.ranks)
         ]
         factory = self.factories.trainer
-        args = (self.config, self.device, queue, *factory.extra)
-        trainer = TrainerActor(first, self.config, self.device, factory.path, args, tuple(others))
+        config = self.config.model_copy(update={"run_dir": self.run_dir})
+        args = (config, self.device, queue, *factory.extra)
+        trainer = TrainerActor(first, config, self.device, factory.path, args, tuple(others))
         await self._build_after_guests("train", dict(enumerate(ranks)), trainer.build, queue)
         return trainer
 

@@ -1,7 +1,7 @@
 """Files of a run directory: links are not followed, new files are readable by their owner only.
 
     open(path, mode, opener=regular_file)     opens an existing file, or makes one (0600)
-    write_atomically(path, text)              replaces a file as a whole
+    write_atomically(path, content)              replaces a file as a whole
     make_folder(path)                         makes a directory (0700) if there is none
     remove_tree(path)                         removes a directory with its contents, or a link
     private_files()                           makes files that libraries write private too
@@ -59,16 +59,18 @@ def read_text(path: Path, errors: str = "strict") -> str:
     return read_bytes(path).decode(errors=errors)
 
 
-def write_atomically(path: Path, text: str, durable: bool = True) -> None:
-    """Writes ``text`` to a new file and renames it to ``path``: readers see the old or the new one.
+def write_atomically(path: Path, content: str | bytes, durable: bool = True) -> None:
+    """Writes text or bytes to a new file and renames it to ``path``.
+
+    Readers see the old or the new one.
 
     ``durable``: the bytes are on the disk before the rename. OSError if they cannot be written.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     partial.unlink(missing_ok=True)  # left by an earlier process with this id, or by another user
     try:
-        with open(partial, "x", encoding="utf-8", opener=regular_file) as file:
-            file.write(text)
+        with open(partial, "xb", opener=regular_file) as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             if durable:
                 os.fsync(file.fileno())

@@ -50,7 +50,7 @@ class EvaluationRuns:
         *,
         version: Callable[[], int],
         ungraded: Callable[[Sequence[DeadLetter]], None],
-        noted: Callable[[int, Mapping[str, float]], Awaitable[None]] | None,
+        noted: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
         """``version()`` is the newest one that all replicas have; ``ungraded`` gets dead letters.
 
@@ -64,7 +64,6 @@ class EvaluationRuns:
         self._ungraded = ungraded
         self._noted = noted
         self._running: asyncio.Task[None] | None = None
-        self.measured: int | None = None  # the step whose weights an evaluation began with
 
     def begin(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Begins the evaluation of the weights after ``step``, unless another one is under way."""
@@ -87,17 +86,15 @@ class EvaluationRuns:
         """
         if self._evaluation is None:
             return
-        first, self.measured = self._version(), step
+        first = self._version()
         work = self._evaluation.run(self._stages.rollouter.generate, prefix)
         measured = await self._bounded("the evaluation", work, endless=endless)
-        # no replica answers with an older version; the newest one may be on some of them only
-        oldest = measured.versions[0] if measured.versions else first
+        # no replica answers with an older version; the newest one may not be on all of them yet
+        oldest = min(measured.versions[0] if measured.versions else first, self._version())
         if oldest > first:
             step = self._schedule.step_of(oldest)
         await self._record(measured, of_step(step))
-        if self._noted is not None:
-            await self._noted(step, measured.metrics)
-        self.measured = None
+        await self._noted(step, measured.metrics)
         self._publish(measured, step, max(first, oldest))
 
     async def measure_teachers(self, least_s: float) -> None:

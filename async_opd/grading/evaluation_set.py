@@ -5,7 +5,6 @@ rows of data.eval ──the first max_prompts of each source──► prompts �
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -46,19 +45,13 @@ def evaluation_of(
     if not prompts:
         return None
     graders = Graders(GraderSpec.of(config, settings.grader))
-    turn = asyncio.Lock()
 
     async def grade(rollout: Rollout) -> Grade:
-        async with turn:  # one response in each round of the loop, which has a run to drive
-            await asyncio.sleep(0)
-            response = text.decode(rollout.response_ids.tolist())
+        response = text.decode(rollout.response_ids.tolist())
         return await graders.grade(response, rows[rollout.prompt.uid])
 
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    most, in_all = (
-        int(mib * (1 << 20)) for mib in (settings.samples_mib, settings.samples_total_mib)
-    )
-    files = EvaluationFiles(folder, most, in_all, text.decode, redacted)
+    files = EvaluationFiles(folder, int(settings.samples_mib * (1 << 20)), text.decode, redacted)
     return Evaluation(
         tuple(prompts),
         sampling_of(config),

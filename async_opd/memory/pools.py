@@ -116,7 +116,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         teacher_vocabulary=max(columns, default=0),
         on_host=ON_HOST[train.offload] if device == "cuda" else frozenset(),
         reduces_once=train.ranks > 1 and reduces_once(train, entries, memory),
-        kept=_heads(config, machine),
+        kept=_heads(config, machine) | _recorded(config),
     )
 
 
@@ -145,6 +145,19 @@ def _snapshot(config: RunConfig, step: Step, device: Device) -> int:
     if lora is not None and lora.sync == "adapter":
         return (step.trained or 0) * 4
     return step.size.engine_bytes(engine_dtype(config.rollout.engine, device))
+
+
+def _recorded(config: RunConfig) -> Terms:
+    """What ``log.microscope`` keeps of a step's tokens until its end, float64.
+
+    Of each token at most 13 numbers and five for each of the ``top_k`` (``trainer.recording``).
+    """
+    settings = config.log.microscope
+    if not settings.share:
+        return {}
+    tokens = config.train.batch_size * config.rollout.max_tokens * settings.share
+    numbers = 13 + 5 * settings.top_k
+    return {"recorded tokens": int(8 * numbers * tokens) // config.train.ranks}
 
 
 def _heads(config: RunConfig, machine: Machine) -> Terms:

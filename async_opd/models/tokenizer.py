@@ -94,6 +94,18 @@ class Text:
         """Text of a response, without special tokens."""
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
+    def token(self, token: int) -> str:
+        """Text of one token as it stands within a text, with its leading space.
+
+        Of part of a character, and of a special token, its name in the vocabulary.
+        """
+        once, twice = (
+            str(self._tokenizer.decode([token] * n, skip_special_tokens=True)) for n in (1, 2)
+        )
+        text = twice[len(once) :]  # a decoder may strip the space before the first token
+        named = not text or "\ufffd" in text
+        return str(self._tokenizer.id_to_token(token) or f"⟨{token}⟩") if named else text
+
     def turn_end(self) -> int | None:
         """The token that ends an assistant's turn: the first special one that follows its text.
 

@@ -315,6 +315,17 @@ def test_evaluations_of_weights_after_the_checkpoint_are_cut_with_their_files(
     assert left == ["step_0", "step_4", "teachers"]
 
 
+def test_records_of_tokens_after_the_checkpoint_are_cut(tmp_path: Path) -> None:
+    (tmp_path / "microscope").mkdir()
+    for step in (1, 2, 3):
+        (tmp_path / "microscope" / f"step_{step:06d}.rank_1.npz").touch()
+    cut_files(tmp_path, cut(2))
+    left = sorted(path.name for path in (tmp_path / "microscope").iterdir())
+    assert left == ["step_000001.rank_1.npz", "step_000002.rank_1.npz"]
+    cut_files(tmp_path, None)
+    assert not list((tmp_path / "microscope").iterdir())
+
+
 def test_a_dead_letter_that_a_full_disk_tore_is_cut(tmp_path: Path) -> None:
     (tmp_path / "dead_letters.jsonl").write_text("1\n345")  # the checkpoint's file had 5 bytes
     cut_files(tmp_path, cut(2))

@@ -8,7 +8,7 @@ import pytest
 
 from async_opd.checks.memory_fit import faults_of_memory, fewest_ranks, memory_rows, near
 from async_opd.config.run_config import RunConfig
-from async_opd.memory.pools import GIB, Machine
+from async_opd.memory.pools import GIB, Machine, memory_of
 from async_opd.models.model_size import ModelSize
 
 BILLION = 1_000_000_000
@@ -44,6 +44,14 @@ def test_a_student_that_its_gpus_do_not_hold_is_refused_with_its_terms_by_size()
     shown = fault[fault.index("(") :]
     assert shown.startswith("(moments 29.8 GiB, parameters 14.9 GiB, gradients 14.9 GiB, ")
     assert fault.endswith("its GPU has 70.0 GiB")
+
+
+def test_recorded_tokens_are_a_term_of_a_ranks_memory() -> None:
+    one = {"train": {"ranks": 2}, "rollout": {"max_tokens": 1000}}
+    recorded = config(**one, log={"microscope": {"share": 0.5, "top_k": 3}})
+    terms = memory_of(recorded, "train", gpus(80)).gpu
+    assert terms["recorded tokens"] == 8 * (13 + 5 * 3) * 1000 * recorded.train.batch_size // 4
+    assert "recorded tokens" not in memory_of(config(**one), "train", gpus(80)).gpu
 
 
 def test_the_remedies_name_what_each_leads_to_and_the_best_comes_first() -> None:

@@ -91,6 +91,29 @@ def test_without_templates_for_prompts_no_turn_has_an_end(tmp_path: Path, quicks
     assert Text(with_template(tmp_path, quickstart, CHATML), "never").turn_end() is None
 
 
+def test_the_texts_of_tokens_make_up_the_text(quickstart: str) -> None:
+    made = Text(f"{quickstart}/models/student")
+    ids = made.plain("sort 31=13")
+    assert "".join(map(made.token, ids)) == made.decode(ids)
+
+
+@pytest.mark.parametrize("decoder", ["ByteLevel", "Metaspace"])
+def test_a_token_keeps_its_leading_space_and_a_part_of_a_character_its_name(
+    tmp_path: Path, decoder: str
+) -> None:
+    from tokenizers import decoders, models
+
+    space = "\u0120" if decoder == "ByteLevel" else "\u2581"
+    made = Tokenizer(models.WordLevel({f"{space}a": 0, "\u00c3": 1, "b": 2}, unk_token="b"))
+    made.decoder = getattr(decoders, decoder)()
+    made.save(str(tmp_path / "tokenizer.json"))
+    text_of = Text(tmp_path)
+    assert text_of.token(0) == " a"
+    assert text_of.token(2) == "b"
+    assert text_of.token(1) == "\u00c3"
+    assert text_of.token(7) == "⟨7⟩"
+
+
 def test_the_files_of_a_model_are_read_once_however_many_prompts_there_are(
     tmp_path: Path, quickstart: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -252,8 +253,6 @@ def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path
         log.message("everything is up after 3 s")
         log.finish("failed", "rollouter: its process died")
     assert log.failures == 0, (tmp_path / "run.log").read_text()
-    import wandb  # a folder wandb/ beside the tests would move it among the imports above
-
     wandb.teardown()  # its process has written all of the file when it has ended
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     step, evaluation = wandb_rows.rows(path)

@@ -11,6 +11,8 @@ from typing import Any, Protocol
 
 import torch
 
+from trainer.recording.rows import Recorded
+
 Slopes = tuple[torch.Tensor, torch.Tensor]
 """(value [n], slope [n, K]): a loss per token, and its partial derivative by each log q_i. Partial:
 each log q_i depends on all logits, which ``rows.py`` accounts for."""
@@ -46,7 +48,8 @@ class Tokens:
     ``response_starts`` int64 [N] is the row (in the micro-batch) of the first token of a token's
     response, ``response_log_ratios`` float64 [N] log q/mu of that whole response
     (``responses.py``). Where several ranks share a micro-batch, ``of`` is the number of its tokens
-    on all of them, and ``response_starts`` counts in these. Of the teacher: ``teacher_logprobs``
+    on all of them, and ``response_starts`` counts in these. ``recorded`` where rows are recorded
+    (``trainer.recording``). Of the teacher: ``teacher_logprobs``
     [N] of the sampled tokens, and of a top-k support ``teacher_ids`` int64 and
     ``teacher_topk_logprobs`` [N, k], and ``teacher_rest_logprobs`` [N], the logarithm of the mass
     outside of it; or ``teacher_states``, which cover all rows in order.
@@ -65,13 +68,16 @@ class Tokens:
     response_starts: torch.Tensor | None = None
     response_log_ratios: torch.Tensor | None = None
     of: int | None = None
+    recorded: Recorded | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
 
     def part(self, rows: slice) -> Tokens:
         """The tokens of these rows, without hidden states and ``of``."""
-        return replace(self._map(lambda tensor: tensor[rows]), teacher_states=(), of=None)
+        own = self._map(lambda tensor: tensor[rows])
+        recorded = None if self.recorded is None else self.recorded.part(rows)
+        return replace(own, teacher_states=(), of=None, recorded=recorded)
 
     def to(self, device: torch.device) -> Tokens:
         """The same tokens on another device."""

@@ -32,6 +32,7 @@ from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, concat_metrics
 from trainer.losses.responses import Sum, log_sampled, response_sums
+from trainer.recording.rows import Recorded, most_probable, normalized
 
 CHUNK_BYTES = {"cpu": 256 << 20, "cuda": 1 << 30}
 """Bytes of the logits in memory at a time, the teacher's included. Each chunk reads and writes the
@@ -75,12 +76,13 @@ def chunked_loss(
     wanted = torch.is_grad_enabled() and bool(differentiable)
     chunk_pass = _ChunkPass(
         objective,
-        tokens,
+        replace(tokens, recorded=None),
         heads or {},
         compute or torch.promote_types(hidden.dtype, weight.dtype),
         shape,
         tuple(wanted and t is not None and t.requires_grad for t in (hidden, weight, bias)),
         over_ranks,
+        tokens.recorded,
     )
     loss: torch.Tensor = _ChunkedLoss.apply(hidden, weight, bias, chunk_pass)  # type: ignore[no-untyped-call]
     return loss, chunk_pass.metrics
@@ -122,7 +124,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 @dataclass
 class _ChunkPass:
-    """One pass over the chunks, and the metrics [N] of it.
+    """One pass over the chunks, and the metrics [N] of it; of ``recorded`` rows further values.
 
     ``wanted`` says of hidden, weight and bias whether its gradient is computed. ``scratch`` holds
     the teachers' logits of one chunk of at most ``count`` rows.
@@ -135,6 +137,8 @@ class _ChunkPass:
     shape: LogitShape
     wanted: tuple[bool, ...]
     over_ranks: Sum | None = None
+    recorded: Recorded | None = None
+    top: list[Metrics] = field(default_factory=list, init=False)
     count: int = field(init=False)
     scratch: torch.Tensor = field(init=False)
     metrics: Metrics = field(init=False)
@@ -164,7 +168,7 @@ class _ChunkPass:
             out = project(part, matrix, bias, logits)
             reports.append(self._losses(out, rows, states))
             _accumulate(sums, rows, out, part, matrix)
-        self.metrics = concat_metrics(reports)
+        self.metrics = concat_metrics(reports) | concat_metrics(self.top)
         loss = self.metrics["total"].sum() if reports else hidden.new_zeros((), dtype=precise)
         inputs = (hidden, weight, bias)
         return loss, [
@@ -204,10 +208,26 @@ class _ChunkPass:
             tokens = self.tokens.part(slice(rows.start + tile.start, rows.start + tile.stop))
             shaped = shape_logits(logits[tile], self.shape)
             slope = slope_of(shaped, self.shape)
-            reports.append(run(shaped, tokens, None if teacher is None else teacher[tile]))
+            given = shaped, tokens, None if teacher is None else teacher[tile]
+            reports.append(self._values(run, given, rows.start + start))
             if not isinstance(slope, float) or slope != 1:  # from shaped to plain logits
                 shaped.mul_(slope)
         return concat_metrics(reports)
+
+    def _values(
+        self,
+        run: ObjectiveRun,
+        given: tuple[torch.Tensor, Tokens, torch.Tensor | None],
+        start: int,
+    ) -> Metrics:
+        """The objective's values of a tile, whose first row is ``start``; overwrites its logits."""
+        if self.recorded is None:
+            return run(*given)
+        recorded = self.recorded.part(slice(start, start + len(given[1])))
+        top = most_probable(*given, recorded)
+        values = run(*given)
+        self.top.append(normalized(top, values, given[2], recorded))
+        return values
 
     def _teacher(self, states: TeacherStates, rows: slice) -> torch.Tensor:
         """The teacher's logits [n, V_teacher] of a chunk, in the scratch buffer."""

@@ -23,6 +23,7 @@ import torch
 from trainer.losses.base import Tokens
 from trainer.losses.surrogate import ClippedSurrogate
 from trainer.losses.terms import Metrics, Term
+from trainer.recording.rows import STUDENT, TEACHER
 
 MAX_LOG_RATIO = 80.0
 """Largest log-ratio, in nats: float32 overflows at exp(88), and no metric may be infinite."""
@@ -69,6 +70,8 @@ class Objective:
             "k1": opened.log_sampled - opened.teacher_sampled,
             "rollout_gap": log_ratio.abs(),
             "entropy": opened.entropy,
+            STUDENT: opened.log_sampled,
+            TEACHER: opened.teacher_sampled,
             "importance": ratio,
             **opened.metrics,
         }

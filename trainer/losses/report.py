@@ -30,6 +30,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from trainer.losses.terms import Metrics as Metrics
+from trainer.recording.rows import STUDENT, TEACHER, TOP
 
 LARGEST, SQUARES = "importance largest", "importance squared"
 """Names of the largest importance ratio and of the sum of their squares."""
@@ -46,6 +47,8 @@ OF_TEACHERS = {
     "agreement": "agreement",
 }
 """Values of tokens whose mean over the tokens of each teacher is a metric, and its name."""
+UNLOGGED = frozenset({STUDENT, TEACHER, *TOP})
+"""Values of tokens that are for records only."""
 SPARSE = "topk_overlap"
 """The value that some tokens have only, and that is NaN for all others."""
 
@@ -64,7 +67,7 @@ def token_sums(values: Metrics, teachers: Sequence[tuple[str, int]] = ()) -> Met
     Of the importance ratios also the ``LARGEST`` and the squares' sum. ``teachers`` are (name,
     number of tokens) of consecutive values, for the metrics of each teacher.
     """
-    found = {name: value.double() for name, value in values.items()}
+    found = {name: value.double() for name, value in values.items() if name not in UNLOGGED}
     ratio = found["importance"]
     sums = dict(_of_teachers(found, teachers))
     found.pop("agreement", None)

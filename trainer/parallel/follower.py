@@ -68,6 +68,8 @@ class Follower:
         return await asyncio.to_thread(self.rank.write, folder)
 
     apply = _in_thread(Rank.apply)
+    record = _in_thread(Rank.record)
+    flush_records = _in_thread(Rank.flush_records)
     reference = _in_thread(Rank.reference)
     join_gather = _in_thread(Rank.join_gather)
     capture = _in_thread(Rank.capture)

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from async_opd.config.sections.section import Section
 from async_opd.core.level import Level
 
 Logger = Literal["tensorboard", "mlflow", "trackio"]
+
+
+class MicroscopeConfig(Section):
+    """What ``async_opd inspect`` shows of single tokens (docs/microscope.md)."""
+
+    share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the samples whose tokens are recorded in ``microscope/`` of the run directory; 0:
+    none. ``seed`` and a sample's uid choose it, so that a resumed run records the same ones."""
+    max_mib: float = Field(default=256.0, gt=0)
+    """Bytes of all records. Where they do not suffice, every second step's records are removed,
+    then every second of these, so that the rest is spread over the whole run."""
+    top_k: int = Field(default=8, ge=1, le=128)
+    """Tokens of each side's most probable ones that are recorded at each position."""
 
 
 class LogConfig(Section):
@@ -31,6 +44,8 @@ class LogConfig(Section):
     of the run directory), ``mlflow`` (MLFLOW_TRACKING_URI, else ``mlflow/`` there), ``trackio``
     (TRACKIO_DIR, else its own folder). Each needs the extra of its name: ``pip install
     'async-opd[mlflow]'``. One that fails does not end the run: ``run.log`` says so."""
+
+    microscope: MicroscopeConfig = MicroscopeConfig()
 
     @field_validator("loggers")
     @classmethod

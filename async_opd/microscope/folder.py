@@ -1,0 +1,136 @@
+"""The folder ``microscope/`` of a run directory: ``step_<step>.rank_<rank>.npz``.
+
+    samples of a rank's step ──RecordWriter──► step_000012.rank_0.npz ──records──► SampleRecord, …
+
+Each rank has its share of ``log.microscope.max_mib`` for its own files. Where a file would exceed
+it, those of every second recorded step are removed: the steps that are left are multiples of
+``stride``, which doubles each time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from async_opd.core.uid import Uid
+from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
+from async_opd.microscope.record import RecordError, SampleRecord, from_bytes, joined, to_bytes
+
+MICROSCOPE = "microscope"
+"""The folder's name."""
+_FILE = re.compile(r"step_(\d+)\.rank_(\d+)\.npz")
+
+
+def is_recorded(uid: Uid, seed: int, share: float) -> bool:
+    """Whether a sample is among the ``share`` of all samples that are recorded."""
+    digest = hashlib.blake2b(f"{seed}/{uid}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") < share * 2**64
+
+
+def files(folder: Path) -> dict[tuple[int, int], Path]:
+    """The files of a folder by (step, rank), in this order; none without a folder."""
+    found = ((_FILE.fullmatch(path.name), path) for path in folder.glob("step_*.npz"))
+    return dict(sorted(((int(name[1]), int(name[2])), path) for name, path in found if name))
+
+
+def records(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
+    """The recorded samples of a run, or of some of its steps, in the order of steps.
+
+    A file that cannot be read is left out (``unreadable``).
+    """
+    by_step: defaultdict[int, list[Path]] = defaultdict(list)
+    for (step, _), path in files(run_dir / MICROSCOPE).items():
+        if steps is None or step in steps:
+            by_step[step].append(path)
+    for paths in by_step.values():
+        shares: defaultdict[str, list[SampleRecord]] = defaultdict(list)
+        for path in paths:
+            try:
+                for one in from_bytes(read_bytes(path)):
+                    shares[one.uid].append(one)
+            except (RecordError, OSError):
+                continue
+        yield from map(joined, shares.values())
+
+
+def unreadable(run_dir: Path) -> Iterator[str]:
+    """Each file that cannot be read, and why."""
+    for path in files(run_dir / MICROSCOPE).values():
+        try:
+            from_bytes(read_bytes(path))
+        except (RecordError, OSError) as error:
+            yield f"{path.name}: {error}"
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Removes the records of later steps, which a rewound run computes again. OSError."""
+    for (found, _), path in files(run_dir / MICROSCOPE).items():
+        if found > step:
+            path.unlink(missing_ok=True)
+
+
+@dataclass
+class RecordWriter:
+    """Writes one rank's files, which have at most ``max_bytes`` in all.
+
+    ``removed`` are samples that were recorded and did not find room, since this object was made.
+    """
+
+    folder: Path
+    rank: int
+    max_bytes: int
+    stride: int = 1
+    removed: int = 0
+    _kept: dict[int, tuple[int, int]] | None = field(default=None, init=False)
+
+    def write(self, step: int, samples: Sequence[SampleRecord]) -> None:
+        """Writes the step's file, in place of an earlier one of the same step. OSError.
+
+        Of samples that would take more than a quarter of all bytes only the first ones are kept.
+        """
+        given = len(samples)
+        content = to_bytes(samples) if samples else b""
+        while len(content) > self.max_bytes / 4:
+            samples = samples[: len(samples) // 2]
+            content = to_bytes(samples) if samples else b""
+        make_folder(self.folder)
+        kept = self._own()
+        kept.pop(step, None)
+        while sum(size for size, _ in kept.values()) + len(content) > self.max_bytes:
+            self._thin(kept)
+        if step % self.stride or not samples:
+            self.removed += given
+            return
+        self.removed += given - len(samples)
+        write_atomically(self.folder / _name(step, self.rank), content, durable=False)
+        kept[step] = len(content), len(samples)
+
+    def _thin(self, kept: dict[int, tuple[int, int]]) -> None:
+        """Removes the files of steps that are no multiples of twice the stride."""
+        self.stride *= 2
+        for step in [step for step in kept if step % self.stride]:
+            (self.folder / _name(step, self.rank)).unlink(missing_ok=True)
+            self.removed += kept.pop(step)[1]
+
+    def _own(self) -> dict[int, tuple[int, int]]:
+        """(bytes, samples) of this rank's files by step; those of an earlier process are there."""
+        if self._kept is None:
+            found = files(self.folder).items()
+            own = [(step, path) for (step, rank), path in found if rank == self.rank]
+            self._kept = {step: (path.stat().st_size, _samples(path)) for step, path in own}
+        return self._kept
+
+
+def _samples(path: Path) -> int:
+    try:
+        return len(from_bytes(read_bytes(path)))
+    except RecordError:
+        return 0
+
+
+def _name(step: int, rank: int) -> str:
+    return f"step_{step:06d}.rank_{rank}.npz"
