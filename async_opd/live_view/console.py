@@ -84,6 +84,7 @@ class LiveConsole(Sink):
 
     def close(self, summary: Summary) -> str | None:
         """Leaves the last state on the terminal, and the end screen below it."""
+        self.state.ended = True
         self.stop()
         print_end(self._terminal, summary)
         return _finish(self._file)

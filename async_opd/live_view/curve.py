@@ -21,11 +21,13 @@ class Curve:
         self._means: list[float] = []
         self._each = 1
         self._last: list[float] = []
+        self._sum, self._count = 0.0, 0
 
     def add(self, value: float) -> None:
         """Appends a value; one that is not finite is left out."""
         if not math.isfinite(value):
             return
+        self._sum, self._count = self._sum + value, self._count + 1
         self._last.append(value)
         if len(self._last) < self._each:
             return
@@ -34,6 +36,11 @@ class Curve:
         if len(self._means) == MAX_MEANS:
             self._means = [_mean(self._means[at : at + 2]) for at in range(0, MAX_MEANS, 2)]
             self._each *= 2
+
+    @property
+    def mean(self) -> float | None:
+        """The mean of all values; None without one."""
+        return self._sum / self._count if self._count else None
 
     @property
     def means(self) -> list[float]:

@@ -44,7 +44,7 @@ class Display:
         pools = state.pools[: max(fewest, rows - len(messages) - 12)]
         left = len(state.pools) - len(pools)
         yield _progress(state)
-        yield _pools(pools, width)
+        yield _pools(pools, width, state.ended)
         if left:
             yield Text(f"and {left} more pools", style="dim")
         rows -= 4 + len(pools) + bool(left) + len(messages)
@@ -88,7 +88,7 @@ def _progress(state: ViewState) -> Table:
     return grid
 
 
-def _pools(pools: Sequence[PoolRow], width: int) -> Table:
+def _pools(pools: Sequence[PoolRow], width: int, ended: bool) -> Table:
     """One line a pool; curves of busy share and tokens/s in a wide terminal."""
     name = max(min(max(cell_len(pool.name) for pool in pools), NAME), len("pool"))
     wide = width >= WIDE
@@ -106,7 +106,8 @@ def _pools(pools: Sequence[PoolRow], width: int) -> Table:
         (max(width - taken, 9), "left"),
     ):
         table.add_column(width=size, justify=side, no_wrap=True)  # type: ignore[arg-type]
-    head = ["pool", "busy", "", "", "tokens/s", "", "in flight", "waits for"]
+    busy, speed = ("mean busy", "mean t/s") if ended else ("busy", "tokens/s")
+    head = ["pool", busy, "", "", speed, "", "in flight", "waits for"]
     _add(table, head, wide, style="bold")
     for pool in pools:
         cells: list[Text | str] = [

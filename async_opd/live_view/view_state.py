@@ -31,7 +31,8 @@ class PoolRow:
     """A pool's newest values; None for a value that it has not reported.
 
     ``busy`` is the share of the last step's time, between 0 and 1, ``in_flight`` the requests or
-    calls under way. The curves are of the steps so far.
+    calls under way. The curves are of the steps so far. Of a run that has ended, whose last steps
+    drain the pools, ``busy`` and ``tokens_per_s`` are means over its steps.
     """
 
     name: str
@@ -73,6 +74,7 @@ class ViewState:
         self.topic_samples = min(config.queue.max_samples, config.max_in_flight)
         """The most samples that a topic can have, to which bars of topics are drawn."""
         self.step = 0
+        self.ended = False
         self.metrics: Mapping[str, float] = {}
         self.messages: tuple[str, ...] = ()
         self._pools = ("rollout", *(f"teacher/{name}" for name in config.teachers), "train")
@@ -105,6 +107,10 @@ class ViewState:
         """Called when the run goes back to a checkpoint; the curves keep what happened."""
         self.step, self._origin = 0, None
 
+    def began(self, moment: float) -> None:
+        """Sets the time, in seconds since the epoch, from which ``elapsed_s`` counts."""
+        self._started = moment
+
     def forget(self) -> None:
         """Called before all of a run's rows come once more: what they said is forgotten."""
         self.rewind()
@@ -120,7 +126,7 @@ class ViewState:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the state was made."""
+        """Seconds since the state was made, or since the moment that ``began`` was told."""
         return self._clock() - self._started
 
     @property
@@ -149,8 +155,8 @@ class ViewState:
         return [
             PoolRow(
                 name=pool,
-                tokens_per_s=metrics.get(f"{pool}/tokens_per_s"),
-                busy=metrics.get(f"{pool}/busy"),
+                tokens_per_s=self._value(f"{pool}/tokens_per_s"),
+                busy=self._value(f"{pool}/busy"),
                 in_flight=metrics.get(f"{pool}/in_flight"),
                 waits_for=self._waits.get(pool, ""),
                 busy_curve=self._curves.get(f"{pool}/busy", Curve()),
@@ -158,6 +164,11 @@ class ViewState:
             )
             for pool in self._pools
         ]
+
+    def _value(self, key: str) -> float | None:
+        """The newest value, or the mean over the steps of a run that has ended."""
+        mean = self._curves[key].mean if self.ended and key in self._curves else None
+        return self.metrics.get(key) if mean is None else mean
 
     @property
     def topics(self) -> list[TopicRow]:

@@ -8,8 +8,9 @@ summary.json: how it ended
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import TextIO
 
@@ -17,7 +18,6 @@ from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
-from async_opd.files.json_lines import MetricsRow
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.live_view.console import LiveConsole, PlainConsole, open_console, print_end
 from async_opd.live_view.display import Display
@@ -26,7 +26,7 @@ from async_opd.live_view.view_state import ViewState
 from async_opd.observability.sinks import Summary
 from async_opd.observability.terminal import terminal_on
 from async_opd.report.followed_run import FollowedRun, News
-from async_opd.report.recorded_run import Message, read_summary
+from async_opd.report.recorded_run import read_summary
 
 ENDED, GONE = 0, 1
 """Exit codes: the run has ended, however; the run's process is gone."""
@@ -62,24 +62,25 @@ class Watch:
     clock: Callable[[], float] = time.time
     sleep: Callable[[float], None] = time.sleep
     _heard: tuple[float, float] | None = field(default=None, init=False)
+    _last: float = field(default=0.0, init=False)  # the time of the last row or message
+
+    def __post_init__(self) -> None:
+        self._replay = ReplayClock(self.clock)
 
     def run(self, wait_s: float) -> int:
         """See ``watch``."""
         config = self._config(wait_s)
         log = config.log.model_copy(update={"console": "auto"})
-        replay = ReplayClock(self.clock)
         followed = FollowedRun(self.folder)
-        past = _everything(followed)
         summary, live = read_summary(self.folder), read_live(self.folder)
-        replay.moment = self._begun(past, summary, live)
         if summary is not None:
-            state = ViewState(config, replay)
-            self._replay(state, past, replay)
+            state = ViewState(config, self._replay)
+            self._read_past(state, followed, summary, live)
             return self._show_end(state, summary)
-        console = open_console(config.model_copy(update={"log": log}), replay, self.file)
+        console = open_console(config.model_copy(update={"log": log}), self._replay, self.file)
         assert console is not None
-        self._replay(console.state, past, replay)
-        replay.moment = None
+        self._read_past(console.state, followed, summary, live)
+        self._replay.moment = None
         console.start()
         try:
             return self._follow(console, followed)
@@ -101,26 +102,34 @@ class Watch:
         refuse_other_formats(self.folder)
         return load_config(file)
 
-    def _begun(self, past: News, summary: Summary | None, live: LiveRun | None) -> float:
-        """When the run's process began, as far as its files say."""
-        if live is not None and summary is None:
-            return live.started
-        moments = [message.time for message in past.messages] + [row.time for row in past.rows]
-        if summary is not None and moments:
-            return max(moments) - summary.seconds
-        return min(moments, default=self.clock())
+    def _read_past(
+        self, state: ViewState, followed: FollowedRun, summary: Summary | None, live: LiveRun | None
+    ) -> None:
+        """Posts what a run has written so far, at the time when it did, piece by piece.
 
-    def _replay(self, state: ViewState, past: News, replay: ReplayClock) -> None:
-        """Posts what a run has written so far, at the time when it did."""
-        for row in past.rows:
-            replay.moment = max(replay.moment or 0.0, row.time)
-            state.post(row.step, {on_one_line(key): value for key, value in row.values.items()})
-        for message in past.messages:
-            replay.moment = max(replay.moment or 0.0, message.time)
-            state.post_message(indented(message.text))
+        The run's process began when its live file says, or as long before the last row or message
+        as its summary says, or else with the first one.
+        """
+        first = inf
+        for news in _pieces(followed):
+            if news.again:
+                state.forget()
+            first = min([first, *filter(None, _times(news))])
+            self._last = max([self._last, *_times(news)])
+            for row in news.rows:
+                self._replay.moment = max(self._replay.moment or 0.0, row.time)
+                state.post(row.step, {on_one_line(key): value for key, value in row.values.items()})
+            for message in news.messages:
+                state.post_message(indented(message.text))
+        self._replay.moment = self._last or None
+        if live is not None and summary is None:
+            state.began(live.started)
+        elif self._last:
+            state.began(first if summary is None else self._last - summary.seconds)
 
     def _show_end(self, state: ViewState, summary: Summary) -> int:
         terminal = terminal_on(self.file)
+        state.ended = True
         terminal.print(Display(state))
         print_end(terminal, summary)
         return ENDED
@@ -131,11 +140,14 @@ class Watch:
             live, summary = read_live(self.folder), read_summary(self.folder)
             self._pass_on(console, followed.look(), live)
             if summary is not None:
-                self._pass_on(console, _everything(followed), None)
+                for news in _pieces(followed):
+                    self._pass_on(console, news, None)
                 console.close(summary)
                 return ENDED
             gone = self._gone(live)
             if gone:
+                last = max(self._last, live.time if live is not None else 0.0)
+                self._replay.moment = last or None
                 seconds = console.state.elapsed_s
                 ended = Summary("failed", gone, console.state.step, seconds, self.folder)
                 console.close(ended)
@@ -145,6 +157,7 @@ class Watch:
     def _pass_on(
         self, console: LiveConsole | PlainConsole, news: News, live: LiveRun | None
     ) -> None:
+        self._last = max([self._last, *_times(news)])
         if news.again:
             console.rewind()
             console.state.forget()
@@ -177,14 +190,12 @@ class Watch:
         )
 
 
-def _everything(followed: FollowedRun) -> News:
-    """All that there is by now."""
-    rows: list[MetricsRow] = []
-    messages: list[Message] = []
-    again = False
+def _times(news: News) -> list[float]:
+    """Of its rows and messages, in seconds since the epoch; 0 where a line has none."""
+    return [row.time for row in news.rows] + [message.time for message in news.messages]
+
+
+def _pieces(followed: FollowedRun) -> Iterator[News]:
+    """All that there is by now, as many bytes at a time as one look reads."""
     while news := followed.look():
-        if news.again:
-            rows, again = [], True
-        rows += news.rows
-        messages += news.messages
-    return News(tuple(rows), tuple(messages), again)
+        yield news

@@ -7,16 +7,20 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from weakref import ReferenceType, ref
 
 import pytest
 
 from async_opd import cli
 from async_opd.config.load import dump_config
 from async_opd.core.errors import ConfigError
+from async_opd.files.json_lines import MetricsRow
 from async_opd.files.run_format import write_run_format
 from async_opd.live_view.live_file import LIVE_FILE, LiveFile
 from async_opd.live_view.watch import ENDED, GONE, LOOK_S, Watch
 from async_opd.observability.run_log import RunLog
+from async_opd.report import followed_run
+from async_opd.report.followed_run import FollowedRun, News
 from tests.live_view.test_console import METRICS, Clock, Terminal, config, row, summary
 from tests.test_resume import SHAPE, live_and_evaluate, world
 
@@ -96,6 +100,56 @@ def test_a_run_that_ended_has_the_time_that_it_took(run: Run, out: io.StringIO) 
     assert watching(run, out).run(0) == ENDED
     assert "0:00:30 elapsed" in out.getvalue()
     assert "interrupted, 3 steps" in out.getvalue()
+
+
+def test_a_run_that_ended_has_the_means_of_its_steps_and_not_the_last_one(
+    run: Run, out: io.StringIO
+) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    drained = {"rollout/tokens_per_s": 0.0, "rollout/busy": 0.0}
+    run.log.log(4, drained)
+    run.log.finish("completed")
+    watching(run, out).run(0)
+    assert row(out.getvalue(), "pool")[:5] == ["pool", "mean", "busy", "mean", "t/s"]
+    words = row(out.getvalue(), "rollout")
+    assert ("73%" in words, "9259" in words) == (True, True), words
+
+
+def test_a_run_that_was_killed_has_the_time_until_its_last_sign_of_life(
+    run: Run, out: io.StringIO
+) -> None:
+    for step in (1, 2, 3):
+        run.step(step)
+    run.die()
+    run.clock.now += 9999
+    assert watching(run, out).run(0) == GONE
+    assert "failed, 3 steps in 0:00:30" in out.getvalue()
+
+
+def test_a_long_past_is_read_in_pieces_and_not_kept(
+    run: Run, out: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in range(1, 41):
+        run.step(step)
+    run.log.finish("completed")
+    monkeypatch.setattr(followed_run, "READ_BYTES", 2000)  # two or three rows
+    rows: list[ReferenceType[MetricsRow]] = []
+    most = 0
+    look = FollowedRun.look
+
+    def counted(self: FollowedRun) -> News:
+        nonlocal most
+        news = look(self)
+        rows.extend(ref(one) for one in news.rows)
+        most = max(most, sum(one() is not None for one in rows))
+        return news
+
+    monkeypatch.setattr(FollowedRun, "look", counted)
+    assert watching(run, out).run(0) == ENDED
+    assert len(rows) == 40
+    assert most <= 6
+    assert "0:06:40 elapsed" in out.getvalue()
 
 
 def test_a_running_run_is_followed_until_it_ends(run: Run, out: io.StringIO) -> None:
