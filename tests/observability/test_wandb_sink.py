@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import wandb
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -253,6 +252,8 @@ def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path
         log.message("everything is up after 3 s")
         log.finish("failed", "rollouter: its process died")
     assert log.failures == 0, (tmp_path / "run.log").read_text()
+    import wandb  # here: ruff sorts it above by whether a folder wandb/ stands beside the tests
+
     wandb.teardown()  # its process has written all of the file when it has ended
     (path,) = (tmp_path / "wandb").glob("offline-run-*/run-*.wandb")
     step, evaluation = wandb_rows.rows(path)
