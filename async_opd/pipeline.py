@@ -34,7 +34,7 @@ from async_opd.checkpoint.store import Checkpoint
 from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import CheckpointError, StageError, first_cause
+from async_opd.core.errors import CheckpointError, first_cause
 from async_opd.core.reports import StepReport
 from async_opd.core.samples import DeadLetter, Group
 from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
@@ -46,6 +46,7 @@ from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
 from async_opd.observability.pool_report import pool_reports
 from async_opd.observability.stall import StallDetector, teachers_s
+from async_opd.waiting.race import endless
 
 Result = TypeVar("Result")
 
@@ -84,6 +85,7 @@ class Pipeline:
         self._restored = self.start is None
         self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
+        self._unlogged: list[StepReport] = []
         self._coroutines = asyncio.TaskGroup()
         evaluated = 0 if self.evaluation is None else self.evaluation.requests
         self._bounded = StallDetector(self.config, self.stages, self.metering, evaluated).within
@@ -102,10 +104,10 @@ class Pipeline:
         supervising = self.stages.supervise(self._reissue, lambda: self.run_state.step)
         try:
             async with self._coroutines as coroutines:
-                endless: list[asyncio.Task[None]] = [
-                    coroutines.create_task(_endless("supervision", supervising)),
-                    coroutines.create_task(_endless("rollouter", self.stages.rollouter.run())),
-                    coroutines.create_task(_endless("scorer", self.stages.scorer.run())),
+                loops: list[asyncio.Task[None]] = [
+                    coroutines.create_task(endless("supervision", supervising)),
+                    coroutines.create_task(endless("rollouter", self.stages.rollouter.run())),
+                    coroutines.create_task(endless("scorer", self.stages.scorer.run())),
                     coroutines.create_task(self._events.forward(self.stages.rollouter)),
                     coroutines.create_task(self._events.forward(self.stages.scorer)),
                     coroutines.create_task(self._events.forward(self.stages.queue)),
@@ -124,16 +126,16 @@ class Pipeline:
                         await self._take_checkpoint(self.checkpointer)
                 else:
                     await self._resume(self.start)
-                endless.append(coroutines.create_task(self._admit()))
-                endless.append(coroutines.create_task(self._requeue_stale()))
-                endless.append(coroutines.create_task(self._replace()))
+                loops.append(coroutines.create_task(self._admit()))
+                loops.append(coroutines.create_task(self._requeue_stale()))
+                loops.append(coroutines.create_task(self._replace()))
                 await self._train()
                 await self.evaluations.finished()
                 if self.schedule.is_last_missing:
                     await self.evaluations.measure("eval", self.config.train.steps)
                 if self.checkpointer is not None:
                     await self._settled(self.checkpointer)
-                for task in endless:
+                for task in loops:
                     task.cancel()
         except ExceptionGroup as errors:
             await self._events.forward_last(
@@ -166,6 +168,9 @@ class Pipeline:
             before = "the cold start is not over" if self._restored else "nothing is restored yet"
             cause = "the run is being rewound" if self.rewound else before
             raise CheckpointError("checkpoint", cause)
+        for report in self._unlogged:  # the pools may not answer any more
+            self.log.log(report.step, self.metering.step(report, {}, {}) | self.run_state.metrics)
+        self._unlogged.clear()
         if self.checkpointer is not None:
             await self.checkpointer.settled()
             await self.checkpointer.take(self.run_state.cut)
@@ -258,30 +263,33 @@ class Pipeline:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
         self.metering.start()
         metering: asyncio.Task[None] | None = None
-        steps, sync_steps = self.config.train.steps, self.config.async_.sync_steps
-        first = self._step + 1
+        first, steps = self._step + 1, self.config.train.steps
         for self._step in range(first, steps + 1):
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
             self.run_state.settle(report)
-            if self._step % sync_steps == 0 or self._step == steps:
+            self._unlogged.append(report)
+            synced = self._step % self.config.async_.sync_steps == 0 or self._step == steps
+            if synced:
                 with self.metering.timed("sync/trainer_wait_s"):
                     await self._wait_for_push()
                     version = self.run_state.admission.version + 1
                     await self.stages.sync.snapshot(version)
                 self._pushing = self._coroutines.create_task(self._push())
-                await self._checkpoint(version)
             if metering is not None:
                 await metering  # of the step before: it ran beside this one
             metering = self._coroutines.create_task(self._meter(report))
+            if synced:
+                await self._checkpoint(version, metering)
         await self._wait_for_push()
         if metering is not None:
             await metering
 
-    async def _checkpoint(self, version: int) -> None:
+    async def _checkpoint(self, version: int, metering: asyncio.Task[None]) -> None:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
 
         With ``keep_best`` also of each version that is evaluated. These and the last one wait for
-        the one before, which would otherwise make ``take`` skip them.
+        the one before, which would otherwise make ``take`` skip them. All wait until the row of
+        their step is logged: a run that is resumed after the step never makes it.
         """
         every, keep_best = self.config.checkpoint.every, self.config.checkpoint.keep_best
         if self.checkpointer is None or not (every or keep_best):
@@ -291,6 +299,7 @@ class Pipeline:
         if wanted:
             await self._settled(self.checkpointer)
         if wanted or (every and version % every == 0):
+            await metering
             await self._take_checkpoint(self.checkpointer)
 
     async def _take_checkpoint(self, checkpointer: Checkpointer) -> None:
@@ -334,18 +343,12 @@ class Pipeline:
         self.log.busy(shown)
         warnings = self.run_state.guardrail.observe(metrics)
         metrics |= self.run_state.metrics
-        if self.checkpointer is not None:
-            metrics |= self.checkpointer.metrics
+        metrics |= {} if self.checkpointer is None else self.checkpointer.metrics
         self.log.waits(self.metering.waits)
         self.log.log(report.step, metrics)
+        self._unlogged.remove(report)
         for line in report.notes:
             self.log.message(f"trainer: {line}")
         for warning in warnings:
             self.log.message(f"step {report.step}: {warning}", "warning")
         self.run_state.guardrail.enforce(report.step, warnings)
-
-
-async def _endless(name: str, work: Awaitable[None]) -> None:
-    """Awaits a stage's own loop; StageError with the stage's name if the loop ends."""
-    await work
-    raise StageError(name, "its loop ended while the run was going on", "")

@@ -211,6 +211,7 @@ class Life:
             self.checkpointer._writing.cancel()
             with suppress(asyncio.CancelledError, Killed):
                 await self.checkpointer._writing
+            self.checkpointer._writing = None
 
 
 def live(folder: Path, seed: int, shape: dict[str, Any], ticks: int | None, **how: Any) -> bool:
@@ -369,6 +370,12 @@ def evaluated(folder: Path) -> Counter[int]:
     return Counter(line["step"] for line in lines if "eval/a/accuracy" in line)
 
 
+def trained_rows(folder: Path) -> list[int]:
+    """The steps of all rows of trained steps."""
+    lines = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return [line["step"] for line in lines if "staleness/mean" in line]
+
+
 @pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
 @examples(40)
 @given(
@@ -376,7 +383,7 @@ def evaluated(folder: Path) -> Counter[int]:
     kills=st.lists(st.integers(0, 1500), max_size=3),
     shape=st.fixed_dictionaries({k: v for k, v in shapes.items() if k != "seed"}),
 )
-def test_after_any_kills_no_version_has_two_evaluations_and_each_without_one_is_named(
+def test_after_any_kills_each_step_has_a_row_and_each_version_at_most_one_evaluation(
     seed: int, kills: list[int], shape: dict[str, Any]
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -386,9 +393,10 @@ def test_after_any_kills_no_version_has_two_evaluations_and_each_without_one_is_
             for number, ticks in enumerate(kills)
         ):
             assert live_and_evaluate(folder, seed + 99, shape, None)
-        found = evaluated(folder)
+        found, rows = evaluated(folder), trained_rows(folder)
         skipped = (folder / RUN_LOG).read_text().count("no evaluation")
     steps, k = shape["steps"], shape["k"]
+    assert rows == list(range(1, steps + 1))
     due = {*range(k, steps, k), steps}
     assert set(found.values()) == {1}
     assert {steps} <= set(found) <= due
@@ -516,6 +524,48 @@ def test_a_step_the_driver_did_not_hear_of_is_in_the_checkpoint(tmp_path: Path) 
     assert newest is not None
     assert (newest.cut.step, newest.cut.ledger.trained) == (4, 16)
     assert len(audit(tmp_path).trained) == 16
+
+
+def logged(folder: Path, ticks: int, end: str, unanswered: int) -> list[int]:
+    """The steps with rows, and last the checkpoint's step, of a run whose reports come to an end.
+
+    Step ``unanswered`` and later ones are trained, and the rollout stage reports no more.
+    """
+
+    async def run() -> None:
+        config = world(**SHAPE).pipeline.config
+        with (
+            RunLog(config, folder, sinks=[]) as log,
+            Journal(folder / LEDGER) as journal,
+            files_fail_after(None),
+        ):
+            life = Life(folder, journal, 1, SHAPE, log=log)
+            report = life.world.rollouter.report
+
+            async def silent() -> Any:
+                if life.world.trainer.steps >= unanswered:
+                    await asyncio.Event().wait()
+                return await report()
+
+            life.world.rollouter.report = silent  # type: ignore[method-assign]
+            await life.live(ticks, end=end)
+
+    asyncio.run(run())
+    newest = Checkpoints(folder / "checkpoints", 2).newest(print)
+    return [*trained_rows(folder), newest.cut.step if newest else 0]
+
+
+def test_no_checkpoint_is_written_before_the_row_of_its_step(tmp_path: Path) -> None:
+    """A run that is killed in between would go on after it, and never have the row."""
+    *rows, step = logged(tmp_path, 3000, "kill", unanswered=4)
+    assert (rows, step) == ([1, 2, 3], 2)
+
+
+def test_a_signal_before_a_row_is_made_leaves_the_row_of_what_the_trainer_reported(
+    tmp_path: Path,
+) -> None:
+    *rows, step = logged(tmp_path, 3000, "signal", unanswered=3)
+    assert rows == list(range(1, step + 1))
 
 
 def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable, Coroutine
 from typing import Any, TypeVar
 
-from async_opd.core.errors import first_cause
+from async_opd.core.errors import StageError, first_cause
 
 Result = TypeVar("Result")
 
@@ -28,6 +28,12 @@ async def race(*works: Awaitable[Result]) -> Result:
         # gather retrieves the errors, and waits for all of them even when it is cancelled itself
         await asyncio.gather(*tasks, return_exceptions=True)
     return first.result()
+
+
+async def endless(name: str, work: Awaitable[None]) -> None:
+    """Awaits a stage's own loop; StageError with the stage's name if the loop ends."""
+    await work
+    raise StageError(name, "its loop ended while the run was going on")
 
 
 async def gather_or_cancel(*works: Coroutine[Any, Any, Result]) -> list[Result]:
