@@ -13,6 +13,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
+from async_opd.importing import command as importing
 from async_opd.live_view import command as watch
 from async_opd.observability.dashboard import command as dashboard
 from async_opd.processes.output import write_stderr
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     report.add_arguments(commands)
     dashboard.add_arguments(commands)
     evaluate.add_arguments(commands)
+    importing.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from async_opd.config.foreign_keys import name_here
 from async_opd.config.keys import (
     default_of,
     key_of,
@@ -240,6 +241,15 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
         return f"found {_shown(found)}: the key is called {renamed} now", f"write {renamed}"
     section, _, name = key.rpartition(".")
     others = kinds_with(section, name)
+    foreign = name_here(key)
+    if not others and foreign is not None:
+        framework, ours = foreign
+        if not ours:
+            return f"is a section of {framework}", "turn the file into a config: async_opd import"
+        return (
+            f"unknown key (value {_shown(found)}): {framework}'s name for {ours}",
+            f"write {ours}",
+        )
     if not others:
         return f"unknown key (value {_shown(found)})", _nearest_key(key)
     return (

@@ -117,12 +117,20 @@ def load_yaml(text: str) -> Any:
             loader.dispose()
 
 
-def dump_yaml(value: Any) -> str:
+def dump_yaml(value: Any, *, flow: bool | None = False) -> str:
     """A document that ``load_yaml`` reads back to an equal value (tuples as lists).
 
     It is ASCII: PyYAML would write some Unicode line breaks unescaped, and fold them on reading.
+    ``flow``: sections and lists are ``{a: 1, b: [2]}``, in lines of about 90 characters; None: the
+    innermost ones are.
     """
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False)
+    text: str = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=flow,
+        width=80 if flow is False else 90,
+    )
     return text
 
 

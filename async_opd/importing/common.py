@@ -1,0 +1,81 @@
+"""What the tables of several frameworks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from async_opd.config.keys import default_of, keys_below
+from async_opd.importing.draft import Draft
+from async_opd.importing.entries import ABSENT
+
+FILES = (".parquet", ".jsonl", ".json")
+PLACEHOLDER = "data/train.jsonl"
+"""The file that is named where the framework names no data that can be read here."""
+
+
+def importable(key: str, value: Any) -> Any:
+    """The value, or nothing if this version has no such key."""
+    section, _, name = key.rpartition(".")
+    return value if name in keys_below(section) else ABSENT
+
+
+def paths(value: Any) -> list[str]:
+    """One path or several, as a list."""
+    return [str(one) for one in value] if isinstance(value, list) else [str(value)]
+
+
+def batches(draft: Draft, batch: int, sync: int, threshold: float) -> None:
+    """Sizes of a step and of a weight version, and how far rollouts may run ahead."""
+    draft.ours["train.batch_size"] = batch
+    draft.ours["async.staleness_threshold"] = threshold
+    draft.ours["async.sync_steps"] = sync
+    draft.put(
+        "queue.max_samples", batch if batch > (default_of("queue.max_samples") or 0) else ABSENT
+    )
+
+
+def epochs(draft: Draft, steps: Any, count: Any) -> None:
+    """The length of the run: optimizer steps, or passes over the data."""
+    if steps is not None and int(steps) > 0:
+        draft.ours["train.steps"] = int(steps)
+    elif count is not None and importable("train.epochs", count) is not ABSENT:
+        draft.ours["train.epochs"] = count
+    elif count is not None:
+        draft.fill_in.append(f"train.steps: {count} epochs of your rows, divided by the batch")
+
+
+def evaluation_every(draft: Draft, evaluate: Any, save: Any, sync: int) -> None:
+    """Evaluations and checkpoints: every so many steps there, every so many versions here."""
+    for key, steps in (("eval.every", evaluate), ("checkpoint.every", save)):
+        if steps is not None:
+            draft.ours[key] = max(round(int(steps) / sync), 1) if int(steps) > 0 else 0
+
+
+def log_to(draft: Draft, destinations: Any) -> None:
+    """Loggers by their names there; what is not known is left out."""
+    names = paths(destinations) if destinations else []
+    known = [name for name in ("tensorboard", "mlflow", "trackio") if name in names]
+    if "all" not in names and "wandb" not in names:
+        draft.ours["log.wandb"] = "off"
+    if known:
+        draft.ours["log.loggers"] = known
+
+
+def finish(draft: Draft) -> None:
+    """Fills in what a config needs and the file does not say, and names it."""
+    if not draft.ours.get("student.model"):
+        draft.ours["student.model"] = "STUDENT"
+        draft.fill_in.append("student.model: a directory or a hub id")
+    if not draft.ours.get("data.train"):
+        draft.ours["data.train"] = [PLACEHOLDER]
+        draft.fill_in.append("data.train: a file with your prompts")
+    teachers = {key.split(".")[1] for key in draft.ours if key.startswith("teachers.")}
+    for name in teachers:
+        model = f"teachers.{name}.model"
+        known = any(draft.ours.get(f"teachers.{name}.{one}") for one in ("kind", "model"))
+        if not known:
+            draft.ours[model] = "TEACHER"
+            draft.fill_in.append(f"{model}: a directory or a hub id")
+    if not teachers:
+        draft.ours["teachers.teacher.model"] = "TEACHER"
+        draft.fill_in.append("teachers.teacher.model: a directory or a hub id")

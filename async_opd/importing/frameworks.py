@@ -1,0 +1,123 @@
+"""The frameworks whose files are read, and how a file is known to be one of theirs."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from async_opd.config.yaml_text import YamlError
+from async_opd.core.errors import ConfigError, Problem
+from async_opd.files.safe_open import read_text
+from async_opd.importing import asyncopd, nemo_rl, prime_rl, trl, verl
+from async_opd.importing.draft import Draft, flat
+from async_opd.importing.entries import Table
+from async_opd.importing.hydra import flags, overrides
+from async_opd.importing.python_script import read_python
+from async_opd.importing.shell import read_shell
+from async_opd.importing.tables import asyncopd as asyncopd_keys
+from async_opd.importing.tables import nemo_rl as nemo_rl_keys
+from async_opd.importing.tables import prime_rl as prime_rl_keys
+from async_opd.importing.tables import trl as trl_keys
+from async_opd.importing.tables import verl as verl_keys
+from async_opd.importing.yaml_tree import read_yaml
+
+
+@dataclass(frozen=True)
+class Framework:
+    """A table of keys, what several keys say together, and keys that are found nowhere else."""
+
+    name: str
+    table: Table
+    together: Callable[[Draft], None]
+    marks: tuple[str, ...]
+
+
+FRAMEWORKS = {
+    one.name: one
+    for one in (
+        Framework(
+            "verl", verl_keys.TABLE, verl.together, ("actor_rollout_ref.", "distillation.teacher")
+        ),
+        Framework("nemo-rl", nemo_rl_keys.TABLE, nemo_rl.together, ("loss_fn.", "policy.")),
+        Framework(
+            "asyncopd", asyncopd_keys.TABLE, asyncopd.together, ("algorithm.opd.", "algorithm.")
+        ),
+        Framework(
+            "prime-rl", prime_rl_keys.TABLE, prime_rl.together, ("orchestrator.", "trainer.loss.")
+        ),
+        Framework(
+            "trl",
+            trl_keys.TABLE,
+            trl.together,
+            ("config_class", "teacher_model_name_or_path", "teacher_server_urls", "lmbda"),
+        ),
+    )
+}
+
+
+@dataclass
+class Parsed:
+    """The keys of a file, and what of it was not read."""
+
+    keys: Mapping[str, Any]
+    notes: list[str] = field(default_factory=list)
+
+
+def parse(path: Path) -> Parsed:
+    """The keys of a script or config. ConfigError if it cannot be read or has none."""
+    try:
+        parsed = _parse(path)
+    except (OSError, UnicodeDecodeError) as error:
+        raise _refused(path, f"cannot be read: {error}", "check the path") from error
+    except (YamlError, tomllib.TOMLDecodeError, SyntaxError) as error:
+        remedy = "give a .sh, .py, .toml or .yaml file"
+        raise _refused(path, f"cannot be parsed: {error}", remedy) from error
+    if not parsed.keys:
+        remedy = "name the file that sets the run's keys"
+        raise _refused(path, "sets no key of a framework that is known here", remedy)
+    return parsed
+
+
+def framework_of(path: Path, keys: Mapping[str, Any], name: str | None) -> Framework:
+    """The framework that is named, else the first one that the keys show. ConfigError."""
+    if name is not None:
+        return FRAMEWORKS[name]
+    for framework in FRAMEWORKS.values():
+        if any(key.startswith(mark) for mark in framework.marks for key in keys):
+            return framework
+    message = f"is of no framework that is known here: its keys are {', '.join(list(keys)[:5])} …"
+    raise _refused(path, message, f"name it by --from: {', '.join(FRAMEWORKS)}")
+
+
+def _refused(path: Path, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem(str(path), "", message, remedy)])
+
+
+def _parse(path: Path) -> Parsed:
+    if path.suffix in (".yaml", ".yml"):
+        keys, missing = read_yaml(path)
+        return Parsed(
+            keys, [f"its parent {one} is not there: its values are not here" for one in missing]
+        )
+    text = read_text(path)
+    if path.suffix == ".toml":
+        return Parsed(flat(tomllib.loads(text)))
+    if path.suffix == ".py":
+        return Parsed(read_python(text))
+    return _parse_shell(text)
+
+
+def _parse_shell(text: str) -> Parsed:
+    """The overrides of the script's commands, or the flags of the one that trains a student."""
+    script = read_shell(text)
+    keys: dict[str, Any] = {}
+    for words in script.commands:
+        keys.update(overrides(words))
+    if not any(key.startswith("actor_rollout_ref.") for key in keys):
+        trained = [flags(words) for words in script.commands]
+        keys = next((one for one in trained if "teacher_model_name_or_path" in one), keys)
+    skipped = [f"not read: {line}" for line in script.skipped]
+    return Parsed(keys, skipped)

@@ -1,0 +1,147 @@
+"""NeMo-RL's distillation: ``examples/run_distillation.py`` with a YAML config.
+
+Facts: ``examples/configs/distillation_math.yaml``, ``examples/configs/recipes/llm`` and
+``nemo_rl/algorithms`` of github.com/NVIDIA-NeMo/RL, read in November 2026.
+"""
+
+from __future__ import annotations
+
+from async_opd.importing.common import batches, epochs, evaluation_every, log_to
+from async_opd.importing.draft import Draft
+from async_opd.importing.tables.nemo_rl import GENERATION
+
+
+def together(draft: Draft) -> None:
+    """Sets what several keys say together."""
+    _loss(draft)
+    sync = _sizes(draft)
+    _pools(draft)
+    _schedule(draft)
+    _data(draft)
+    answers = draft.whole("data.validation.repeat", default=1)
+    temperature = draft.take(f"{GENERATION}.val_temperature", f"{GENERATION}.temperature")
+    draft.put("eval.temperature", temperature)
+    draft.put("eval.n", answers if temperature else None)
+    saved = draft.take("checkpointing.enabled", default=True)
+    save = draft.take("checkpointing.save_period", default=10) if saved else -1
+    evaluation_every(draft, draft.take("distillation.val_period", default=20), save, sync)
+    names = ("wandb", "tensorboard", "mlflow")
+    log_to(draft, [name for name in names if draft.take(f"logger.{name}_enabled")] or ["console"])
+    draft.take("distillation.val_at_start", "logger.swanlab_enabled")
+    if draft.whole("distillation.max_rollout_turns", default=1) > 1:
+        draft.differs.append("distillation.max_rollout_turns: a response has one turn here")
+
+
+def _loss(draft: Draft) -> None:
+    """Both sides are scaled to sum to 1 over the teacher's top-k, unless zero_outside_topk."""
+    kind = draft.take("loss_fn.kl_type", default="mixed")
+    zero = draft.take("loss_fn.zero_outside_topk", default=False)
+    weight = draft.take("loss_fn.mixed_kl_weight", default=0.5)
+    ours = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "reverse_kl"}
+    draft.ours["loss.kind"] = ours.get(str(kind), "reverse_kl")
+    draft.ours["loss.support"], draft.ours["loss.tail"] = "teacher_topk", "renormalize"
+    if kind == "mixed":
+        draft.differs.append(
+            f"loss_fn.kl_type: mixed is {weight} forward + {1 - float(weight):g} reverse KL, which "
+            "no objective here is: reverse_kl is written, jsd is the other choice"
+        )
+    if zero:
+        draft.differs.append(
+            "loss_fn.zero_outside_topk sets the teacher to exp(-100) outside of its top-k there; "
+            "here both sides are scaled to the support"
+        )
+
+
+def _sizes(draft: Draft) -> int:
+    prompts = draft.whole("distillation.num_prompts_per_step", default=128)
+    samples = prompts * draft.whole("distillation.num_generations_per_prompt", default=1)
+    batch = draft.whole("policy.train_global_batch_size", default=samples)
+    sync = max(samples // batch, 1)
+    batches(draft, batch, sync, 0)
+    steps = draft.take("distillation.max_num_steps")
+    epochs(draft, steps and int(steps) * sync, draft.take("distillation.max_num_epochs"))
+    if steps and sync > 1:
+        draft.differs.append(
+            f"distillation.max_num_steps: a step there has {sync} optimizer steps, which are steps "
+            "here"
+        )
+    packed, dynamic = (
+        f"policy.{name}.train_mb_tokens" for name in ("sequence_packing", "dynamic_batching")
+    )
+    draft.put("train.tokens_per_micro_batch", draft.whole(packed, dynamic, default=8192))
+    return sync
+
+
+def _pools(draft: Draft) -> None:
+    node = draft.whole("cluster.gpus_per_node", default=1)
+    gpus = node * draft.whole("cluster.num_nodes", default=1)
+    parallel = draft.whole(f"{GENERATION}.vllm_cfg.tensor_parallel_size", default=1)
+    resources = f"{GENERATION}.colocated.resources"
+    own = draft.whole(f"{resources}.gpus_per_node") * draft.whole(
+        f"{resources}.num_nodes", default=1
+    )
+    if draft.take(f"{GENERATION}.colocated.enabled", default=True):
+        draft.ours.update({"rollout.placement": "colocated", "rollout.with": "train"})
+        draft.put("rollout.replicas", max(gpus // parallel, 1))
+        draft.put("train.ranks", gpus)
+    else:
+        draft.put("rollout.replicas", max(own // parallel, 1))
+        draft.put("train.ranks", max(gpus - own, 1))
+    megatron = draft.take("policy.megatron_cfg.enabled", default=False)
+    names = ("megatron_cfg",) if megatron else ("automodel_cfg", "dtensor_cfg")
+    keys = [f"policy.{name}.context_parallel_size" for name in names]
+    for unused in ("automodel_cfg", "dtensor_cfg", "megatron_cfg"):
+        draft.take(f"policy.{unused}.context_parallel_size")
+    draft.put("train.context_parallel", draft.take(*keys, default=1))
+    boxes = ("automodel_cfg", "dtensor_cfg")
+    again = draft.take(*(f"policy.{one}.activation_checkpointing" for one in boxes))
+    draft.put(
+        "train.gradient_checkpointing", None if again is None else "full" if again else "none"
+    )
+    draft.take(*(f"policy.{one}.cpu_offload" for one in boxes))
+    for key in draft.theirs:
+        if key.startswith("teacher.") and "tensor_" in key and key.endswith("parallel_size"):
+            own_engine = "vllm_cfg" in key
+            value = draft.take(key)
+            if not own_engine and not ("megatron" in key and not megatron):
+                draft.ours["teachers.teacher.tensor_parallel"] = value
+    draft.differs.append("the teacher shares the student's GPUs there; here it has GPUs of its own")
+
+
+def _schedule(draft: Draft) -> None:
+    """A linear rise and then a constant rate is the only schedule that is read."""
+    draft.ours["train.schedule"] = "constant"
+    warmup = 0
+    for name in draft.below("policy.scheduler"):
+        kind = str(draft.take(f"policy.scheduler.{name}.name", default=""))
+        total = draft.whole(f"policy.scheduler.{name}.kwargs.total_iters")
+        milestones = draft.take(f"policy.scheduler.{name}.milestones")
+        for rest in ("factor", "start_factor", "end_factor"):
+            draft.take(f"policy.scheduler.{name}.kwargs.{rest}")
+        if kind.endswith("LinearLR"):
+            warmup = total
+        elif kind and not kind.endswith("ConstantLR"):
+            draft.differs.append(f"policy.scheduler: {kind} is no schedule here; constant is used")
+        elif not kind and milestones is None:
+            draft.take(f"policy.scheduler.{name}")
+    draft.ours["train.warmup_steps"] = warmup
+
+
+def _data(draft: Draft) -> None:
+    names = {
+        key: draft.take(key)
+        for key in draft.theirs
+        if key.startswith("data.") and key.endswith("dataset_name")
+    }
+    for key, name in names.items():
+        split = "eval" if "validation" in key else "train"
+        draft.fill_in.append(f"data.{split}: NeMo-RL loads {name} by name; give a file here")
+    draft.ours["teachers.teacher.sources"] = ["math"]
+    draft.fill_in.append("teachers.teacher.sources: the values of data.route_by in your rows")
+    prompt = draft.take("data.default.teacher_prompt_file")
+    if prompt:
+        draft.ours["teachers.teacher.prompt_template"] = "{prompt}"
+        draft.fill_in.append(f"teachers.teacher.prompt_template: the text of {prompt}")
+    extra = draft.theirs.get("policy.tokenizer.chat_template_kwargs")
+    if extra is None:
+        draft.take("policy.tokenizer.chat_template_kwargs")
