@@ -15,7 +15,7 @@ from async_opd.importing import asyncopd, nemo_rl, prime_rl, trl, verl
 from async_opd.importing.draft import Draft, flat
 from async_opd.importing.entries import Table
 from async_opd.importing.hydra import flags, overrides
-from async_opd.importing.python_script import read_python
+from async_opd.importing.python_script import CONFIGS, read_python
 from async_opd.importing.shell import read_shell
 from async_opd.importing.tables import asyncopd as asyncopd_keys
 from async_opd.importing.tables import nemo_rl as nemo_rl_keys
@@ -110,6 +110,14 @@ def _parse(path: Path) -> Parsed:
     return _parse_shell(text)
 
 
+def config_class(words: list[str]) -> dict[str, str]:
+    """TRL's config class by the script's name: ``gold.py`` and ``trl gold`` have GOLDConfig."""
+    names = {name.removesuffix("Config").lower(): name for name in CONFIGS}
+    scripts = (Path(word).stem.replace("_", "") for word in words)
+    named = next((names[one] for one in scripts if one in names), None)
+    return {} if named is None else {"config_class": named}
+
+
 def _parse_shell(text: str) -> Parsed:
     """The overrides of the script's commands, or the flags of the one that trains a student."""
     script = read_shell(text)
@@ -117,7 +125,9 @@ def _parse_shell(text: str) -> Parsed:
     for words in script.commands:
         keys.update(overrides(words))
     if not any(key.startswith("actor_rollout_ref.") for key in keys):
-        trained = [flags(words) for words in script.commands]
-        keys = next((one for one in trained if "teacher_model_name_or_path" in one), keys)
+        for words in script.commands:
+            given = flags(words)
+            if "teacher_model_name_or_path" in given:
+                keys = {**config_class(words), **given}
     skipped = [f"not read: {line}" for line in script.skipped]
     return Parsed(keys, skipped)

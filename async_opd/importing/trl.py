@@ -142,7 +142,7 @@ def _loss(draft: Draft, kind: str, own: dict[str, Any]) -> None:
         draft.ours["loss.beta"] = beta
     if draft.take("use_uld_loss"):
         draft.differs.append("use_uld_loss aligns two vocabularies there; here both share one")
-    if kind in ("GOLDConfig", "DistillationConfig") and draft.ours.get("rollout.temperature"):
+    if kind == "DistillationConfig" and "rollout.temperature" in draft.ours:
         draft.differs.append("temperature tempers both sides of the divergence too there: not here")
     if top == 0:
         draft.ours["loss.support"] = "full_vocab"

@@ -1,0 +1,102 @@
+"""Scripts are parsed, never executed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_opd.importing.draft import Expression
+from async_opd.importing.hydra import flags, overrides
+from async_opd.importing.python_script import read_python
+from async_opd.importing.shell import read_shell
+from async_opd.importing.yaml_tree import read_yaml
+
+
+def words(text: str) -> list[str]:
+    (found,) = read_shell(text).commands
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a=1\nrun x=$a y=${a}b z=\"$a c\"", ["run", "x=1", "y=1b", "z=1 c"]),
+        ("run x=${A:-7} y=${B:=8} z=${C-9}", ["run", "x=7", "y=8", "z=9"]),
+        ("a=3\nrun x=${A:-${a}}", ["run", "x=3"]),
+        ("run a=1 \\\n    b=2 \\\n    c=3", ["run", "a=1", "b=2", "c=3"]),
+        ("A=(\n  x=1  # why\n  y='a # b'\n)\nrun \"${A[@]}\"", ["run", "x=1", "y=a # b"]),
+        ("A=(x=1)\nA+=(y=2)\nrun \"${A[@]}\"", ["run", "x=1", "y=2"]),
+        ("a=2\nrun x=$((a * (3 + 4) + 1)) y=$(( $a-5 ))", ["run", "x=15", "y=-3"]),
+        ("export a=1\nrun $a", ["run", "1"]),
+        ("run $HOME/data \"$@\"", ["run", "${HOME}/data", "$@"]),
+        ("a=${a}b\nrun $a", ["run", "${a}b"]),
+    ],
+)  # fmt: skip
+def test_variables_arrays_and_sums_of_a_script_are_followed(text: str, expected: list[str]) -> None:
+    assert words(text) == expected
+
+
+def test_what_stands_in_a_condition_is_named_and_not_read() -> None:
+    script = read_shell("a=1\nif [ $b ]; then\n  a=2\nfi\nfor x in 1; do run y; done\nrun $a\n")
+    assert script.commands == [["run", "1"]]
+    assert script.skipped == ["if [ $b ]; then", "for x in 1; do run y; done"]
+
+
+def test_no_command_of_a_script_runs(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    read_shell(
+        f"touch {marker}\nx=$(touch {marker})\ny=`touch {marker}`\nz=$(( $(touch {marker}) ))"
+    )
+    read_python(f"open({str(marker)!r}, 'w')\nGKDConfig(beta=open({str(marker)!r}, 'w'))")
+    assert not marker.exists()
+
+
+def test_overrides_are_values_with_plus_signs_and_quotes() -> None:
+    found = overrides(
+        ["+a.b=1", "++a.c='x'", "a.d=['p', 'q']", "a.e=1e-6", "a.f=null", "a.g=False"]
+    )
+    assert found == {
+        "a.b": 1,
+        "a.c": "x",
+        "a.d": ["p", "q"],
+        "a.e": 1e-6,
+        "a.f": None,
+        "a.g": False,
+    }
+
+
+def test_flags_have_a_value_or_are_true() -> None:
+    given = ["x.py", "--learning_rate", "2e-5", "--use_peft", "--lora-r=8", "--beta", "-1"]
+    assert flags(given) == {"learning_rate": 2e-5, "use_peft": True, "lora_r": 8, "beta": -1}
+
+
+def test_a_scripts_literals_and_names_are_followed_and_the_rest_is_named() -> None:
+    found = read_python(
+        "name = 'student'\nmodel = AutoModelForCausalLM.from_pretrained(name)\n"
+        "args = GKDConfig(beta=0.5, seed=compute(3), lmbda=lmbda)\n"
+        "GKDTrainer(model=model, teacher_model='teacher', args=args)\n"
+    )
+    assert found["config_class"] == "GKDConfig"
+    assert (found["model_name_or_path"], found["teacher_model_name_or_path"]) == (
+        "student",
+        "teacher",
+    )
+    assert found["beta"] == 0.5
+    assert found["seed"] == Expression("compute(3)")
+    assert found["lmbda"] == Expression("lmbda")
+
+
+def test_parents_of_a_yaml_file_are_merged_and_references_resolved(tmp_path: Path) -> None:
+    (tmp_path / "parent.yaml").write_text(
+        "a: {b: 1, c: '${.b}', d: '${..e}'}\ne: 5\nf: '${mul:${a.b}, 4}'"
+    )
+    (tmp_path / "child.yaml").write_text("defaults: parent.yaml\na: {b: 2}\ng: x-${a.b}")
+    found, missing = read_yaml(tmp_path / "child.yaml")
+    assert found == {"a.b": 2, "a.c": 2, "a.d": 5, "e": 5, "f": 8, "g": "x-2"}
+    assert missing == []
+
+
+def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "child.yaml").write_text("defaults: ../none.yaml\na: 1")
+    assert read_yaml(tmp_path / "child.yaml") == ({"a": 1}, ["../none.yaml"])
