@@ -32,7 +32,7 @@ def together(draft: Draft) -> None:
     temperature = draft.number("eval.temperature", default=1.0)
     draft.put("eval.n", answers)
     draft.put("eval.temperature", temperature if answers > 1 else None)
-    draft.take("eval.before_train")
+    draft.put("eval.before", draft.take("eval.before_train", default=True))
     every = draft.take("eval.freq", default=-1)
     evaluation_every(draft, every, draft.take("trainer.save_freq", default=-1), sync)
     log_to(draft, ["wandb"] if draft.has("logging.wandb.project") else ["console"])

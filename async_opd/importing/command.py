@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -71,10 +72,13 @@ def imported(path: Path, name: str | None = None) -> str:
 
 
 def check_keys(text: str) -> None:
-    """ConfigError if the config does not load; files and models that it names are not looked at."""
+    """ConfigError if the config does not load; files and models that it names are not looked at.
+
+    Neither are the variables of the environment in their paths, which may be another machine's.
+    """
     from async_opd.config.load import load_config
 
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "imported.yaml"
-        file.write_text(text)
+        file.write_text(re.sub(r"\$\{(\w+)\}", r"\1", text))
         load_config(file)

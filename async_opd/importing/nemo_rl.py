@@ -27,7 +27,8 @@ def together(draft: Draft) -> None:
     evaluation_every(draft, draft.take("distillation.val_period", default=20), save, sync)
     names = ("wandb", "tensorboard", "mlflow")
     log_to(draft, [name for name in names if draft.take(f"logger.{name}_enabled")] or ["console"])
-    draft.take("distillation.val_at_start", "logger.swanlab_enabled")
+    draft.take("logger.swanlab_enabled")
+    draft.put("eval.before", draft.take("distillation.val_at_start", default=False))
     if draft.whole("distillation.max_rollout_turns", default=1) > 1:
         draft.differs.append("distillation.max_rollout_turns: a response has one turn here")
 

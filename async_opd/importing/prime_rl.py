@@ -45,7 +45,7 @@ def together(draft: Draft) -> None:
     draft.put("rollout.replicas", _engines(draft))
     interval = draft.take("orchestrator.eval.interval")
     draft.ours["eval.every"] = 0 if interval is None else int(interval)
-    draft.take("orchestrator.eval.skip_first_step")
+    draft.put("eval.before", not draft.take("orchestrator.eval.skip_first_step", default=False))
     named = draft.has("wandb.project") or draft.has("monitors.wandb.project")
     log_to(draft, ["wandb"] if named else ["console"])
 

@@ -51,7 +51,7 @@ def together(draft: Draft) -> None:
     _lora(draft)
     _evaluation(draft, sync)
     log_to(draft, draft.take("trainer.logger", default=["console", "wandb"]))
-    draft.put("data.answer", importable("data.answer", "reward_model.ground_truth"))
+    draft.put("data.answer", "reward_model.ground_truth")
     overlong = draft.take("data.filter_overlong_prompts", default=False)
     cut = draft.take("data.truncation", default="error")
     names = {"error": "refuse", "left": "truncate_left"}
@@ -247,6 +247,6 @@ def _evaluation(draft: Draft, sync: int) -> None:
     draft.put("eval.temperature", temperature if sampled else ABSENT)
     draft.put("eval.n", answers if sampled else ABSENT)
     before = draft.take("trainer.val_before_train", default=True)
-    draft.put("eval.before", importable("eval.before", before))
+    draft.put("eval.before", before)
     every = draft.take("trainer.test_freq", "rollout.test_freq", default=-1)
     evaluation_every(draft, every, draft.take("trainer.save_freq", default=-1), sync)

@@ -30,8 +30,9 @@ def imported(fixture: Path, folder: Path) -> str:
 
 
 def test_the_result_loads_and_has_at_most_40_lines_beside_comments(
-    fixture: Path, tmp_path: Path
+    fixture: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("DATA_PATH", "/data")
     text = imported(fixture, tmp_path)
     lines = [line for line in text.splitlines() if not line.startswith("#")]
     assert len(lines) <= MAX_LINES
