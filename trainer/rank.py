@@ -272,8 +272,9 @@ class Rank:
         if self.recorder is not None:
             self.recorder.take(packed, micro_batch, metrics)
         self.tokens += packed.input_ids.numel()
-        teachers = [(one.teacher, len(one.states)) for one in packed.tokens.teacher_states]
-        return token_sums(metrics, teachers) if micro_batch.counts and metrics else {}
+        if not (micro_batch.counts and metrics):
+            return {}
+        return token_sums(metrics, packed.tokens.owners, packed.owners)
 
     def record(self, step: int, version: int, skipped: str) -> dict[str, float]:
         """Writes what was recorded of the step; see ``Recorder.finish``."""

@@ -224,6 +224,7 @@ class Rollout:
             len(self.rollout_logprobs),
             self.finish_reason,
             self.reward,
+            self.prompt.data_source,
         )
 
 
@@ -285,6 +286,7 @@ class Header:
     response_tokens: int = 0
     finish_reason: FinishReason = "stop"
     reward: float | None = None
+    data_source: str = ""
     scores: str = ""
 
     def staleness(self, version: int) -> int:

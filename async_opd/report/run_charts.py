@@ -30,6 +30,7 @@ WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
 _ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
+_SOURCE_LOSS = re.compile(r"source/(.+)/loss")
 _LENGTH = re.compile(r"source/(.+)/mean_response_tokens")
 _TEACHER_LOSS = re.compile(r"teacher/(.+)/loss")
 _TEACHER_GAP = re.compile(r"teacher/(.+)/gap")
@@ -61,6 +62,13 @@ def learning(run: RecordedRun) -> Iterator[Chart | None]:
         "Mean over the response tokens of each step, in nats. It falls, and flattens where the "
         "student has what the teachers can give.",
         [Line("loss", run.series("loss/distillation") or run.series("loss/total"))],
+        y="nats",
+    )
+    yield lines(
+        "source-loss",
+        "Loss by source",
+        "The same, of the tokens of each data source.",
+        list(_by_name(run, _SOURCE_LOSS)),
         y="nats",
     )
     yield lines(

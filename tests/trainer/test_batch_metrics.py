@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
+from trainer.batches.batch_metrics import batch_metrics
 from trainer.learner import CPU_ROW_TOKENS, Learner
 from trainer.losses import build_objective
 from trainer.rank import Rank
@@ -38,6 +40,44 @@ def test_tokens_are_those_of_prompts_and_responses() -> None:
 def test_the_spread_of_the_lengths_is_their_standard_deviation() -> None:
     metrics = learner().train_batch(samples()).metrics
     assert metrics["train/std_response_tokens"] == pytest.approx(np.std(SIZES))
+
+
+def of_sources() -> list[Sample]:
+    """Samples of the sources a and b in turn, which teachers c and d scored; a's are graded."""
+    return [
+        replace(
+            sample,
+            rollout=replace(
+                sample.rollout,
+                prompt=replace(
+                    sample.rollout.prompt, data_source="ab"[index % 2], teacher="cd"[index // 3]
+                ),
+                finish_reason="length" if index == 0 else "stop",
+                reward=None if index % 2 else float(index == 2),
+            ),
+        )
+        for index, sample in enumerate(samples())
+    ]
+
+
+def test_each_source_has_its_lengths_truncations_and_grades() -> None:
+    found = batch_metrics([sample.header for sample in of_sources()], 100)
+    for source, sizes in {"a": SIZES[::2], "b": SIZES[1::2]}.items():
+        assert found[f"source/{source}/mean_response_tokens"] == pytest.approx(np.mean(sizes))
+    assert found["source/a/truncated_share"] == pytest.approx(1 / 3)
+    assert found["source/b/truncated_share"] == 0
+    assert found["source/a/accuracy"] == pytest.approx(1 / 3)
+    assert "source/b/accuracy" not in found
+
+
+def test_each_source_and_each_teacher_has_the_loss_of_its_own_tokens() -> None:
+    batch = of_sources()
+    metrics = learner().train_batch(batch).metrics
+    for kind, part in (("source/a", batch[::2]), ("teacher/d", batch[3:])):
+        alone = learner().train_batch(part).metrics
+        assert metrics[f"{kind}/loss"] == pytest.approx(alone["loss/distillation"])
+        tokens = sum(len(one.rollout.response_ids) for one in part)
+        assert metrics[f"{kind}/token_share"] == pytest.approx(tokens / sum(SIZES))
 
 
 def test_empty_responses_are_counted() -> None:

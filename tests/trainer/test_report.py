@@ -19,8 +19,17 @@ def values(ratio: list[float]) -> dict[str, torch.Tensor]:
 def metrics_of(
     found: dict[str, torch.Tensor], teachers: Sequence[tuple[str, int]] = ()
 ) -> dict[str, float]:
-    """The metrics of a step of one micro-batch."""
-    return step_metrics([merged([token_sums(found, teachers)])])
+    """The metrics of a step of one micro-batch; of no teachers, those of no owner of tokens."""
+    return step_metrics([merged([token_sums(found, *owned(teachers))])])
+
+
+def owned(
+    teachers: Sequence[tuple[str, int]],
+) -> tuple[torch.Tensor | None, list[tuple[str, str]]]:
+    """The owners of consecutive tokens of teachers, all of them of one data source."""
+    indices = [index for index, (_, count) in enumerate(teachers) for _ in range(count)]
+    names = [(name, "source") for name, _ in teachers]
+    return torch.tensor(indices, dtype=torch.int32) if teachers else None, names
 
 
 def test_the_total_is_a_sum_and_everything_else_a_mean() -> None:
@@ -66,8 +75,8 @@ def test_the_metrics_of_several_ranks_and_micro_batches_are_those_of_all_tokens(
     gap = torch.tensor([-1.0, -2.0, -6.0, -3.0])
     whole = values([1.0, 3.0, 0.5, 2.0]) | {"agreement": gap}
     parts = [{name: value[at] for name, value in whole.items()} for at in (slice(3), slice(3, 4))]
-    one = [token_sums(parts[0], [("a", 2), ("b", 1)]), {}]
-    other = [token_sums(parts[1], [("a", 1)])]
+    one = [token_sums(parts[0], *owned([("a", 2), ("b", 1)])), {}]
+    other = [token_sums(parts[1], *owned([("a", 1)]))]
     found = step_metrics([merged(one), merged(other), merged([])])
     assert found == metrics_of(whole, [("a", 2), ("b", 1), ("a", 1)])
 
@@ -83,7 +92,8 @@ def test_each_teacher_has_the_means_of_its_own_tokens_and_their_share() -> None:
     for name, key in (("distillation", "loss"), ("k1", "gap"), ("entropy", "student_entropy")):
         assert metrics[f"teacher/a/{key}"] == pytest.approx(found[name].numpy()[rows].mean())
         assert metrics[f"teacher/b/{key}"] == pytest.approx(found[name][2].item())
-    shares = {key: value for key, value in metrics.items() if key.endswith("token_share")}
+    shares = {key: metrics[key] for key in metrics if key.endswith("token_share")}
+    assert shares.pop("source/source/token_share") == 1
     assert shares == pytest.approx({"teacher/a/token_share": 5 / 6, "teacher/b/token_share": 1 / 6})
 
 

@@ -68,12 +68,14 @@ class Packed(Row):
 
     ``rows`` [N] are the positions whose logits predict the response ``tokens``. ``experts``
     [T, layers, k] are those that a mixture's engine chose, and -1 for the last token of a sample,
-    which it did not compute; None if the engine returned none.
+    which it did not compute; None if the engine returned none. ``owners`` are the pairs of teacher
+    and data source that ``tokens.owners`` point to.
     """
 
     rows: torch.Tensor
     tokens: Tokens
     experts: torch.Tensor | None = None
+    owners: tuple[tuple[str, str], ...] = ()
 
     def to(self, device: torch.device) -> Self:
         """The same micro-batch on another device."""
@@ -152,7 +154,14 @@ def pack(samples: Sequence[Sample], token_weights: Sequence[TokenWeight] | None 
         rows=_tensor(rows, np.int64),
         tokens=replace(tokens, **_scores(samples)),
         experts=_experts(samples),
+        owners=tuple(_owners(samples)),
     )
+
+
+def _owners(samples: Sequence[Sample]) -> dict[tuple[str, str], int]:
+    """The index of each pair of a teacher and a data source, in the order in which they come."""
+    pairs = [(s.rollout.prompt.teacher, s.rollout.prompt.data_source) for s in samples]
+    return {pair: index for index, pair in enumerate(dict.fromkeys(pairs))}
 
 
 def _experts(samples: Sequence[Sample]) -> torch.Tensor | None:
@@ -168,6 +177,8 @@ def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> 
     """The fields of Tokens that do not depend on the scores."""
     rollouts = [sample.rollout for sample in samples]
     lengths = [len(rollout.response_ids) for rollout in rollouts]
+    indices_of = _owners(samples)
+    owners = [indices_of[one.prompt.teacher, one.prompt.data_source] for one in rollouts]
     advantages, reward_weights = None, None
     if all(one.advantage is not None for one in token_weights):
         advantages = _repeated([one.advantage or 0.0 for one in token_weights], lengths)
@@ -179,6 +190,7 @@ def _tokens(samples: Sequence[Sample], token_weights: Sequence[TokenWeight]) -> 
         advantages=advantages,
         reward_weights=reward_weights,
         response_starts=torch.from_numpy(np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)),
+        owners=torch.from_numpy(np.repeat(np.asarray(owners, dtype=np.int32), lengths)),
     )
 
 

@@ -34,8 +34,9 @@ from trainer.recording.rows import STUDENT, TEACHER, TOP
 
 LARGEST, SQUARES = "importance largest", "importance squared"
 """Names of the largest importance ratio and of the sum of their squares."""
-OF, MEASURED = "of teachers: ", "measured "
-"""Before the names of sums over a teacher's tokens, and of the number of tokens in a sparse sum."""
+OF, OF_SOURCE, MEASURED = "of teachers: ", "of sources: ", "measured "
+"""Before the names of sums over the tokens of a teacher or a data source, and of the number of
+tokens in a sparse sum."""
 OF_TEACHERS = {
     "distillation": "loss",
     "k1": "gap",
@@ -47,6 +48,8 @@ OF_TEACHERS = {
     "agreement": "agreement",
 }
 """Values of tokens whose mean over the tokens of each teacher is a metric, and its name."""
+OF_SOURCES = {"distillation": "loss"}
+"""The same of each data source."""
 UNLOGGED = frozenset({STUDENT, TEACHER, *TOP})
 """Values of tokens that are for records only."""
 SPARSE = "topk_overlap"
@@ -61,28 +64,32 @@ def concat_metrics(reports: Sequence[Metrics]) -> Metrics:
     return {name: torch.cat([one[name] for one in filled]) for name in filled[0]}
 
 
-def token_sums(values: Metrics, teachers: Sequence[tuple[str, int]] = ()) -> Metrics:
+def token_sums(
+    values: Metrics, owners: torch.Tensor | None = None, names: Sequence[tuple[str, str]] = ()
+) -> Metrics:
     """Sums in float64 of a part's values, by name; ``tokens`` is their number.
 
-    Of the importance ratios also the ``LARGEST`` and the squares' sum. ``teachers`` are (name,
-    number of tokens) of consecutive values, for the metrics of each teacher.
+    Of the importance ratios also the ``LARGEST`` and the squares' sum. ``owners`` [N] are each
+    value's index in ``names``, the pairs of teacher and data source, which have metrics of their
+    own.
     """
     found = {name: value.double() for name, value in values.items() if name not in UNLOGGED}
     ratio = found["importance"]
-    sums = dict(_of_teachers(found, teachers))
+    sums = {} if owners is None else _of_owners(found, owners, names)
     found.pop("agreement", None)
-    sums |= {key: value for name in found for key, value in _summed(name, found[name])}
+    parts = [part for name in found for part in _measured(name, found[name])]
+    sums |= {name: value.sum() for name, value in parts}
     sums |= {"tokens": ratio.new_full((), len(ratio)), SQUARES: ratio.square().sum()}
     if len(ratio):
         sums[LARGEST] = ratio.max()
     return sums
 
 
-def _summed(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The sum of values; of a sparse one of those that are measured, and their number."""
-    yield name, values.nansum() if name == SPARSE else values.sum()
+def _measured(name: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """The values; a sparse one is 0 where it is not measured, and 1s where it is come with it."""
+    yield name, values.nan_to_num(0.0) if name == SPARSE else values
     if name == SPARSE:
-        yield MEASURED + name, (~values.isnan()).sum().double()
+        yield MEASURED + name, (~values.isnan()).double()
 
 
 def merged(parts: Sequence[Metrics]) -> dict[str, float]:
@@ -115,8 +122,13 @@ def step_metrics(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
     if not tokens:
         return {"loss/total": 0.0}
     ratio, squares, largest = (found.pop(name) for name in ("importance", SQUARES, LARGEST))
-    of = {name.removeprefix(OF): found.pop(name) for name in list(found) if name.startswith(OF)}
-    scalars = {"loss/total": found.pop("total")} | _by_teacher(of)
+    teachers, sources = (
+        {name.removeprefix(of): found.pop(name) for name in list(found) if name.startswith(of)}
+        for of in (OF, OF_SOURCE)
+    )
+    scalars = {"loss/total": found.pop("total")}
+    scalars |= _by_owner("teacher", OF_TEACHERS, teachers)
+    scalars |= _by_owner("source", OF_SOURCES, sources)
     measured, overlap = found.pop(MEASURED + SPARSE, 0.0), found.pop(SPARSE, 0.0)
     if measured:
         scalars[f"loss/{SPARSE}"] = overlap / measured
@@ -139,30 +151,32 @@ def not_finite(means: Mapping[str, float], norm: float) -> str:
     return seen + (f", not a number: {', '.join(broken)}" if broken else "")
 
 
-def _of_teachers(found: Metrics, teachers: Sequence[tuple[str, int]]) -> Metrics:
-    """Sums over the tokens of each teacher, under ``OF``, the value's name and the teacher's."""
+def _of_owners(found: Metrics, owners: torch.Tensor, names: Sequence[tuple[str, str]]) -> Metrics:
+    """Sums over the tokens of each teacher and each source: ``OF``, the value's name and theirs."""
+    parts = [part for name in OF_TEACHERS if name in found for part in _measured(name, found[name])]
+    every = {"tokens": torch.ones_like(found["importance"]), **dict(parts)}
+    values = torch.stack(list(every.values()))
+    grouped = values.new_zeros(len(every), len(names)).index_add_(1, owners, values)
     sums: Metrics = {}
-    start = 0
-    for teacher, count in teachers:
-        part = slice(start, start := start + count)
-        own = [("tokens", found["importance"].new_full((), count))]
-        for name in OF_TEACHERS:
-            own += _summed(name, found[name][part]) if name in found else ()
-        for name, value in own:
-            key = f"{OF}{name}/{teacher}"
-            sums[key] = sums[key] + value if key in sums else value
+    for (teacher, source), own in zip(names, grouped.unbind(1), strict=True):
+        for name, value in zip(every, own.unbind(), strict=True):
+            keys = [f"{OF}{name}/{teacher}"]
+            if name == "tokens" or name in OF_SOURCES:
+                keys.append(f"{OF_SOURCE}{name}/{source}")
+            for key in keys:
+                sums[key] = sums[key] + value if key in sums else value
     return sums
 
 
-def _by_teacher(sums: Mapping[str, float]) -> dict[str, float]:
-    """``teacher/<name>/…`` of each teacher that has tokens."""
+def _by_owner(kind: str, names: Mapping[str, str], sums: Mapping[str, float]) -> dict[str, float]:
+    """``<kind>/<name>/…`` of each teacher, or data source, that has tokens."""
     counts = {k.removeprefix("tokens/"): n for k, n in sums.items() if k.startswith("tokens/")}
     metrics: dict[str, float] = {}
-    for teacher, tokens in counts.items():
-        for name, key in OF_TEACHERS.items() if tokens else ():
-            number = sums.get(f"{MEASURED}{name}/{teacher}", tokens)
-            if number and (value := sums.get(f"{name}/{teacher}")) is not None:
-                metrics[f"teacher/{teacher}/{key}"] = value / number
+    for owner, tokens in counts.items():
+        for name, key in names.items() if tokens else ():
+            number = sums.get(f"{MEASURED}{name}/{owner}", tokens)
+            if number and (value := sums.get(f"{name}/{owner}")) is not None:
+                metrics[f"{kind}/{owner}/{key}"] = value / number
         if tokens:
-            metrics[f"teacher/{teacher}/token_share"] = tokens / sum(counts.values())
+            metrics[f"{kind}/{owner}/token_share"] = tokens / sum(counts.values())
     return metrics
