@@ -1,0 +1,329 @@
+"""What it costs to see a run: everything on against everything off, in CPU seconds.
+
+    python -m benchmarks.observability [--pairs N]
+
+Real Ray actors, queue, admission, stages and ledger; the engines are simulated
+(``benchmarks.simulated``) and so quick that the control plane is what limits: 8 rollout and 2
+teacher replicas, responses of 400 tokens, k = 16, batch 1024, K = 2. One run, in which segments of
+4 steps with everything on (reports of all pools, metrics.jsonl, run.log, wandb offline, trace, live
+view on a terminal of 120 columns) take turns with segments without any of it: on, off, off, on, …
+
+    cost_share        CPU seconds of driver and stages with everything on over those without,
+                      less 1: the median of the pairs
+    trace_share       CPU seconds of the trace (its writer, the calls that fill it, the records of
+                      intervals in the replicas) over all of driver and stages
+    wandb_process_share  the same for wandb's own process, which is neither driver nor stage
+
+Prints one JSON line last. About 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import pty
+import statistics
+import struct
+import subprocess
+import tempfile
+import termios
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.cluster.actor_factory import Factories, Factory
+from async_opd.cluster.launch import launch
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.plan import RolloutPlan, TeacherPlan, TrainPlan
+from async_opd.core.level import Level
+from async_opd.core.reports import Interval, StepReport
+from async_opd.core.samples import DeadLetter
+from async_opd.live_view.console import LiveConsole, open_console
+from async_opd.live_view.live_file import LiveFile
+from async_opd.observability.activity import Activity
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Sink
+from async_opd.observability.trace import Pools, TraceSink
+from async_opd.observability.wandb_sink import SERVICE, WandbSink
+from async_opd.pipeline import Pipeline
+from async_opd.plan.measure.lengths import Lengths
+from benchmarks.pipeline import Prompts, _either
+
+BATCH, SYNC_STEPS, TOP_K = 1024, 2, 16
+STEPS = 2 * SYNC_STEPS
+"""Steps of a segment."""
+WARM_UP = 8
+COLUMNS, ROWS = 120, 40
+
+
+def config(run_dir: Path) -> RunConfig:
+    """The run's config; models are names only."""
+    engine = {"max_num_seqs": 128}
+    return RunConfig.model_validate(
+        {
+            "student": {"model": "simulated"},
+            "teachers": {"t": {"model": "simulated", "replicas": 2, "engine": engine}},
+            "data": {"train": "none.jsonl"},
+            "loss": {"kind": "forward_kl", "top_k": TOP_K},
+            "rollout": {"replicas": 8, "n": 1, "max_tokens": 4096, "engine": engine},
+            "train": {"steps": 10**6, "batch_size": BATCH},
+            "async": {"staleness_threshold": 1.0, "sync_steps": SYNC_STEPS},
+            "eval": {"every": 0},
+            "cluster": {"device": "cpu"},
+            "log": {"console": "live", "wandb": "offline"},
+            "run_dir": str(run_dir),
+        }
+    )
+
+
+class TimedTrace(TraceSink):
+    """A trace that knows its CPU seconds."""
+
+    cpu_s = 0.0
+
+    def busy(self, pools: Pools) -> None:
+        """See TraceSink."""
+        begun = time.thread_time()
+        super().busy(pools)
+        TimedTrace.cpu_s += time.thread_time() - begun
+
+    def _write(self, waiting: list[Pools]) -> None:
+        begun = time.thread_time()
+        super()._write(waiting)
+        TimedTrace.cpu_s += time.thread_time() - begun
+
+
+@dataclass
+class SwitchedLog:
+    """A run's log, or none. Counts steps in both cases."""
+
+    steps: int = 0
+    real: RunLog | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    last: Mapping[str, float] = field(default_factory=dict)
+
+    def counted(self) -> None:
+        """One more step is trained."""
+        self.steps += 1
+        self.changed.set()
+
+    async def until(self, steps: int) -> None:
+        """Waits until so many steps are trained."""
+        while self.steps < steps:
+            self.changed.clear()
+            await self.changed.wait()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """See RunLog; so are the others."""
+        if self.real:
+            self.real.log(step, metrics)
+
+    def summarize(self, metrics: Mapping[str, float]) -> None:
+        if self.real:
+            self.real.summarize(metrics)
+
+    def waits(self, waits: Mapping[str, str]) -> None:
+        if self.real:
+            self.real.waits(waits)
+
+    def busy(self, pools: Mapping[str, Sequence[Interval]]) -> None:
+        if self.real:
+            self.real.busy(pools)
+
+    def message(self, text: str, level: Level = "info") -> None:
+        if self.real:
+            self.real.message(text, level)
+
+    def dead_letter(self, letter: DeadLetter) -> None:
+        if self.real:
+            self.real.dead_letter(letter)
+
+
+@dataclass
+class SwitchedPipeline(Pipeline):
+    """Asks the pools for reports, and meters a step, only while there is a log."""
+
+    async def _meter(self, report: StepReport) -> None:
+        assert isinstance(self.log, SwitchedLog)
+        if self.log.real:
+            await super()._meter(report)
+        self.log.counted()
+
+
+@contextmanager
+def terminal() -> Iterator[Any]:
+    """A terminal of ``COLUMNS``, which another process reads."""
+    master, slave = pty.openpty()
+    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    reader = subprocess.Popen(
+        ["cat"], stdin=master, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    os.close(master)
+    try:
+        with os.fdopen(slave, "w") as file:
+            yield file
+    finally:
+        reader.terminate()
+        reader.wait()
+
+
+@contextmanager
+def everything(log: SwitchedLog, run_dir: Path) -> Iterator[Switch]:
+    """Opens a run's log with all sinks of the default config on a live terminal, as a run does."""
+    run_config = config(run_dir)
+    run_dir.mkdir()
+    with terminal() as file:
+        console = open_console(run_config, file=file)
+        assert isinstance(console, LiveConsole)
+        sinks: list[Sink] = [TimedTrace(run_dir), WandbSink(run_config, run_dir)]
+        viewers: list[Sink] = [LiveFile(run_dir), console]
+        with RunLog(run_config, run_dir, sinks=sinks, viewers=viewers) as real:
+            switch = Switch(log, real, console)
+            yield switch
+            switch.turn(True)
+            real.finish("completed")
+        if real.failures:
+            raise RuntimeError(f"{real.failures} calls of sinks failed: {run_dir / 'run.log'}")
+
+
+@dataclass
+class Switch:
+    """Turns the log of a run on and off, and the thread that draws the live view."""
+
+    log: SwitchedLog
+    real: RunLog
+    console: LiveConsole
+    on: bool = True
+
+    def turn(self, on: bool) -> None:
+        """Nothing is logged and drawn while it is off."""
+        if self.on and not on:
+            self.console.stop()
+        if on and not self.on:
+            self.console.show()
+        self.on, self.log.real = on, self.real if on else None
+
+
+def cpu_s(pids: Sequence[int]) -> float:
+    """CPU seconds of the processes with all their threads, in the kernel's nanoseconds."""
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def wandb_pids() -> list[int]:
+    """wandb's own processes."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if child.name() == SERVICE]
+
+
+def stage_pids() -> list[int]:
+    """The driver and all actors, which Ray names by their classes."""
+    children = psutil.Process().children(recursive=True)
+    actors = [child.pid for child in children if " ".join(child.cmdline()).startswith("ray::")]
+    return [os.getpid(), *actors]
+
+
+def activity_s(count: int = 20_000) -> float:
+    """CPU seconds of one sample's records of intervals in a replica."""
+    activity = Activity("generate")
+    begun = time.thread_time()
+    for number in range(count):
+        with activity.busy() as since:
+            activity.sampled(f"p{number}/0", since)
+    return (time.thread_time() - begun) / count
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Seconds a step: CPU of driver and stages, of wandb's process, of the trace; and wall."""
+
+    cpu_s: float
+    wandb_s: float
+    trace_s: float
+    wall_s: float
+
+
+async def segment(log: SwitchedLog, pids: Sequence[int], wandb: Sequence[int]) -> Segment:
+    """The next ``STEPS`` steps."""
+    first = log.steps
+    before = cpu_s(pids), cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()
+    await log.until(first + STEPS)
+    after = cpu_s(pids), cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()
+    per_step = 1 / (log.steps - first)
+    return Segment(*((b - a) * per_step for a, b in zip(before, after, strict=True)))
+
+
+async def measure(pairs: int, folder: Path) -> dict[str, Any]:
+    """All segments of one run."""
+    score = TeacherPlan(overhead_s=0.01, tokens_per_s=1e9)
+    factories = Factories(
+        student=Factory(
+            "benchmarks.simulated.replicas:SimulatedStudent",
+            (RolloutPlan(step_s=5e-4), 128, Lengths(400, 0.5, 4096), 0.01),
+        ),
+        teacher=Factory("benchmarks.simulated.replicas:SimulatedTeacher", (score, TOP_K)),
+        trainer=Factory(
+            "benchmarks.simulated.trainer:build_simulated_trainer",
+            (TrainPlan(overhead_s=0.01, tokens_per_s=1e9, snapshot_s=0.001),),
+        ),
+    )
+    log, found = SwitchedLog(), {True: list[Segment](), False: list[Segment]()}
+    run_config = config(folder / "run")
+    with everything(log, folder / "run") as switch, Journal(folder / LEDGER) as journal:
+        async with launch(run_config, device="cpu", eos_ids=(), factories=factories) as stages:
+            made = SwitchedPipeline(run_config, stages, Prompts(), None, log, journal)
+            pipeline = asyncio.create_task(made.run())
+            try:
+                switch.turn(True)
+                await _either(log.until(WARM_UP), pipeline)
+                pids, wandb = stage_pids(), wandb_pids()
+                for turn in range(2 * pairs):
+                    switch.turn(turn % 4 in (0, 3))
+                    found[switch.on].append(one := await segment(log, pids, wandb))
+                    print("on " if switch.on else "off", one, flush=True)
+            finally:
+                pipeline.cancel()
+                await asyncio.gather(pipeline, return_exceptions=True)
+    return summary(found[True], found[False])
+
+
+def summary(on: Sequence[Segment], off: Sequence[Segment]) -> dict[str, Any]:
+    """The result of the pairs."""
+    costs = [a.cpu_s / b.cpu_s - 1 for a, b in zip(on, off, strict=True)]
+    total = sum(one.cpu_s for one in on)
+    samples = len(on) * BATCH
+    return {
+        "cost_share": round(statistics.median(costs), 4),
+        "trace_share": round(
+            (sum(one.trace_s for one in on) + 2 * samples * activity_s()) / total, 4
+        ),
+        "wandb_process_share": round(sum(one.wandb_s for one in on) / total, 4),
+        "cost_quartiles": [round(cost, 4) for cost in statistics.quantiles(costs)],
+        "cpu_ms_per_sample": round(1000 * sum(one.cpu_s for one in off) / samples, 3),
+        "samples_per_s": round(samples / sum(one.wall_s for one in on)),
+        "samples_per_s_off": round(samples / sum(one.wall_s for one in off)),
+        "pairs": len(costs),
+    }
+
+
+def main() -> None:
+    """Runs it and prints the result."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--pairs", type=int, default=20)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result = uvloop.run(measure(arguments.pairs, Path(folder)))
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
