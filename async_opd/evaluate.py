@@ -134,6 +134,7 @@ def evaluate(
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import gpu_count, pools, resolve_device
     from async_opd.config.device_defaults import resolved
+    from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
     from async_opd.grading.evaluation_set import evaluation_of
     from async_opd.memory.pools import EVAL
@@ -163,7 +164,8 @@ def evaluate(
     ]
     with private_files():
         make_folder(out)
-        made = evaluation_of(alone, rows, text, out)
+        readers = {} if teacher is None else teacher_readers(config, text)
+        made = evaluation_of(alone, rows, text, out, readers)
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError([Problem(where, "data.eval", message, "add some")])

@@ -8,6 +8,7 @@ Job, LaunchedStages ──► Pipeline ──run──► every step is trained
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -24,6 +25,7 @@ from async_opd.core.samples import NO_TEACHER
 from async_opd.core.stages import TRAINER
 from async_opd.data.answers import GivenAnswers
 from async_opd.data.prompts import PromptStream
+from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.grading.evaluation_set import evaluation_of
 from async_opd.job import Job
@@ -45,7 +47,9 @@ class Training:
         """Makes the first pipeline; see ``_pipeline``."""
         job = self.job
         folder = job.run_dir / EVALS
-        self._evaluation = evaluation_of(job.config, job.inputs.eval, self.text, folder)
+        self._readers = teacher_readers(job.config, self.text)
+        rows, config = job.inputs.eval, job.config
+        self._evaluation = evaluation_of(config, rows, self.text, folder, self._readers)
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
 
@@ -91,7 +95,7 @@ class Training:
         Far into a streamed source that may take long: not for the driver's event loop.
         """
         job = self.job
-        prompts = _prompts(job, self.text)
+        prompts = _prompts(job, self.text, self._readers)
         made = Pipeline(
             job.config,
             self.stages,
@@ -148,7 +152,7 @@ class Training:
         )
 
 
-def _prompts(job: Job, text: Text) -> PromptStream:
+def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStream:
     config = job.config
     return PromptStream(
         job.inputs.train,
@@ -160,7 +164,7 @@ def _prompts(job: Job, text: Text) -> PromptStream:
         cursor=job.start.cut.cursor if job.start else 0,
         graded=config.reward is not None,
         limit=job.inputs.max_prompt_tokens,
-        templates=config.prompt_templates,
+        readers=readers,
     )
 
 
@@ -180,7 +184,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         shuffle=config.data.shuffle,
         graded=True,
         limit=job.inputs.max_prompt_tokens,
-        templates=config.prompt_templates if settings.answers == "teacher" else None,
+        readers=teacher_readers(config, text) if settings.answers == "teacher" else None,
     )
     turn, ends = text.turn_end(), text.response_ends()
     return ColdStart(

@@ -12,9 +12,9 @@ from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
-from async_opd.data.prompts import filled
 from async_opd.data.stored_rows import read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
+from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
 from async_opd.grading.graders import is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
@@ -122,11 +122,15 @@ Rows = Sequence[Row] | StreamedRows
 
 @dataclass
 class DataChecks:
-    """Reads every source once. ``unreadable``: at least one source gave no rows."""
+    """Reads every source once. ``unreadable``: at least one source gave no rows.
+
+    ``renders``: chat templates can be read, so that prompts can be tokenized.
+    """
 
     config: RunConfig
     found: Findings
     unreadable: bool = False
+    renders: bool = True
     parts: dict[str, _Part] = field(
         default_factory=lambda: {part: _Part() for part in ("train", "eval", "cold_start")}
     )
@@ -262,7 +266,7 @@ class DataChecks:
         for source, rows in zip(self._entries(part), sources, strict=True):
             spelled = Tally()
             try:
-                encoded = self._encoded(checked(rows), text, spelled, self._templates(part))
+                encoded = self._encoded(checked(rows), text, spelled, self._readers(part, text))
                 faults = list(room.faults(encoded))
             except Exception as error:  # a chat template can raise anything
                 message = f"a prompt cannot be tokenized: {type(error).__name__}: {error}"
@@ -278,16 +282,16 @@ class DataChecks:
             for message, remedy in faults:
                 self.found.add(key, message, remedy, source.label)
 
-    def _templates(self, part: str) -> Mapping[str, str]:
-        """The teachers' templates of prompts; none where no teacher reads them."""
+    def _readers(self, part: str, text: Text) -> Mapping[str, Reader]:
+        """Teachers that read other prompts; none where no teacher reads any."""
         start = self.config.cold_start
         unread = part == "cold_start" and start is not None and start.answers == "given"
-        return {} if unread else self.config.prompt_templates
+        return {} if unread else teacher_readers(self.config, text)
 
     def _encoded(
-        self, rows: Iterable[Row], text: Text, spelled: Tally, templates: Mapping[str, str]
+        self, rows: Iterable[Row], text: Text, spelled: Tally, readers: Mapping[str, Reader]
     ) -> Iterator[tuple[Row, list[int]]]:
-        """Token ids of each row's prompt, and of its teacher's if the teacher has a template.
+        """Token ids of each row's prompt, and of its teacher's if the teacher reads another.
 
         ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
         applied already.
@@ -297,10 +301,9 @@ class DataChecks:
             if token is not None:
                 spelled.add(f"row {number_of(row) + 1} with {token!r}")
             yield row, text.encode(row.prompt)
-            teacher = self.config.teacher_of(row.data_source)
-            template = templates.get(teacher or "")
-            if template is not None:
-                yield row, text.encode(filled(template, row))
+            read = readers.get(self.config.teacher_of(row.data_source) or "")
+            if read is not None:
+                yield row, read(row)
 
 
 def key_of(part: str) -> str:

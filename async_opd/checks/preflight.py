@@ -19,6 +19,7 @@ from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
 from async_opd.checks.shared_rows import check_shared_rows
+from async_opd.checks.templates import check_templates
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
@@ -69,6 +70,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
     check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
+    data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, models.files.get("student.model"), found)
     _hardware(config, found, models, gpus)
     data.grader("eval.grader", config.eval.grader)
@@ -100,7 +102,7 @@ def _prompts(
     config: RunConfig, models: ModelChecks, data: DataChecks, part: str, sources: Sequence[Rows]
 ) -> int | None:
     """Checks that prompts and responses of a part fit the models. Returns the prompts' limit."""
-    if "student.model" not in models.files or not any(map(checked, sources)):
+    if "student.model" not in models.files or not data.renders or not any(map(checked, sources)):
         return None
     key, response = "rollout.max_tokens", config.rollout.max_tokens
     if part == "eval" and config.eval.max_tokens is not None:

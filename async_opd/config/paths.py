@@ -58,6 +58,7 @@ def _paths(tree: dict[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
     }
     for key, section in models.items():
         yield from _text_at(section, "model", key)
+        yield from _text_at(section, "chat_template_file", key)
     for key in ("data.train", "data.eval", "cold_start.data"):
         outer, _, name = key.partition(".")
         section = tree.get(outer)

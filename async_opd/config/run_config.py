@@ -166,12 +166,6 @@ class RunConfig(Section):
         return self.student.model if isinstance(teacher, SelfTeacher) else teacher.model
 
     @property
-    def prompt_templates(self) -> dict[str, str]:
-        """The prompt templates of the teachers that have one, by name."""
-        teachers = self.teachers.items()
-        return {name: t.prompt_template for name, t in teachers if t.prompt_template is not None}
-
-    @property
     def versions(self) -> int:
         """Number of weight versions of the run: one per ``sync_steps``, and one for a remainder."""
         return math.ceil(self.train.steps / self.async_.sync_steps)

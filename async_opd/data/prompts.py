@@ -37,25 +37,25 @@ def to_prompt(
     epoch: int = 0,
     graded: bool = False,
     limit: int | None = None,
-    templates: Mapping[str, str] | None = None,
+    readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
 ) -> Prompt:
     """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
-    The prompt contains the row if its rollouts are ``graded``. ``templates``: prompt templates by
-    teacher. RolloutFault if the row has no teacher, or not 1 to ``limit`` tokens.
+    The prompt contains the row if its rollouts are ``graded``. ``readers`` are of the teachers that
+    read another prompt (``async_opd.data.teacher_prompts``). RolloutFault if the row has no
+    teacher, or not 1 to ``limit`` tokens.
     """
     teacher = _teacher(row, route)
-    ids = _encoded(row, lambda: row.prompt, encode, limit)
-    template, teacher_ids = (templates or {}).get(teacher), None
-    if template is not None:
-        teacher_ids = _encoded(row, lambda: filled(template, row), encode, limit)
+    ids = _encoded(row, lambda row: encode(row.prompt), limit)
+    reader = (readers or {}).get(teacher)
+    teacher_ids = None if reader is None else _encoded(row, reader, limit)
     graded_row = row if graded else None
     return Prompt(_uid(row, epoch), row.data_source, teacher, ids, graded_row, teacher_ids)
 
 
-def _encoded(row: Row, text: Callable[[], PromptText], encode: Encode, limit: int | None) -> Int32:
+def _encoded(row: Row, read: Callable[[Row], list[int]], limit: int | None) -> Int32:
     try:
-        ids = np.asarray(encode(text()), dtype=np.int32)
+        ids = np.asarray(read(row), dtype=np.int32)
     except Exception as error:  # a chat template can raise anything
         cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
         raise RolloutFault("prompt", cause, "correct the prompt or the chat template") from error
@@ -148,9 +148,9 @@ class PromptStream:
         cursor: int = 0,
         graded: bool = False,
         limit: int | None = None,
-        templates: Mapping[str, str] | None = None,
+        readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
     ) -> None:
-        """``limit``: bound of a prompt's tokens."""
+        """``limit``: bound of a prompt's tokens. ``readers``: see ``to_prompt``."""
         self._limit = limit
         self._sources = [
             rows if isinstance(rows, StreamedRows) else _Epochs(rows) for rows in sources
@@ -158,7 +158,7 @@ class PromptStream:
         self._weights, self._total = list(weights), float(sum(weights))
         self._encode, self._route = encode, route
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
-        self._templates = templates
+        self._readers = readers
         self._taken = [0] * len(sources)
         self._cursor = 0
         for _ in range(cursor):
@@ -238,5 +238,5 @@ class PromptStream:
         return DeadLetter(header, reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
-        options = (self._graded, self._limit, self._templates)
+        options = (self._graded, self._limit, self._readers)
         return to_prompt(row, self._encode, self._route, epoch, *options)

@@ -6,7 +6,7 @@ rows of data.eval ──the first max_prompts of each source──► prompts �
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -17,6 +17,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.data.prompts import to_prompt
+from async_opd.data.teacher_prompts import Reader
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.grading.grader_pool import Graders, GraderSpec
@@ -25,11 +26,15 @@ from async_opd.models.tokenizer import Text
 
 
 def evaluation_of(
-    config: RunConfig, sources: Iterable[Sequence[Row]], text: Text, folder: Path
+    config: RunConfig,
+    sources: Iterable[Sequence[Row]],
+    text: Text,
+    folder: Path,
+    readers: Mapping[str, Reader] | None = None,
 ) -> Evaluation | None:
     """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows.
 
-    ``folder`` gets the answers.
+    ``folder`` gets the answers. ``readers``: those of ``teacher_readers``.
     """
     settings, taken = config.eval, Counter[str]()
     rows: dict[Uid, Row] = {}
@@ -37,9 +42,7 @@ def evaluation_of(
     for row in chain.from_iterable(sources):
         taken[row.data_source] += 1
         if settings.max_prompts is None or taken[row.data_source] <= settings.max_prompts:
-            prompt = to_prompt(
-                row, text.encode, config.teacher_of, templates=config.prompt_templates
-            )
+            prompt = to_prompt(row, text.encode, config.teacher_of, readers=readers)
             rows[prompt.uid] = row
             prompts.append(prompt)
     if not prompts:

@@ -5,29 +5,23 @@ The driver loads it once. Tests compare it with transformers' AutoTokenizer.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from datetime import datetime
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from jinja2 import Template, TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from async_opd.core.nesting import MAX_DEPTH, too_deep
 from async_opd.core.row import PromptText
-from async_opd.models.special_tokens import MARK, SpecialTokens
+from async_opd.models.chat_template import ChatTemplate, aligned_prefix
+from async_opd.models.chat_template import read_json as read_json
+from async_opd.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
-
-SPECIAL_TOKENS = tuple(
-    f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-)
+    from async_opd.config.sections.section import Rendering
 
 
 class Text:
@@ -38,9 +32,14 @@ class Text:
         model_dir: str | Path,
         chat_template: Literal["auto", "always", "never"] = "auto",
         special_tokens: Literal["text", "parse"] = "text",
+        chat: ChatTemplate | None = None,
     ) -> None:
-        """``special_tokens``: the config's key ``data.special_tokens``. ValueError."""
+        """``special_tokens``: the config's key ``data.special_tokens``. ValueError.
+
+        ``chat``: the template of prompts, by default the model's own.
+        """
         self._dir = Path(model_dir)
+        self.chat = chat or ChatTemplate(self._dir)
         file = self._dir / "tokenizer.json"
         try:
             self._tokenizer = Tokenizer.from_file(str(file))
@@ -53,7 +52,39 @@ class Text:
     @classmethod
     def of(cls, config: RunConfig) -> Self:
         """The student's tokenizer, with the settings of the run's data. ValueError."""
-        return cls(config.student.model, config.data.chat_template, config.data.special_tokens)
+        data, folder = config.data, Path(config.student.model)
+        return cls(folder, data.chat_template, data.special_tokens, chat_of(config.student, folder))
+
+    def of_teacher(self, config: RunConfig, name: str) -> Self:
+        """How a teacher reads prompts, with this tokenizer, which is the student's.
+
+        ValueError where its prompts cannot end as the student's do; OSError.
+        """
+        if not config.teachers[name].renders:
+            return self
+        own = self.chat_of_teacher(config, name)
+        if own.prefix is None and self._mode != "never":
+            own = replace(own, prefix=aligned_prefix(self.chat, own))
+        made = copy.copy(self)
+        made.chat = own
+        made.__dict__.pop("_special", None)
+        return made
+
+    def chat_of_teacher(self, config: RunConfig, name: str) -> ChatTemplate:
+        """A teacher's template: what its section does not say is the student's."""
+        teacher = config.teachers[name]
+        values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
+        if teacher.own_template:
+            own = chat_of(teacher, Path(config.teacher_model(name)))
+            return replace(own, system=system)
+        file = teacher.chat_template_file
+        return ChatTemplate(
+            self.chat.folder,
+            self.chat.file if file is None else Path(file),
+            (self.chat.values if file is None else {}) if values is None else values,
+            system,
+            teacher.response_prefix,
+        )
 
     def encode(self, prompt: PromptText) -> list[int]:
         """Token ids of a prompt.
@@ -71,9 +102,10 @@ class Text:
                 "data.chat_template is never"
             )
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        messages = self.chat.with_system(messages)
         if self._parse:
-            return self.plain(self._render(messages))
-        rendered = self._render(self._special.quoted(messages))
+            return self.plain(self.chat.render(messages))
+        rendered = self.chat.render(self._special.quoted(messages))
         return self._special.encode(rendered, add_special_tokens=False)
 
     def _encoded(self, prompt: str) -> list[int]:
@@ -89,6 +121,10 @@ class Text:
     def plain(self, text: str) -> list[int]:
         """Token ids of the text alone, without template and without added special tokens."""
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token alone, special ones included."""
+        return [str(self._tokenizer.decode([one], skip_special_tokens=False)) for one in ids]
 
     def decode(self, ids: list[int]) -> str:
         """Text of a response, without special tokens."""
@@ -116,7 +152,7 @@ class Text:
         try:
             if self.template is None or self._mode == "never":
                 return None
-            _, found, after = self._render(probe, generate=False).rpartition(answer)
+            _, found, after = self.chat.render(probe, generate=False).rpartition(answer)
         except Exception:  # a broken file or template fails again, and is reported, with a prompt
             return None
         special = self._tokenizer.get_added_tokens_decoder() if found else {}
@@ -136,65 +172,26 @@ class Text:
         """Number of tokens in the vocabulary, with added ones."""
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
-    @cached_property
+    @property
     def template(self) -> str | None:
-        """The chat template, if the model has one."""
-        file = self._dir / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text(encoding="utf-8")
-        template = read_json(self._dir / "tokenizer_config.json").get("chat_template")
-        if isinstance(template, list):
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
-        return template
-
-    @cached_property
-    def _compiled(self) -> Template:
-        """The chat template, compiled in the same environment as in transformers."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True,
-            lstrip_blocks=True,
-            extensions=["jinja2.ext.loopcontrols", _Generation],
-        )
-        environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
-        environment.filters["tojson"] = _tojson
-        return environment.from_string(str(self.template))
-
-    @cached_property
-    def _named(self) -> dict[str, str]:
-        """The texts of special tokens, by their names in templates."""
-        config = read_json(self._dir / "tokenizer_config.json")
-        contents = {name: _content(config.get(name)) for name in SPECIAL_TOKENS}
-        return {name: text for name, text in contents.items() if text is not None}
+        """The chat template, if there is one."""
+        return self.chat.text
 
     @cached_property
     def _special(self) -> SpecialTokens:
-        return SpecialTokens(self._tokenizer, self._named.values())
-
-    def _render(self, messages: list[dict[str, Any]], generate: bool = True) -> str:
-        """The rendered messages; ``generate`` adds the beginning of an assistant's turn."""
-        try:
-            return self._compiled.render(
-                messages=messages,
-                tools=None,
-                documents=None,
-                add_generation_prompt=generate,
-                **self._named,
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template of {self._dir} fails: {error}") from error
+        return SpecialTokens(self._tokenizer, self.chat.named.values())
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in a file; an empty one if there is no file. ValueError, OSError."""
-    if not file.is_file():
-        return {}
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ValueError(f"{file} is nested too deeply") from None
-    if too_deep(value):
-        raise ValueError(f"{file} is nested too deeply: more than {MAX_DEPTH} values")
-    return value if isinstance(value, dict) else {}
+def chat_of(section: Rendering, folder: Path) -> ChatTemplate:
+    """The template of a section of the config, for a model in ``folder``."""
+    file = section.chat_template_file
+    return ChatTemplate(
+        folder,
+        None if file is None else Path(file),
+        section.chat_template_kwargs or {},
+        section.system_prompt,
+        section.response_prefix,
+    )
 
 
 def text_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -213,39 +210,3 @@ def eos_ids(model_dir: str | Path) -> tuple[int, ...]:
         if value is not None:
             return tuple(int(one) for one in (value if isinstance(value, list) else [value]))
     return ()
-
-
-def _content(token: Any) -> str | None:
-    return token.get("content") if isinstance(token, dict) else token
-
-
-class _Generation(Extension):
-    """Accepts ``{% generation %}`` blocks around an assistant's text, and renders the text."""
-
-    tags = {"generation"}  # noqa: RUF012
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _strftime_now(format: str) -> str:  # noqa: A002
-    return datetime.now().strftime(format)
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """JSON without HTML escapes, as in transformers."""
-    text = json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
-    return text.replace(json.dumps(MARK)[1:-1], MARK)  # an escaped MARK would not be dropped
-
-
-def _raise(message: str) -> None:
-    raise ValueError(f"the chat template refuses these messages: {message}")

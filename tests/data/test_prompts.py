@@ -91,6 +91,8 @@ def test_only_a_teacher_with_a_template_sees_another_prompt(
     def encode(text: object) -> list[int]:
         return [len(str(text))]
 
-    prompt = to_prompt(ROW, encode, lambda _: teacher, templates={"a": "{answer}"})
+    prompt = to_prompt(
+        ROW, encode, lambda _: teacher, readers={"a": lambda row: [len(str(row.answer))]}
+    )
     assert prompt.token_ids.tolist() == [1]
     assert (None if prompt.teacher_ids is None else prompt.teacher_ids.tolist()) == seen

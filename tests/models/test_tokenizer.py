@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from async_opd.models import tokenizer as text
+from async_opd.models import chat_template
 from async_opd.models.tokenizer import Text
 from tests.checks.inputs import model
 
@@ -121,8 +121,10 @@ def test_the_files_of_a_model_are_read_once_however_many_prompts_there_are(
         shutil.copy(f"{quickstart}/models/student/{name}", tmp_path)
     (tmp_path / "chat_template.jinja").write_text(LOOP + "{{ m.content }}{% endfor %}")
     read: list[Path] = []
-    original = text.read_json
-    monkeypatch.setattr(text, "read_json", lambda file: read.append(file) or original(file))
+    original = chat_template.read_json
+    monkeypatch.setattr(
+        chat_template, "read_json", lambda file: read.append(file) or original(file)
+    )
     encoder = Text(tmp_path)
     for number in range(5):
         encoder.encode(f"sort {number}=")

@@ -7,11 +7,11 @@ from typing import Literal, Self
 from pydantic import Field, PositiveInt, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.section import ModelSection, Section
+from async_opd.config.sections.section import ModelSection, Rendering, Section
 
 
-class StudentConfig(ModelSection):
-    """The model that is trained."""
+class StudentConfig(ModelSection, Rendering):
+    """The model that is trained, and how its prompts are rendered."""
 
 
 class RolloutConfig(Section):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 
@@ -29,3 +31,18 @@ class ModelSection(Section):
     required, and a commit."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
+
+
+class Rendering(Section):
+    """How a prompt becomes the text that a model reads. See docs/data.md."""
+
+    chat_template_file: str | None = Field(default=None, min_length=1)
+    """File with a chat template (Jinja), in place of the model's own."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Further variables of the chat template, such as ``enable_thinking: false`` or ``tools``. One
+    that the template does not read is refused."""
+    system_prompt: str | None = Field(default=None, min_length=1)
+    """System message of every prompt, in place of its own if it has one."""
+    response_prefix: str | None = None
+    """Text after the header of the assistant's turn that responses continue, in place of the
+    thought that the generation prompt begins (``"<think>\\n"``); empty: none."""

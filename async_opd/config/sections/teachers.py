@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
-from async_opd.config.sections.section import ModelSection, Section
+from async_opd.config.sections.section import ModelSection, Rendering, Section
 
 CALL_SAMPLES = 64
 """Most rollouts in one call to a replica of a teacher: with larger calls one replica would have all
@@ -53,8 +53,12 @@ class EndpointHealth(CallHealth):
     any server left the run fails."""
 
 
-class Teacher(Section):
-    """Settings of every kind of teacher."""
+class Teacher(Rendering):
+    """Settings of every kind of teacher.
+
+    It reads prompts as the student does, but for its own ``chat_template_file``,
+    ``chat_template_kwargs``, ``system_prompt`` and ``response_prefix``.
+    """
 
     sources: list[str] | None = None
     """Values of ``data.route_by`` whose rows this teacher scores; by default its own name."""
@@ -72,7 +76,23 @@ class Teacher(Section):
     prompt_template: str | None = Field(default=None, min_length=1)
     """The teacher's prompt, if it differs from the student's: a text with fields of the data row in
     braces, as in ``"{prompt} Hint: {answer}"``. A single field in braces is used unchanged, so that
-    it may hold chat messages. Scores still cover the student's response."""
+    it may hold chat messages. What it gives is then rendered with a chat template as any prompt.
+    Scores still cover the student's response."""
+
+    own_template: bool = False
+    """Renders its prompts with the chat template of its own model, where others take the
+    student's. The response's tokens stay the same, and follow a thought that is as open as in the
+    student's prompt (docs/data.md)."""
+
+    @property
+    def renders(self) -> bool:
+        """Whether its prompts are rendered otherwise than the student's."""
+        settings = (self.chat_template_file, self.system_prompt, self.response_prefix)
+        return (
+            self.own_template
+            or self.chat_template_kwargs is not None
+            or any(one is not None for one in settings)
+        )
 
     @field_validator("prompt_template")
     @classmethod
