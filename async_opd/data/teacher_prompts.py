@@ -82,8 +82,8 @@ def first_difference(student: SeenPrompt, teacher: SeenPrompt) -> Difference | N
         return None
     at = _equal(student.ids, teacher.ids)
     end = _equal(student.ids[at:][::-1], teacher.ids[at:][::-1])
-    pieces = (one.pieces[at] if at < len(one.pieces) else None for one in (student, teacher))
-    return Difference(at, *pieces, end)
+    own, other = (next(iter(one.pieces[at:]), None) for one in (student, teacher))
+    return Difference(at, own, other, end)
 
 
 def _equal(one: tuple[int, ...], other: tuple[int, ...]) -> int:
