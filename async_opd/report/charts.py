@@ -111,19 +111,20 @@ def shares_over_time(
     names: Sequence[str],
     found: Sequence[tuple[float, Sequence[float]]],
 ) -> Chart:
-    """Areas that are stacked to 1: ``found`` has the shares of ``names`` at each step.
+    """Areas that are stacked to 1: ``found`` has (step, shares of ``names``).
 
+    Shares are those from the step of the entry before, or from step 0, up to their own.
     The names keep their colours whether they occur or not; the legend has those that do.
     """
     occurring = [name for at, name in enumerate(names) if any(row[at] > 0.005 for _, row in found)]
     values = [
         {"x": at, "y": share, "s": name, "o": order}
-        for at, row in found
+        for at, row in [(0.0, shares) for _, shares in found[:1]] + list(found)
         for order, (name, share) in enumerate(zip(names, row, strict=True))
     ]
     spec = {
         "data": {"values": values},
-        "mark": {"type": "area", "interpolate": "step-after", "line": False, "opacity": 0.9},
+        "mark": {"type": "area", "interpolate": "step-before", "line": False, "opacity": 0.9},
         "encoding": {
             "x": {"field": "x", "type": "quantitative", "title": "step"}
             | {"axis": {"tickMinStep": 1}, "scale": {"nice": False}},

@@ -19,6 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.roll_backs import RollBack, read_roll_backs
 from async_opd.config.load import load_config
@@ -27,11 +29,12 @@ from async_opd.files.json_lines import MetricsRow, json_object, json_objects, me
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
-from async_opd.observability.sinks import Summary
+from async_opd.observability.sinks import Status, Summary
 
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
 EVALUATIONS = ("eval/", "eval_initial/", "eval_teacher/")
+_STATUS: TypeAdapter[Status] = TypeAdapter(Status)
 _STAMPED = re.compile(
     r"(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(?:[+-]\d\d:\d\d)?)\s(?:WARNING |ERROR )?(.*)", re.DOTALL
 )
@@ -162,7 +165,7 @@ def read_summary(folder: Path) -> Summary | None:
     try:
         content: dict[str, Any] = dict(json.loads(read_text(folder / SUMMARY)))
         return Summary(
-            status=content["status"],
+            status=_STATUS.validate_python(content["status"]),
             error=content.get("error"),
             steps=int(content.get("steps", 0)),
             seconds=float(content["seconds"]),

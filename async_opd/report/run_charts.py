@@ -31,6 +31,7 @@ WINDOWS = 60
 _ACCURACY = re.compile(r"eval/(.+)/accuracy")
 _SEVERAL = re.compile(r"eval/(.+/(?:pass@(?!1$)|maj@)\d+)")
 _SOURCE_LOSS = re.compile(r"source/(.+)/loss")
+_LAG = re.compile(r"staleness/lag_(\d{1,3})")
 _LENGTH = re.compile(r"source/(.+)/mean_response_tokens")
 _TEACHER_LOSS = re.compile(r"teacher/(.+)/loss")
 _TEACHER_GAP = re.compile(r"teacher/(.+)/gap")
@@ -120,8 +121,8 @@ def _is_error_of(key: str, source: str) -> bool:
 
 def staleness(run: RecordedRun) -> Iterator[Chart | None]:
     """The histogram of all trained samples, and the mean over time."""
-    lags = sorted(key for key in run.keys if key.startswith("staleness/lag_"))
-    counts = {int(key.removeprefix("staleness/lag_")): total(run.steps, key) for key in lags}
+    lags = (_LAG.fullmatch(key) for key in sorted(run.keys))
+    counts = {int(found[1]): total(run.steps, found[0]) for found in lags if found}
     trained = sum(counts.values()) or 1.0
     most = max(counts, default=0)
     named = [
@@ -137,8 +138,8 @@ def staleness(run: RecordedRun) -> Iterator[Chart | None]:
         x="versions",
     )
     found = [
-        Line("mean", run.series("staleness/mean")),
         Line("largest", run.series("staleness/max")),
+        Line("mean", run.series("staleness/mean")),  # drawn later: both are seen where they meet
     ]
     yield lines(
         "staleness-steps",

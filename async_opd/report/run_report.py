@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from async_opd.config.load import dump_config
 from async_opd.config.secrets import Redactor
+from async_opd.core.level import Level
 from async_opd.files.origin import read_origins
 from async_opd.observability.terminal import duration
 from async_opd.report.charts import Chart
@@ -111,7 +112,8 @@ def _trouble(run: RecordedRun) -> str:
         [
             f"{len(found)} events of replicas, checkpoints and the run itself"
             f"{_last(found)}, {len(run.roll_backs)} rollbacks, "
-            f"{len(run.dead_letters)} dead letters{_last(run.dead_letters)}."
+            f"{len(run.dead_letters)} dead letters{_last(run.dead_letters)}.",
+            _left_out(run.config.log.level),
         ]
     )
     if found:
@@ -124,6 +126,13 @@ def _trouble(run: RecordedRun) -> str:
         letters = [(one.uid, one.stage, one.reason) for one in run.dead_letters[-SHOWN:]]
         html += table(("sample", "stage", "reason"), letters)
     return html
+
+
+def _left_out(level: Level) -> str:
+    """What ``run.log`` lacks of the events, by the least level that the run has logged."""
+    if level == "info":
+        return ""
+    return f"Events below this level are not in run.log, whose log.level is {level}."
 
 
 def _last(found: Iterable[object]) -> str:

@@ -60,14 +60,15 @@ class Verdict:
 def judge(run: RecordedRun) -> Verdict:
     """The verdict over the steps of ``steady_rows``; of kind ``unknown`` for fewer than 6."""
     rows = steady_rows(run)
-    if len(rows) < MIN_STEPS:
+    times = pool_times(run, rows)
+    if len(rows) < MIN_STEPS or not times:
         return Verdict(
             "unknown",
             f"The run has too few steps for a verdict: {len(rows)} after the warm-up.",
-            (),
+            _evidence(run, rows, times) if times else (),
             f"Let it make {MIN_STEPS} steps after the warm-up.",
+            times=times,
         )
-    times = pool_times(run, rows)
     return _judged(run, rows, {pool.name: pool for pool in times})
 
 
@@ -248,9 +249,10 @@ def _evidence(
 ) -> tuple[str, ...]:
     """A line for each pool, and the places of samples."""
     places = {k: v for k, v in samples_by_place(run, rows).items() if v >= 0.5}
+    in_flight = ", ".join(f"{name} {n:.0f}" for name, n in places.items())
     return (
         *(_shares(pool) for pool in times),
-        "samples in flight: " + ", ".join(f"{name} {n:.0f}" for name, n in places.items()),
+        f"samples in flight: {in_flight or 'none at the ends of steps'}",
         f"{samples_per_s(run, rows):.3g} samples/s, staleness "
         f"{mean(rows, 'staleness/mean'):.2f} on average",
     )

@@ -14,13 +14,14 @@ from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.files.origin import add_origin, read_origins
+from async_opd.report.charts import shares_over_time
 from async_opd.report.comparison import differing_keys, labels
 from async_opd.report.facts import Facts, facts_of
 from async_opd.report.recorded_run import RecordedRun, read_recorded_run
-from async_opd.report.run_charts import evaluation_lines, sample_life
+from async_opd.report.run_charts import evaluation_lines, sample_life, staleness
 from async_opd.report.run_report import report
 from async_opd.report.verdict import judge
-from tests.plan.runs import write_run
+from tests.plan.runs import CONFIG, write_run
 from tests.report.pages import HOSTILE, write_full_run
 
 pytest.importorskip("vl_convert", reason="the extra report is not installed")
@@ -173,6 +174,50 @@ def test_a_million_tokens_cost_the_gpu_hours_that_they_took() -> None:
     assert facts.gpu_hours == 16
     assert facts.cost_of_million(2.5) == 2.5 * 16 / 4
     assert facts.cost_of_million(None) is None
+
+
+def test_the_shares_of_a_window_of_steps_are_drawn_over_its_steps() -> None:
+    found = shares_over_time("k", "t", "n", ["a", "b"], [(5.0, [1.0, 0.0]), (10.0, [0.25, 0.75])])
+    assert (
+        found.spec["mark"]["interpolate"] == "step-before"
+    )  # a point's share is the one before it
+    ends = [(one["x"], one["y"]) for one in found.spec["data"]["values"] if one["s"] == "a"]
+    assert ends == [(0.0, 1.0), (5.0, 1.0), (10.0, 0.25)]
+    assert [row[0] for row in found.rows] == ["5", "10"]
+
+
+def test_the_mean_staleness_is_drawn_over_the_largest(run: RecordedRun) -> None:
+    (chart,) = (one for one in staleness(run) if one and one.key == "staleness-steps")
+    assert chart.spec["layer"][-1]["encoding"]["strokeDash"]["field"] == "s"
+    names = dict.fromkeys(one["s"] for one in chart.spec["data"]["values"])
+    assert list(names) == ["largest", "mean"]  # the later line is dashed, and drawn on top
+
+
+def test_a_short_run_has_the_evidence_that_there_is(tmp_path: Path) -> None:
+    verdict = judge(read_recorded_run(write_run(tmp_path / "run", steps=7)))
+    assert verdict.kind == "unknown"
+    assert any(line.startswith("rollout computes") for line in verdict.evidence)
+
+
+def test_a_run_that_logs_warnings_only_does_not_claim_to_know_its_restarts(tmp_path: Path) -> None:
+    config = {**CONFIG, "log": {"level": "warning"}}
+    run = read_recorded_run(write_run(tmp_path / "run", steps=1, config=config))
+    assert "log.level is warning" in report(run, judge(run), "")
+    plain = read_recorded_run(write_run(tmp_path / "plain", steps=1))
+    assert "log.level is" not in report(plain, judge(plain), "")
+
+
+def test_a_run_of_two_parts_with_evaluations_is_judged_by_all_its_steps(tmp_path: Path) -> None:
+    whole = write_full_run(tmp_path / "whole", hostile=False)
+    parts = write_full_run(tmp_path / "parts", hostile=False)
+    rows = [json.loads(one) for one in (parts / "metrics.jsonl").read_text().splitlines()]
+    resumed = [{**one, "time": one["time"] + 86_400 * (one["step"] > 20)} for one in rows]
+    (parts / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in resumed))
+    one, two = (judge(read_recorded_run(folder)) for folder in (whole, parts))
+    assert (one.kind, one.evidence) == ("pool", two.evidence)
+    assert facts_of(read_recorded_run(parts)).samples_per_s == pytest.approx(
+        facts_of(read_recorded_run(whole)).samples_per_s
+    )
 
 
 def test_the_command_writes_the_report_and_says_the_verdict(

@@ -89,6 +89,12 @@ def test_a_time_with_an_offset_is_the_same_moment_for_every_reader(
     assert (message.text, message.time) == ("starting", 1795334400.0)
 
 
+@pytest.mark.parametrize("status", ['"exploded"', "5", "null", '["completed"]', '""'])
+def test_a_summary_of_no_known_status_is_none(folder: Path, status: str) -> None:
+    (folder / "summary.json").write_text(f'{{"status": {status}, "seconds": 1.0}}')
+    assert read_recorded_run(folder).status == "running or killed"
+
+
 def test_dead_letters_say_their_stage_and_reason(folder: Path) -> None:
     letter = {"time": 1.0, "uid": "p/0", "teacher": "a", "tokens": 7, "stage": "grader"}
     lines = [json.dumps({**letter, "reason": "it raised"}), '{"time": 2.0, "uid": "p/1", "te']
