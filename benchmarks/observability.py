@@ -1,6 +1,6 @@
 """What it costs to see a run: everything on against everything off, in CPU seconds.
 
-    python -m benchmarks.observability [--pairs N]
+    python -m benchmarks.observability [--blocks N]
 
 Real Ray actors, queue, admission, stages and ledger; the engines are simulated
 (``benchmarks.simulated``) and so quick that the control plane is what limits: 8 rollout and 2
@@ -9,7 +9,8 @@ teacher replicas, responses of 400 tokens, k = 16, batch 1024, K = 2. One run, i
 view on a terminal of 120 columns) take turns with segments without any of it: on, off, off, on, …
 
     cost_share        CPU seconds of driver and stages with everything on over those without,
-                      less 1: the median of the pairs
+                      less 1: the median of the blocks of four segments (on, off, off, on)
+    cost_of_sums      the same of all segments together
     trace_share       CPU seconds of the trace (its writer, the calls that fill it, the records of
                       intervals in the replicas) over all of driver and stages
     wandb_process_share  the same for wandb's own process, which is neither driver nor stage
@@ -262,7 +263,7 @@ async def segment(log: SwitchedLog, pids: Sequence[int], wandb: Sequence[int]) -
     return Segment(*((b - a) * per_step for a, b in zip(before, after, strict=True)))
 
 
-async def measure(pairs: int, folder: Path) -> dict[str, Any]:
+async def measure(blocks: int, folder: Path) -> dict[str, Any]:
     """All segments of one run."""
     score = TeacherPlan(overhead_s=0.01, tokens_per_s=1e9)
     factories = Factories(
@@ -286,7 +287,7 @@ async def measure(pairs: int, folder: Path) -> dict[str, Any]:
                 switch.turn(True)
                 await _either(log.until(WARM_UP), pipeline)
                 pids, wandb = stage_pids(), wandb_pids()
-                for turn in range(2 * pairs):
+                for turn in range(4 * blocks):
                     switch.turn(turn % 4 in (0, 3))
                     found[switch.on].append(one := await segment(log, pids, wandb))
                     print("on " if switch.on else "off", one, flush=True)
@@ -298,8 +299,9 @@ async def measure(pairs: int, folder: Path) -> dict[str, Any]:
 
 def summary(on: Sequence[Segment], off: Sequence[Segment]) -> dict[str, Any]:
     """The result of the pairs."""
-    costs = [a.cpu_s / b.cpu_s - 1 for a, b in zip(on, off, strict=True)]
-    total = sum(one.cpu_s for one in on)
+    with_all, without = _of_blocks(on), _of_blocks(off)
+    costs = [a / b - 1 for a, b in zip(with_all, without, strict=True)]
+    total = sum(with_all)
     samples = len(on) * BATCH
     return {
         "cost_share": round(statistics.median(costs), 4),
@@ -308,20 +310,27 @@ def summary(on: Sequence[Segment], off: Sequence[Segment]) -> dict[str, Any]:
         ),
         "wandb_process_share": round(sum(one.wandb_s for one in on) / total, 4),
         "cost_quartiles": [round(cost, 4) for cost in statistics.quantiles(costs)],
-        "cpu_ms_per_sample": round(1000 * sum(one.cpu_s for one in off) / samples, 3),
+        "cost_of_sums": round(total / sum(without) - 1, 4),
+        "cpu_ms_per_sample": round(1000 * sum(without) / samples, 3),
         "samples_per_s": round(samples / sum(one.wall_s for one in on)),
         "samples_per_s_off": round(samples / sum(one.wall_s for one in off)),
-        "pairs": len(costs),
+        "blocks": len(costs),
     }
+
+
+def _of_blocks(segments: Sequence[Segment]) -> list[float]:
+    """CPU seconds of both segments of each block."""
+    seconds = [one.cpu_s for one in segments]
+    return [a + b for a, b in zip(seconds[::2], seconds[1::2], strict=True)]
 
 
 def main() -> None:
     """Runs it and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pairs", type=int, default=20)
+    parser.add_argument("--blocks", type=int, default=12)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        result = uvloop.run(measure(arguments.pairs, Path(folder)))
+        result = uvloop.run(measure(arguments.blocks, Path(folder)))
     print(json.dumps(result))
 
 

@@ -19,6 +19,10 @@ Made by `python docs/make_dashboards.py` from `async_opd/observability/dashboard
 `dashboard.json` and prints the command that saves it. The axis is the step; of weight syncs the
 weight version, and of evaluations the step whose weights they measured. [metrics.md](metrics.md)
 has the unit and meaning of each key.
+
+Two tables are logged beside the panels: `evaluation/samples`, the first 32 answers of each
+evaluation, and, with `log.microscope.share` above 0, `generations/samples`: responses that were
+trained, every 25 steps, with their versions, reward, mean loss and gap.
 """
 
 

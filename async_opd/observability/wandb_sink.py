@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import netrc
 import os
 from collections.abc import Mapping
@@ -15,11 +14,12 @@ import psutil
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import without_secrets
-from async_opd.files.safe_open import make_folder, read_text
+from async_opd.files.safe_open import make_folder
 from async_opd.observability.dashboard.panels import EVALUATION_STEP, STEP, VERSION
 from async_opd.observability.loggers.alerts import Alert, alert_of
 from async_opd.observability.loggers.environment import environment
 from async_opd.observability.loggers.logged_run import LoggedRun, is_evaluation
+from async_opd.observability.loggers.sample_tables import SampleTables
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
 
@@ -35,9 +35,8 @@ MAX_ROWS, MAX_ALERTS = 1000, 100
 """Rows that may wait for wandb's own process, and alerts besides."""
 
 Row = tuple[int, dict[str, float]]
-EVALUATION_SAMPLES = "evaluation/samples"
-SAMPLES = 32
-"""Answers of an evaluation in its table."""
+EVALUATION_SAMPLES, GENERATIONS = "evaluation/samples", "generations/samples"
+"""Keys of the tables of an evaluation's answers, and of generations that were trained."""
 AXES = {
     "*": STEP,
     "sync/*": VERSION,
@@ -64,6 +63,7 @@ class WandbSink(Sink):
         self._run: wandb.Run | None = None
         self._at = LoggedRun.of(run_dir, self.name) if resumed else LoggedRun.new()
         self._known = self._at
+        self._tables = SampleTables(run_dir)
         self._dropped = 0
         self._failure: Exception | None = None
         self._writer = BackgroundWorker[Row | Alert]("wandb", self._give, MAX_ROWS + MAX_ALERTS)
@@ -164,19 +164,17 @@ class WandbSink(Sink):
             return {}
 
     def _samples(self, metrics: Mapping[str, float]) -> dict[str, Any]:
-        """The table of an evaluation's first answers; nothing for other rows, or without a file."""
-        if EVALUATION_STEP not in metrics:
-            return {}
-        names = ["teachers"] if any(key.startswith("eval_teacher/") for key in metrics) else []
-        path = self._run_dir / "evals" / f"{(names or [f'step_{metrics[STEP]:.0f}'])[0]}.jsonl"
-        if not path.exists():
-            return {}
+        """The table of the row's evaluation or generations; nothing if there is none."""
         import wandb
 
-        answers = [json.loads(line) for line in read_text(path).splitlines()[:SAMPLES]]
-        columns = list(dict.fromkeys(key for answer in answers for key in answer))
-        rows = [[_cell(answer.get(column)) for column in columns] for answer in answers]
-        return {EVALUATION_SAMPLES: wandb.Table(columns=columns, data=rows)}
+        step = int(metrics[STEP])
+        if EVALUATION_STEP in metrics:
+            key, found = EVALUATION_SAMPLES, self._tables.answers(step, metrics)
+        else:
+            key, found = GENERATIONS, self._tables.generations(step)
+        if found is None:
+            return {}
+        return {key: wandb.Table(columns=list(found.columns), data=[*map(list, found.rows)])}
 
     def _raise(self) -> None:
         failure, self._failure = self._failure, None
@@ -204,11 +202,6 @@ class WandbSink(Sink):
         self._raise()
         lacking = f"wandb lacks {self._dropped} rows or alerts: it was behind"
         return lacking if self._dropped else None
-
-
-def _cell(value: object) -> str:
-    """A table's columns hold one type: text."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _end_service() -> None:

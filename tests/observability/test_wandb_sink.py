@@ -10,17 +10,20 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.config.run_config import RunConfig
+from async_opd.microscope.folder import MICROSCOPE, RecordWriter
 from async_opd.observability import wandb_sink
 from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.sinks import Summary
 from async_opd.observability.wandb_sink import AXES, MAX_ROWS, WandbSink
 from tests import wandb_rows
+from tests.microscope.samples import record
 
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
 
@@ -239,11 +242,13 @@ def test_an_alert_comes_though_as_many_rows_wait_as_may(
 
 
 @pytest.mark.slow
-def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path: Path) -> None:
+def test_an_offline_run_read_back_has_keys_axes_config_tables_and_alerts(tmp_path: Path) -> None:
     (tmp_path / "evals").mkdir()
     answer = {"response": "1 2", "score": 0.5, "versions": [[0, 0, 2]]}
     text = "".join(json.dumps({"uid": uid, **answer}) + "\n" for uid in ("p0", "p1"))
     (tmp_path / "evals" / "step_2.jsonl").write_text(text)
+    recorded = record("p7/1", columns={"token": np.array([7, 8, 8], np.int32)}, tokens=3)
+    RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20).write(1, [recorded])
     with RunLog(config(), tmp_path) as log:
         log.log(1, {"loss/total": 2.5, "sync/version": 0.0})
         log.log(2, {"eval/sort/accuracy": 0.5})
@@ -261,10 +266,14 @@ def test_an_offline_run_read_back_has_keys_axes_config_table_and_alerts(tmp_path
     assert (evaluation["eval/sort/accuracy"], evaluation["evaluation/step"]) == (0.5, 2)
     assert evaluation["evaluation/samples/_type"] == "table-file"
     assert evaluation["evaluation/samples/nrows"] == 2
-    (kept,) = path.parent.rglob("*.table.json")
-    found = json.loads(kept.read_text())
+    kept = {one.parent.name: json.loads(one.read_text()) for one in path.parent.rglob("*.json")}
+    found = kept["evaluation"]
     assert found["columns"] == ["uid", "response", "score", "versions"]
     assert found["data"][0] == ["p0", "1 2", "0.5", "[[0, 0, 2]]"]
+    assert step["generations/samples/nrows"] == 1
+    (generation,) = kept["generations"]["data"]
+    shown = dict(zip(kept["generations"]["columns"], generation, strict=True))
+    assert (shown["uid"], shown["response"], shown["versions"]) == ("p7/1", "hii", "[0]")
     assert wandb_rows.axes(path) == dict(AXES)
     given = wandb_rows.config(path)
     assert given["student"]["model"] == "student"

@@ -17,7 +17,8 @@ class MicroscopeConfig(Section):
 
     share: float = Field(default=0.0, ge=0, le=1)
     """Share of the samples whose tokens are recorded in ``microscope/`` of the run directory; 0:
-    none. ``seed`` and a sample's uid choose it, so that a resumed run records the same ones."""
+    none. ``seed`` and a sample's uid choose it, so that a resumed run records the same ones. wandb
+    gets some of them as the table ``generations/samples``, every 25 steps."""
     max_mib: float = Field(default=256.0, gt=0)
     """Bytes of all records. Where they do not suffice, every second step's records are removed,
     then every second of these, so that the rest is spread over the whole run."""
