@@ -51,6 +51,35 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory.
     """
+    source = _prepared(path, overrides)
+    found = _validated(source)
+    if source.problems or not isinstance(found, RunConfig):
+        raise ConfigError(_without_secrets(source))
+    return found
+
+
+def load_recorded_config(
+    path: str | Path, overrides: Sequence[str] = ()
+) -> tuple[RunConfig, list[Problem]]:
+    """The config of a run that an older version may have made, and what of it is left out.
+
+    A key that this version does not know, or whose value it does not take, has its default. Faults
+    of whole sections, of keys that do not go together, and of overrides raise ConfigError.
+    """
+    source = _prepared(path, overrides)
+    left_out: list[Problem] = []
+    while not source.problems:
+        found = _validated(source)
+        if isinstance(found, RunConfig):
+            return found, left_out
+        left_out += _without_secrets(source)
+        if all(source.leave_out(entry) for entry in found):
+            source.problems = []
+    raise ConfigError(_without_secrets(source))
+
+
+def _prepared(path: str | Path, overrides: Sequence[str]) -> _Source:
+    """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     file = Path(path)
     source = _Source(str(file), _read(file))
     source.check_secrets()
@@ -59,15 +88,18 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     source.check_secrets()
     source.check_names()
     resolve_paths(source.tree, file.resolve().parent, source.add)
-    config: RunConfig | None = None
+    return source
+
+
+def _validated(source: _Source) -> RunConfig | list[Any]:
+    """The config, or pydantic's errors, whose problems are added."""
     try:
-        config = RunConfig.model_validate(source.tree)
+        return RunConfig.model_validate(source.tree)
     except ValidationError as error:
-        for entry in error.errors():
+        found: list[Any] = error.errors()
+        for entry in found:
             source.problems += _problems(entry, source)
-    if source.problems or config is None:
-        raise ConfigError(_without_secrets(source))
-    return config
+        return found
 
 
 def _without_secrets(source: _Source) -> list[Problem]:
@@ -134,6 +166,23 @@ class _Source:
                 return
         node[parts[-1]] = value
         self._overridden.add(".".join(parts))
+
+    def leave_out(self, entry: Any) -> bool:
+        """Removes the key of a pydantic error; whether the file has it, and the fault is its own.
+
+        The value of a section that was refused as a whole stays, but for a section that is unknown.
+        """
+        if isinstance(entry["input"], dict) and entry["type"] != "extra_forbidden":
+            return False
+        node: Any = self.tree
+        key = key_of(entry["loc"])
+        *sections, name = key.split(".")
+        for section in sections:
+            node = node.get(section) if isinstance(node, dict) else None
+        if self.where(key) == COMMAND_LINE or not isinstance(node, dict) or name not in node:
+            return False
+        del node[name]
+        return True
 
     def _refuse(self, key: str, message: str, remedy: str) -> None:
         self.problems.append(Problem(COMMAND_LINE, key, message, remedy))

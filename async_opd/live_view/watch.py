@@ -7,6 +7,7 @@ summary.json: how it ended
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from math import inf
 from pathlib import Path
 from typing import TextIO
 
-from async_opd.config.load import load_config
+from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.printable import indented, on_one_line
@@ -26,7 +27,7 @@ from async_opd.live_view.view_state import ViewState
 from async_opd.observability.sinks import Summary
 from async_opd.observability.terminal import terminal_on
 from async_opd.report.followed_run import FollowedRun, News
-from async_opd.report.recorded_run import read_summary
+from async_opd.report.recorded_run import left_out, read_summary
 
 ENDED, GONE = 0, 1
 """Exit codes: the run has ended, however; the run's process is gone."""
@@ -100,7 +101,10 @@ class Watch:
                 raise ConfigError([Problem("command line", "RUN_DIR", message, remedy)])
             self.sleep(LOOK_S)
         refuse_other_formats(self.folder)
-        return load_config(file)
+        config, faults = load_recorded_config(file)
+        for fault in faults:
+            print(on_one_line(left_out(fault)), file=sys.stderr)
+        return config
 
     def _read_past(
         self, state: ViewState, followed: FollowedRun, summary: Summary | None, live: LiveRun | None

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from async_opd.report.recorded_run import RecordedRun
 
 REPORT = """\
 Writes report.html into a run directory: one file that needs no network, with a verdict on what
@@ -50,6 +54,7 @@ def _report(arguments: argparse.Namespace) -> int:
 
     folder = Path(arguments.run_dir)
     run = read_recorded_run(folder, arguments.overrides)
+    _tell(run)
     verdict = judge(run)
     prediction = "" if arguments.no_plan else str(forecast(run, verdict))
     file = Path(arguments.out) if arguments.out else folder / "report.html"
@@ -67,12 +72,23 @@ def _compare(arguments: argparse.Namespace) -> int:
     from async_opd.report.recorded_run import read_recorded_run
 
     runs = [read_recorded_run(Path(one)) for one in arguments.run_dirs + arguments.overrides]
+    for run in runs:
+        _tell(run)
     columns, figures = figures_of(runs)
     _print_table("figures", columns, figures)
     _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
     write_atomically(Path(arguments.out), comparison(runs), durable=False)
     print(on_one_line(f"comparison  {arguments.out}"))
     return 0
+
+
+def _tell(run: RecordedRun) -> None:
+    """Says what of the run's config is left out."""
+    from async_opd.core.printable import on_one_line
+    from async_opd.report.recorded_run import left_out
+
+    for problem in run.left_out:
+        print(on_one_line(left_out(problem)), file=sys.stderr)
 
 
 def _print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -23,8 +23,9 @@ from pydantic import TypeAdapter
 
 from async_opd.accounting.audit import Audit, audit
 from async_opd.accounting.roll_backs import RollBack, read_roll_backs
-from async_opd.config.load import load_config
+from async_opd.config.load import load_recorded_config
 from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import Problem
 from async_opd.files.json_lines import MetricsRow, json_object, json_objects, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
@@ -62,7 +63,10 @@ class RecordedDeadLetter:
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The files of a run directory. ``summary`` is None while the run is running, or if killed."""
+    """The files of a run directory. ``summary`` is None while the run is running, or if killed.
+
+    ``left_out`` are keys of an older version's config that this version cannot read.
+    """
 
     folder: Path
     config: RunConfig
@@ -71,6 +75,7 @@ class RecordedRun:
     summary: Summary | None
     dead_letters: tuple[RecordedDeadLetter, ...]
     roll_backs: tuple[RollBack, ...]
+    left_out: tuple[Problem, ...] = ()
 
     @cached_property
     def steps(self) -> tuple[MetricsRow, ...]:
@@ -112,7 +117,7 @@ def read_recorded_run(folder: Path, overrides: Sequence[str] = ()) -> RecordedRu
     ConfigError if it is none, or one of another format, or a config that is not valid; OSError.
     """
     refuse_other_formats(folder)
-    config = load_config(folder / "config.yaml", overrides)
+    config, left_out = load_recorded_config(folder / "config.yaml", overrides)
     metrics = folder / METRICS
     rows = (row for _, row in metrics_rows(metrics)) if metrics.exists() else ()
     return RecordedRun(
@@ -123,6 +128,14 @@ def read_recorded_run(folder: Path, overrides: Sequence[str] = ()) -> RecordedRu
         summary=read_summary(folder),
         dead_letters=tuple(_dead_letters(folder / DEAD_LETTERS)),
         roll_backs=tuple(read_roll_backs(folder)),
+        left_out=tuple(left_out),
+    )
+
+
+def left_out(problem: Problem) -> str:
+    """A sentence on a key that the reader left out of the config."""
+    return f"left out of the config, as another version made the run: {problem.where}: " + (
+        f"{problem.key}: {problem.message}"
     )
 
 

@@ -27,7 +27,7 @@ from async_opd.report.page import (
     text,
     tiles,
 )
-from async_opd.report.recorded_run import Message, RecordedRun
+from async_opd.report.recorded_run import Message, RecordedRun, left_out
 from async_opd.report.run_charts import learning, sample_life, staleness, throughput
 from async_opd.report.verdict import Verdict
 
@@ -45,7 +45,8 @@ def report(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
     status = run.status.split()[0]
     head = (
         f'<h1>{text(name)} <span class="pill {text(status)}">{text(run.status)}</span></h1>'
-        f'<p class="soft">{text(str(run.folder))}</p>{tiles(tiles_of(run))}'
+        f'<p class="soft">{text(str(run.folder))}</p>'
+        f"{paragraphs([left_out(one) for one in run.left_out], 'soft')}{tiles(tiles_of(run))}"
     )
     return page(f"{name} · async_opd report", head, sections(run, verdict, prediction))
 

@@ -289,6 +289,17 @@ def test_control_characters_of_the_files_command_nothing(run: Run, out: io.Strin
     assert not (run.folder / LIVE_FILE).exists()
 
 
+def test_a_run_of_an_older_version_is_shown(
+    run: Run, out: io.StringIO, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.step(1)
+    run.log.finish("completed")
+    with (run.folder / "config.yaml").open("a") as file:
+        file.write("older: 1\n")
+    assert watching(run, out).run(0) == ENDED
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+
+
 def test_further_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["watch", "a", "b"])

@@ -230,6 +230,19 @@ def test_the_command_writes_the_report_and_says_the_verdict(
     assert "cost per million tokens" in out.read_text(encoding="utf-8")
 
 
+def test_a_report_of_an_older_run_names_what_it_cannot_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_run(tmp_path / "run", steps=7)
+    with (folder / "config.yaml").open("a") as file:
+        file.write("older: 1\n")
+    assert main(["report", str(folder), "--no-plan"]) == 0
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+    assert "older: unknown key (value 1)" in (folder / "report.html").read_text()
+    assert main(["compare", str(folder), str(folder), "--out", str(tmp_path / "c.html")]) == 0
+    assert "older: unknown key (value 1)" in capsys.readouterr().err
+
+
 def test_a_directory_that_is_no_run_is_bad_input(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path)]) == 2
 

@@ -103,6 +103,36 @@ def test_dead_letters_say_their_stage_and_reason(folder: Path) -> None:
     assert (found.stage, found.reason) == ("grader", "it raised")
 
 
+def old(folder: Path, sections: str) -> Path:
+    """The run as a version would have left it that had other keys."""
+    with (folder / "config.yaml").open("a") as file:
+        file.write(sections)
+    return folder
+
+
+def test_a_run_of_an_older_version_is_read_without_the_keys_that_are_no_more(folder: Path) -> None:
+    old(folder, "older: 1\nsync: {on_stale: fail, rolling: perhaps, timeout_s: 7.0}\n")
+    run = read_recorded_run(folder, ["report.gpu_hour_price=2"])
+    assert {one.key for one in run.left_out} == {"older", "sync.on_stale", "sync.rolling"}
+    assert (run.config.sync.rolling, run.config.sync.timeout_s) == (False, 7.0)
+    assert (len(run.steps), run.config.report.gpu_hour_price) == (60, 2.0)
+
+
+def test_a_run_of_this_version_has_no_key_that_is_left_out(folder: Path) -> None:
+    assert read_recorded_run(folder).left_out == ()
+
+
+@pytest.mark.parametrize("sections", ["name: [\n", "eval: {n: 4}\n", "queue: {max_samples: 1}\n"])
+def test_what_cannot_be_left_out_alone_is_refused(folder: Path, sections: str) -> None:
+    with pytest.raises(ConfigError):
+        read_recorded_run(old(folder, sections))
+
+
+def test_an_override_that_is_wrong_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no_such_key"):
+        read_recorded_run(old(folder, "older: 1\n"), ["report.no_such_key=2"])
+
+
 def _without_format(folder: Path) -> None:
     (folder / FORMAT_FILE).unlink()
 
