@@ -17,6 +17,7 @@ from async_opd.importing import command as importing
 from async_opd.live_view import command as watch
 from async_opd.observability.dashboard import command as dashboard
 from async_opd.processes.output import write_stderr
+from async_opd.replay import command as replay
 from async_opd.report import command as report
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     dashboard.add_arguments(commands)
     evaluate.add_arguments(commands)
     importing.add_arguments(commands)
+    replay.add_arguments(commands)
     for name in ("run", "check"):
         what = "run_dir: the directory for checkpoints, metrics and the trained student"
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
@@ -212,7 +214,7 @@ def _print_memory(config: RunConfig, device: Device) -> None:
 
 def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
     """The bytes that a step moves and that the queue holds, in words."""
-    from async_opd.queue.sizes import in_mib, payloads, traffic
+    from async_opd.queue.sizes import in_mib, kept_in_words, payloads, traffic
 
     found = payloads(config, device)
     unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
@@ -228,6 +230,7 @@ def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> st
         f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
         f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
         f"through the queue, which holds {in_mib(most.queue)}",
+        *([kept_in_words(config, most)] if config.log.replay else []),
     ]
     return "\n".join(lines)
 

@@ -27,6 +27,7 @@ from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
 from trainer.recording.recorder import Recorder
+from trainer.replay.keeper import Keeper
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import empty_student, fill_student
 from trainer.student.sharding import join_mesh, lone_mesh
@@ -121,6 +122,9 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     )
     check_rank(rank, exact, longest)
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
+    if config.log.replay:
+        number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)
+        rank.keeper = Keeper(config, number, ranks, rank.platform())
     if config.rollout.host is not None:
         rank.offload()  # until its first turn
     return rank

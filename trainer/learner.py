@@ -16,10 +16,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -40,6 +41,7 @@ from trainer.losses.report import not_finite, step_metrics
 from trainer.notes import drain_notes
 from trainer.rank import BackwardResult, Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
+from trainer.replay.keeper import Keeping
 from trainer.saving.captured import all_written
 from trainer.saving.export import export_dtype, fault_of_saving
 from trainer.saving.shards import Shards, Stamp
@@ -84,6 +86,7 @@ class Learner:
             self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
         self.lr_factor = 1.0  # of the rates of ``train``
         self.version = 0  # the trainer's weight version in the next step, for records
+        self._keeping = Keeping(partial(self._on_all_ranks, "keep"))
         self._step = 0
         self._skipped = self._consecutive_skips = 0
 
@@ -145,7 +148,7 @@ class Learner:
         else:
             self._consecutive_skips = 0
         self._step += 1
-        seconds = time.perf_counter() - started
+        seconds, flops = time.perf_counter() - started, plan.flops(self._rank.size)
         metrics = {
             **means,
             "train/grad_norm": norm,
@@ -154,14 +157,23 @@ class Learner:
             "train/micro_batches": float(sum(map(len, plan.micro_batches))),
             "train/compute_s": seconds,
             "train/repetition": repeated / max(len(plan.headers), 1),
-            **self._utilization(plan, seconds),
+            **utilization(flops, seconds, self._rank_group.ranks, self._rank.peak_tflops),
             **recorded,
         }
-        return LearnerReport(
-            metrics | batch_metrics(plan.headers, self._train.tokens_per_micro_batch),
-            fault,
-            drain_notes(),
-        )
+        metrics |= batch_metrics(plan.headers, self._train.tokens_per_micro_batch)
+        notes = drain_notes()
+        if self._rank.keeper is not None:
+            kept = self._keeping.keep(self._step, plan.headers, metrics, self.lr_factor, fault)
+            metrics, notes = metrics | kept[0], notes + kept[1]
+        return LearnerReport(metrics, fault, notes)
+
+    def train_again(self, plan: Plan, samples: Mapping[int, Sample]) -> LearnerReport:
+        """The step on a planned batch; rank 0 has the samples, by index, of all micro-batches."""
+        return self.train(plan, self._given(plan, samples), 0.0)
+
+    def compared(self, what: Literal["platform", "weight_digests", "flush_records"]) -> list[Any]:
+        """Each rank's answer of this method of Rank."""
+        return self._on_all_ranks(what)
 
     def plan(self, headers: Sequence[Header], supervised: bool = False) -> Plan:
         """Which rank computes what of a batch. TypeError for scores of several kinds."""
@@ -237,7 +249,9 @@ class Learner:
         assigned = assign_micro_batches(lengths, self._row_tokens, contexts, costs)
         return [[[some[i] for i in group] for group in groups] for groups in assigned]
 
-    def _given(self, plan: Plan, samples: Sequence[Sample]) -> list[MicroBatch]:
+    def _given(
+        self, plan: Plan, samples: Mapping[int, Sample] | Sequence[Sample]
+    ) -> list[MicroBatch]:
         """Rank 0's micro-batches of samples that it has; the others receive theirs in messages."""
         made = [[one.of(samples) for one in own] for own in plan.micro_batches]
         others = [
@@ -264,13 +278,6 @@ class Learner:
             f"step {self._step}{before}: {fault}; batch of {len(headers)}: {uids}",
             "lower train.lr, or look at these samples; train.on_nonfinite: skip skips single steps",
         )
-
-    def _utilization(self, plan: Plan, seconds: float) -> dict[str, float]:
-        """``train/tflops`` and ``train/mfu``; no loss depends on a sample without a response."""
-        computed = [header for header in plan.computed if header.response_tokens]
-        lengths = [header.tokens for header in computed]
-        flops = self._rank.size.training_flops(lengths, [h.response_tokens for h in computed])
-        return utilization(flops, seconds, self._rank_group.ranks, self._rank.peak_tflops)
 
     # ── weights, which rank 0 gathers while the others join; state, of which each has a part ────
 
@@ -320,7 +327,7 @@ class Learner:
         with self._dispatched("join_gather", "exported", dtype):
             weights = self._rank.exported(dtype)
             fault = fault_of_saving(self.model, source, directory, weights, dtype)
-        if self._rank.recorder is not None:
+        if self._rank.recorder is not None or self._rank.keeper is not None:
             self._on_all_ranks("flush_records")
         if fault is not None:
             raise fault

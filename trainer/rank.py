@@ -32,6 +32,10 @@ from trainer.offload import move, park
 from trainer.optimizer import adamw
 from trainer.parallel.context import ACROSS, Context
 from trainer.recording.recorder import Recorder
+from trainer.replay.keeper import Keeper, Kept
+from trainer.replay.kept_step import StepResult
+from trainer.replay.platform import platform_of
+from trainer.replay.weights import Weights, weights_of
 from trainer.saving.captured import CapturedParts, RankFile
 from trainer.saving.shards import Shards, Stamp
 from trainer.saving.state import load_parts
@@ -98,6 +102,7 @@ class Rank:
         self.ranks = 1 if mesh is None else mesh.size()
         self._number = 0 if mesh is None else mesh.get_rank()
         self._captured = CapturedParts(self._number)
+        self.keeper: Keeper | None = None  # with ``log.replay``
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         self.peak_tflops = peak_tflops(device, self.half, train.peak_tflops)
@@ -117,7 +122,7 @@ class Rank:
         if self._context is not None:
             self._context.set_attention(model)
         several = self.ranks > 1  # a single one has nothing to add up, also where FSDP offloads it
-        self._reduces_once = several and all_reduce_once(train, self._student_loss, device)
+        self.reduces_once = several and all_reduce_once(train, self._student_loss, device)
         self.optimizer = adamw(model, train, offload)
 
     def _load(self, model: Any, fill: Callable[[], None] | None) -> None:
@@ -152,7 +157,9 @@ class Rank:
 
         It stays until ``apply``, also after an error.
         """
-        once = self._reduces_once
+        if self.keeper is not None:
+            self.keeper.computed = micro_batches
+        once = self.reduces_once
         given = reducing_last(self._student_loss, micro_batches) if once else micro_batches
         sums = merged([self._backward(one) for one in given])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
@@ -178,6 +185,18 @@ class Rank:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return memory_use(self.device)
+
+    def keep(self, result: StepResult) -> Kept:
+        """Keeps the step that was applied last; see ``trainer.replay.keeper``."""
+        return Kept() if self.keeper is None else self.keeper.keep(self.model, result)
+
+    def platform(self) -> dict[str, str]:
+        """What the rank computes on and with."""
+        return platform_of(self)
+
+    def weight_digests(self) -> Weights:
+        """Of this rank's weights, to be compared with those of a kept step."""
+        return weights_of(self.model)
 
     def forget_moments(self) -> None:
         """Resets the optimizer: the next step is as its first one."""
@@ -215,7 +234,12 @@ class Rank:
         return self._captured.capture(self.model, self.optimizer, stamp)
 
     def write(self, folder: str) -> RankFile:
-        """Writes what was captured; called on another thread than the one that trains."""
+        """Writes what was captured; called on another thread than the one that trains.
+
+        Steps before the checkpoint are on the disk when it is.
+        """
+        if self.keeper is not None:
+            self.keeper.settle()
         return self._captured.write(folder)
 
     def load(self, folder: str) -> Stamp:
@@ -282,9 +306,11 @@ class Rank:
         return self.recorder.finish(step, version, skipped)
 
     def flush_records(self) -> None:
-        """Waits until they are written."""
+        """Waits until they are written, and the steps that are kept."""
         if self.recorder is not None:
             self.recorder.flush()
+        if self.keeper is not None:
+            self.keeper.settle()
 
     def logits(self, row: Row) -> torch.Tensor:
         """Logits [T, V] of all tokens of a row, as they are computed in training; a collective."""

@@ -19,6 +19,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.row import Row
 from async_opd.files.json_lines import MetricsRow, metrics_rows
+from async_opd.files.kept_steps import forget_steps
 from async_opd.files.lines import whole_lines
 from async_opd.files.safe_open import regular_file, write_atomically
 from async_opd.grading.evaluation_files import forget_others
@@ -136,8 +137,8 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
     """Removes lines of steps after the checkpoint, which are not in its weights.
 
     Without a checkpoint it removes all lines. So it does with evaluations that measured newer
-    weights too, with the files of all evaluations that are not in the lines which are left, and
-    with the records of tokens.
+    weights too, with the files of all evaluations that are not in the lines which are left, with
+    the records of tokens, and with the kept batches of such steps (``log.replay``).
     Returns the last value of every metric that is left.
     The journal is cut where it is opened (``async_opd.accounting.journal``).
     """
@@ -151,6 +152,7 @@ def cut_files(run_dir: Path, cut: Cut | None) -> dict[str, float]:
                 evaluated.add(row.step)
     forget_others(run_dir, evaluated)
     forget_after(run_dir, -1 if cut is None else cut.step)
+    forget_steps(run_dir, lambda step: cut is None or step > cut.step)
     if (run_dir / METRICS).exists():
         write_atomically(run_dir / METRICS, "".join(f"{line}\n" for line in kept))
     if (run_dir / DEAD_LETTERS).exists():

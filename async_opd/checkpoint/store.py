@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from secrets import token_hex
@@ -29,6 +30,7 @@ from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import checksum, flush, written_file
+from async_opd.files.kept_steps import forget_steps
 from async_opd.files.safe_open import (
     FOLDER_MODE,
     make_folder,
@@ -94,6 +96,8 @@ class Checkpoints:
     def commit(self, part: Path, cut: Cut, config: str, files: Mapping[str, WrittenFile]) -> Path:
         """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed.
 
+        Kept batches of steps before the oldest one that is left are removed, too.
+
         ``files`` are those that the trainer says to have written; any others are refused.
         """
         target = self.folder / f"step_{cut.step}"
@@ -111,9 +115,13 @@ class Checkpoints:
         part.rename(target)
         flush(self.folder)
         best = self.best()
-        for step in superseded(self.steps(), self.keep, self.window):
-            if step != best:
-                remove_tree(self.folder / f"step_{step}")
+        gone = [step for step in superseded(self.steps(), self.keep, self.window) if step != best]
+        for step in gone:
+            remove_tree(self.folder / f"step_{step}")
+        if gone:  # until then the run's start is the oldest one that steps can be computed from
+            oldest = self.steps()[0]
+            with suppress(OSError):
+                forget_steps(self.folder.parent, lambda step: step <= oldest)
         return target
 
     @property

@@ -217,8 +217,8 @@ class ActorFactory:
             raise EngineStartError(guest.remote.name, cause, remedy) from error
         self.colocated.setdefault(pool, {})[index] = guest
 
-    async def trainer(self, queue: QueueProxy) -> TrainerActor:
-        """The trainer: all of its ranks, each after the engines on its GPU."""
+    async def trainer(self, queue: QueueProxy | None) -> TrainerActor:
+        """The trainer: its ranks, each after the engines on its GPU; no queue: there are none."""
         first, *others = ranks = [
             await self.create(
                 actor_names.trainer(rank),
@@ -233,7 +233,8 @@ class ActorFactory:
         config = self.config.model_copy(update={"run_dir": self.run_dir})
         args = (config, self.device, queue, *factory.extra)
         trainer = TrainerActor(first, config, self.device, factory.path, args, tuple(others))
-        await self._build_after_guests("train", dict(enumerate(ranks)), trainer.build, queue)
+        hosts = {} if queue is None else dict(enumerate(ranks))
+        await self._build_after_guests("train", hosts, trainer.build, queue)
         return trainer
 
     async def scorer(self, teachers: Teachers, queue: QueueProxy) -> ScorerActor:

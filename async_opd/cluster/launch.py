@@ -18,11 +18,12 @@ from typing import Any, cast
 
 from async_opd.checkpoint.bounds import state_s
 from async_opd.checkpoint.store import Checkpoints
-from async_opd.cluster.actor_factory import ActorFactory, Factories, discard
+from async_opd.cluster.actor_factory import ActorFactory, Factories, Factory, discard
 from async_opd.cluster.gpu_bundles import GpuBundles, reserve
 from async_opd.cluster.node_checks import check_nodes
 from async_opd.cluster.proxies import (
     QueueProxy,
+    ReplayerProxy,
     RollouterProxy,
     ScorerProxy,
     StudentProxy,
@@ -153,6 +154,27 @@ async def launch_evaluators(
                 reaper.track_descendants()
             named = {student.name: student for student in students}
             yield RollouterStage(named, queue, None, config.supervision, pool=EVAL)
+        finally:
+            await actor_factory.close()
+
+
+@asynccontextmanager
+async def launch_replayer(
+    config: RunConfig, *, device: Device, notify: Callable[[str], None] = discard
+) -> AsyncIterator[ReplayerProxy]:
+    """Starts Ray and the trainer's ranks, which compute kept steps again, and no other part.
+
+    Raises as ``launch`` does.
+    """
+    async with ray_session(config) as reaper:
+        bundles = await reserve(config, notify, {"train"}) if device == "cuda" else GpuBundles()
+        made = Factories(trainer=Factory("async_opd.cluster.trainer_actor:build_replayer"))
+        actor_factory = ActorFactory(config, device, (), made, notify, bundles)
+        try:
+            replayer = await actor_factory.trainer(None)
+            if reaper is not None:
+                reaper.track_descendants()
+            yield ReplayerProxy(replayer.remote)
         finally:
             await actor_factory.close()
 

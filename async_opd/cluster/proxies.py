@@ -20,6 +20,7 @@ from teachers.stage import ScorerStage
 if TYPE_CHECKING:
     from rollouter.replica import StudentReplica
     from teachers.replica import TeacherReplica
+    from trainer.replay.replayer import Replayer
     from trainer.stage import TrainerStage
 else:  # their modules load vLLM and torch, which only their own processes need
 
@@ -29,7 +30,7 @@ else:  # their modules load vLLM and torch, which only their own processes need
         def __getattr__(self, name: str) -> SimpleNamespace:
             return SimpleNamespace(__name__=name)
 
-    StudentReplica = TeacherReplica = TrainerStage = _Names()
+    StudentReplica = TeacherReplica = TrainerStage = Replayer = _Names()
 
 Arguments = ParamSpec("Arguments")
 Answer = TypeVar("Answer")
@@ -211,3 +212,11 @@ class TrainerProxy(Proxy):
     wait_for_backlog = remote(TrainerStage.wait_for_backlog, NO_TIMEOUT)
     take_turn = remote(TrainerStage.take_turn, NO_TIMEOUT)
     begin_turn = remote(TrainerStage.begin_turn, NO_TIMEOUT)
+
+
+class ReplayerProxy(Proxy):
+    """What computes kept steps again; its caller bounds the calls."""
+
+    start = remote(Replayer.start, NO_TIMEOUT)
+    step = remote(Replayer.step, NO_TIMEOUT)
+    progress = remote(Replayer.progress)

@@ -17,6 +17,7 @@ from trainer.batcher import MIN_REMEMBERED, REMEMBERED_BUDGETS, Batcher
 from trainer.publisher import Publisher, Transport
 from trainer.rank_group import SINGLE_RANK
 from trainer.rank_spec import RankSpec
+from trainer.replay.replayer import Replayer
 from trainer.stage import TrainerStage
 
 
@@ -47,6 +48,21 @@ def build_trainer(
         held_rows=rows_to_compare(config, learner),
         turns=GpuTurns() if config.rollout.host is not None else None,
     )
+
+
+def build_replayer(
+    config: RunConfig,
+    device: Device,
+    _: None,
+    spec: RankSpec | None = None,
+    followers: Sequence[Remote] = (),
+) -> Replayer:
+    """What computes kept steps again, with the learner of ``build_trainer``; it has no queue."""
+    from trainer.build import build_learner
+
+    rank_group = RemoteRankGroup(followers) if followers else SINGLE_RANK
+    learner = build_learner(config, device, spec, rank_group)
+    return Replayer(learner, rank_group, offloaded=config.rollout.host is not None)
 
 
 def build_batcher(config: RunConfig, queue: Queue) -> Batcher:

@@ -148,6 +148,29 @@ def traffic(config: RunConfig, found: list[Payload], prompt_tokens: int) -> Traf
     return Traffic(rollout, sample, batch * rollout, batch * sample, queue)
 
 
+def kept_steps(config: RunConfig) -> int:
+    """Steps that ``log.replay`` keeps: those since the oldest checkpoint that is kept.
+
+    A best one (``checkpoint.keep_best``) may be older; without checkpoints there are all steps.
+    """
+    between = config.checkpoint.every * config.async_.sync_steps
+    steps = config.train.steps
+    return min(config.checkpoint.keep * between, steps) if between else steps
+
+
+def kept_in_words(config: RunConfig, traffic: Traffic) -> str:
+    """What ``log.replay`` writes to the disk, at most."""
+    steps, step = kept_steps(config), traffic.step_samples
+    all_ = min(steps * step, int(config.log.replay_gib * (1 << 30)))
+    beyond = ""
+    if all_ < steps * step:
+        beyond = f", which log.replay_gib cuts from {in_mib(steps * step)}: oldest steps first"
+    return (
+        f"log.replay: at most {in_mib(step)} a step in the run directory, of {steps} steps since "
+        f"the oldest checkpoint {in_mib(all_)}{beyond}"
+    )
+
+
 def refused(config: RunConfig, traffic: Traffic) -> tuple[str, str, str] | None:
     """(key, what is wrong, remedy) if the largest sample exceeds ``queue.max_mib``, else None."""
     longest, mib = max(traffic.rollout, traffic.sample), config.queue.max_mib

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from async_opd.accounting.audit import audit
-from tests.cluster.test_run import ONE_TEACHER, Run, Running
+from tests.cluster.test_run import BOUND_S, ONE_TEACHER, Run, Running
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -14,11 +17,13 @@ LAYOUTS = {
     "full_vocabulary_on_2": ("train.ranks=2", "loss={kind: forward_kl, support: full_vocab}"),
 }
 
+LOG = ("log.wandb=off", "log.replay=true")
+
 
 @pytest.fixture(scope="module", params=LAYOUTS.values(), ids=LAYOUTS)
 def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("runs") / "ranks"
-    return Running(folder, *request.param, "sync.verify_every=1", "log.wandb=off").end()
+    return Running(folder, *request.param, "sync.verify_every=1", *LOG).end()
 
 
 def test_it_completes(done: Run) -> None:
@@ -38,6 +43,15 @@ def test_the_student_comes_nearer_to_its_teachers(done: Run) -> None:
 def test_engines_sample_from_what_the_ranks_trained(done: Run) -> None:
     checked = [line for line in done.metrics if "sync/freshness_nats" in line]
     assert [line["sync/wrong_weights"] for line in checked] == [0.0, 0.0]
+
+
+def test_its_last_step_has_the_same_bits_when_as_many_ranks_compute_it_again(
+    done: Run,
+) -> None:
+    command = [sys.executable, "-m", "async_opd.cli", "replay", str(done.directory), "--step", "6"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=BOUND_S, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "step 6 is bit-equal" in found.stdout
 
 
 def test_no_process_is_left_behind(done: Run) -> None:

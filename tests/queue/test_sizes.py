@@ -17,8 +17,11 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.queue.sizes import (
     ITEM_BYTES,
     Payload,
+    Traffic,
     calls,
     in_mib,
+    kept_in_words,
+    kept_steps,
     payloads,
     refused,
     rollout_bytes,
@@ -180,3 +183,20 @@ def test_short_answers_are_asked_for_in_one_call() -> None:
     sampling = SamplingSpec(max_tokens=256, temperature=1.0, top_p=1.0, n=1)
     prompts = [make_prompt(f"p{index}") for index in range(1000)]
     assert len(list(calls(prompts, sampling))) == 1
+
+
+@pytest.mark.parametrize(("every", "keep", "steps"), [(10, 2, 80), (10, 9, 200), (0, 2, 200)])
+def test_steps_since_the_oldest_kept_checkpoint_are_those_of_all_that_are_kept(
+    every: int, keep: int, steps: int
+) -> None:
+    assert kept_steps(config(f"checkpoint.every={every}", f"checkpoint.keep={keep}")) == steps
+
+
+def test_the_disk_space_of_kept_steps_is_told_with_what_its_bound_cuts() -> None:
+    most = Traffic(0, 0, 0, 1 << 30, 0)
+    given = ("train.steps=64", "checkpoint.every=0", "log.replay_gib={}")
+    words = kept_in_words(config(*(one.format(100) for one in given)), most)
+    assert "of 64 steps since the oldest checkpoint 64.0 GiB" in words
+    words = kept_in_words(config(*(one.format(32) for one in given)), most)
+    assert words.startswith("log.replay: at most 1.0 GiB a step in the run directory")
+    assert "checkpoint 32.0 GiB, which log.replay_gib cuts from 64.0 GiB" in words

@@ -13,6 +13,7 @@ import asyncio
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from async_opd.core.batch import cut, unpack
 from async_opd.core.errors import AsyncOPDError, NotLeased
@@ -22,6 +23,9 @@ from async_opd.core.uid import Uid
 from trainer.batches.micro_batches import MicroBatch, PlannedMicroBatch
 from trainer.batches.packing import Vocabularies, refuse_foreign_tokens
 from trainer.batches.repetition import repetition
+
+if TYPE_CHECKING:
+    from trainer.flops import ModelSize
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,12 @@ class Plan:
         """The headers of all that is computed and counts, in the order of micro-batches."""
         every = (one for own in self.micro_batches for one in own if one.counts)
         return [self.headers[index] for one in every for index in one.indices]
+
+    def flops(self, size: ModelSize) -> float:
+        """Model FLOPs of the batch; no loss depends on a sample without a response."""
+        computed = [header for header in self.computed if header.response_tokens]
+        responses = [header.response_tokens for header in computed]
+        return size.training_flops([header.tokens for header in computed], responses)
 
     def shares(self, leases: Sequence[int], ranks: int, number: int) -> list[Share]:
         """The share of each rank; ``leases`` are those of the headers.

@@ -37,17 +37,34 @@ NOT_STORED = ("prompt", "row", "spans", "version_spans")
 
 def write_samples(path: Path, samples: Sequence[Sample]) -> None:
     """Writes the samples; OSError or SafetensorError if the file cannot be written."""
-    arrays: Arrays = {}
-    entries = [_encode(sample, f"{index}/", arrays) for index, sample in enumerate(samples)]
-    save_file(arrays, path, metadata={"samples": json.dumps(entries)})
+    arrays, entries = encoded(samples)
+    save_file(arrays, path, metadata={"samples": entries})
 
 
 def read_samples(path: Path) -> list[Sample]:
     """The samples of a file, in order. Raises OSError, ValueError, KeyError or TypeError."""
+    arrays, metadata = read_arrays(path)
+    return decoded(metadata["samples"], arrays)
+
+
+def read_arrays(path: Path) -> tuple[Arrays, dict[str, str]]:
+    """The arrays of a safetensors file, and its metadata. OSError or SafetensorError."""
     with safe_open(path, "np") as file:
-        entries = json.loads(file.metadata()["samples"])
-        arrays: Arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return [_decode(entry, f"{index}/", arrays) for index, entry in enumerate(entries)]
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return arrays, file.metadata() or {}
+
+
+def encoded(samples: Sequence[Sample]) -> tuple[Arrays, str]:
+    """The arrays of samples, and the JSON text of everything else."""
+    arrays: Arrays = {}
+    entries = [_encode(sample, f"{index}/", arrays) for index, sample in enumerate(samples)]
+    return arrays, json.dumps(entries)
+
+
+def decoded(entries: str, arrays: Arrays) -> list[Sample]:
+    """The samples of ``encoded``, in order. Raises ValueError, KeyError or TypeError."""
+    found = enumerate(json.loads(entries))
+    return [_decode(entry, f"{index}/", arrays) for index, entry in found]
 
 
 def write_scored(folder: Path, samples: Sequence[Sample]) -> WrittenFile:

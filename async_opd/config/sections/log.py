@@ -47,6 +47,12 @@ class LogConfig(Section):
     'async-opd[mlflow]'``. One that fails does not end the run: ``run.log`` says so."""
 
     microscope: MicroscopeConfig = MicroscopeConfig()
+    replay: bool = False
+    """Keeps the batches of all steps since the oldest checkpoint that is kept, in ``replay/``, so
+    that ``async_opd replay`` can compute a step again. Training waits for digests of the weights
+    only. See docs/replay.md."""
+    replay_gib: float = Field(default=32, gt=0)
+    """Maximum of these files, of all ranks; beyond it the oldest steps are removed."""
 
     @field_validator("loggers")
     @classmethod

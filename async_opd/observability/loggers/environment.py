@@ -24,7 +24,7 @@ def environment() -> dict[str, object]:
     return {
         "versions": versions,
         "git_commit": _told("git", "rev-parse", "HEAD"),
-        "devices": _gpus() or [_cpu()],
+        "devices": _gpus() or [cpu_name()],
         "host": platform.node(),
     }
 
@@ -34,7 +34,8 @@ def _gpus() -> list[str]:
     return [name.strip() for name in names.splitlines() if name.strip()]
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """The processor's name; that of its architecture if the system does not tell."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(errors="replace").splitlines():
             if line.startswith("model name"):

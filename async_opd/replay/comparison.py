@@ -1,0 +1,96 @@
+"""Where a step that was computed again first differs from what the run did."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trainer.replay.kept_step import Record
+    from trainer.replay.replayer import DifferentWeights, Recomputed
+
+FIRST = ("loss/total", "train/grad_norm")
+"""Of the results that differ these are named first: a step computes them in this order."""
+VERSIONS = ("async-opd", "torch", "transformers", "peft", "torchao")
+
+
+@dataclass(frozen=True)
+class DifferentNumber:
+    """A result of a step; ``difference`` is the absolute one."""
+
+    name: str
+    recorded: float
+    computed: float
+    difference: float
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What differs in the first step that does: results by FIRST and name, weights by rank."""
+
+    step: int
+    numbers: tuple[DifferentNumber, ...]
+    weights: tuple[DifferentWeights, ...]
+    skipped: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """It in words, what was computed first of all first."""
+        yield f"the first difference is in step {self.step}"
+        if self.skipped:
+            yield f"  {self.skipped}"
+        for one in self.numbers:
+            yield (
+                f"  {one.name}: the run had {one.recorded:.9g}, now it is {one.computed:.9g}, "
+                f"difference {one.difference:.3g}"
+            )
+        for found in self.weights:
+            yield (
+                f"  weights of rank {found.rank}: {found.count} of {found.total} tensors differ, "
+                f"first {found.first}, by up to {found.largest:.3g} in its compared entries"
+            )
+
+
+def difference(record: Record, now: Recomputed) -> Difference | None:
+    """How a step differs from the record of rank 0; None if all bits are equal."""
+    before = record.result
+    names = sorted(
+        before.quantities.keys() | now.quantities.keys(),
+        key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
+    )
+    numbers = tuple(
+        _number(name, before.quantities.get(name, "nan"), now.quantities.get(name, "nan"))
+        for name in names
+        if before.quantities.get(name) != now.quantities.get(name)
+    )
+    skipped = ""
+    if before.skipped != now.skipped:
+        words = [text or "the step was applied" for text in (before.skipped, now.skipped)]
+        skipped = f"skipped: in the run {words[0]}, now {words[1]}"
+    if not (numbers or skipped or now.weights):
+        return None
+    return Difference(now.step, numbers, now.weights, skipped)
+
+
+def platform_faults(
+    recorded: Sequence[Record], now: Sequence[dict[str, str]]
+) -> tuple[list[str], list[str]]:
+    """What differs between the machines: reasons to refuse, and warnings (versions)."""
+    refused: list[str] = []
+    warned: list[str] = []
+    if len(recorded) != len(now):
+        refused.append(f"the run had {len(recorded)} ranks, here are {len(now)}")
+    for record, here in zip(recorded, now, strict=False):
+        for key in sorted(record.platform.keys() | here.keys()):
+            was, is_ = record.platform.get(key, "none"), here.get(key, "none")
+            if was != is_:
+                words = f"{key} of rank {record.rank}: the run had {was}, here is {is_}"
+                (warned if key in VERSIONS else refused).append(words)
+    return refused, warned
+
+
+def _number(name: str, recorded: str, computed: str) -> DifferentNumber:
+    before, now = float.fromhex(recorded), float.fromhex(computed)
+    apart = abs(before - now)
+    return DifferentNumber(name, before, now, apart if math.isfinite(apart) else math.inf)

@@ -1,0 +1,183 @@
+"""Keeps the steps of one rank on the disk (``log.replay``), beside training.
+
+    step is applied ──digests──► at most 2 steps in memory ──thread──► replay/step_N.…
+                                       │ more, a full disk             │ beyond the bound of bytes
+                                       ▼                               ▼
+                                 not kept, counted               the oldest are removed, counted
+
+Training waits for the digests only (``replay/keep_s``). Nothing here ends a run: after an error no
+further step is kept, ``run.log`` says why, and ``replay/lost`` counts on.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any
+
+from async_opd.core.samples import Header, Sample
+from async_opd.files.kept_steps import KEPT, kept_files, kept_name
+from async_opd.files.safe_open import make_folder
+from trainer.batches.micro_batches import MicroBatch
+from trainer.replay.kept_step import KeptStep, Record, StepResult, quantities_of, write_kept
+from trainer.replay.weights import weights_of
+
+if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
+
+PENDING = 2
+"""Steps that may wait for the disk; each holds its samples in memory."""
+LEFT_BYTES = 1 << 30
+"""Free space of the disk that is left to checkpoints and logs, without which a run fails."""
+SETTLE_S = 60.0
+"""Seconds for which a checkpoint, or the end of the run, waits for the steps before it."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank says when a step is trained. ``fault``: why it does not keep it, else ''.
+
+    ``ended``: nor will it keep later ones. ``nbytes`` of files it has, ``removed`` so many steps of
+    them for the bound.
+    """
+
+    fault: str = ""
+    ended: bool = False
+    nbytes: int = 0
+    removed: int = 0
+
+
+class Keeper:
+    """Writes the samples that one of ``ranks`` ranks computes, and what came of them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        rank: int = 0,
+        ranks: int = 1,
+        platform: dict[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._tree = config.model_dump(mode="json", by_alias=True)
+        self._rank, self._ranks, self._platform = rank, ranks, platform or {}
+        self._folder = Path(config.run_dir or ".") / KEPT
+        self._most = int(config.log.replay_gib * (1 << 30)) // ranks
+        # of ranks that share rows the first one has the same samples
+        self._has_samples = rank % config.train.context_parallel == 0
+        self._thread = ThreadPoolExecutor(1, "keep steps")
+        self._pending: list[Future[None]] = []
+        self._nbytes = self._removed = 0
+        self._error = ""
+        self.computed: Sequence[MicroBatch] = ()
+        """Set by each backward pass."""
+
+    def keep(self, model: Any, result: StepResult) -> Kept:
+        """Takes the step whose weights the model has now. Raises nothing."""
+        computed, self.computed = self.computed, ()
+        self._pending = [one for one in self._pending if not one.done()]
+        if self._error:
+            return Kept(self._error, ended=True)
+        if len(self._pending) >= PENDING:
+            return Kept("the disk is slower than training", nbytes=self._nbytes)
+        try:
+            kept = self._kept(model, computed, result)
+        except Exception as error:  # of any kind: training goes on
+            self._error = f"{type(error).__name__}: {error}"
+            return Kept(self._error, ended=True)
+        self._pending.append(self._thread.submit(self._write, result.step, kept))
+        return Kept(nbytes=self._nbytes, removed=self._removed)
+
+    def settle(self) -> None:
+        """Waits until all steps are written, at most ``SETTLE_S``."""
+        wait(self._pending, SETTLE_S)
+
+    def _kept(self, model: Any, computed: Sequence[MicroBatch], result: StepResult) -> KeptStep:
+        own: dict[str, Sample] = {}
+        if self._has_samples:
+            own = {sample.rollout.uid: sample for one in computed for sample in one.samples}
+        weights = weights_of(model)
+        record = Record(
+            result,
+            self._rank,
+            self._ranks,
+            self._config.version_after(result.step - 1),
+            self._platform,
+            weights.digests,
+            self._tree,
+        )
+        return KeptStep(record, tuple(own.values()), weights.entries)
+
+    def _write(self, step: int, kept: KeptStep) -> None:
+        """Runs on the thread. An error ends all keeping."""
+        try:
+            make_folder(self._folder)
+            nbytes = sum(sample.nbytes for sample in kept.samples)
+            free = shutil.disk_usage(self._folder).free - nbytes
+            if free < LEFT_BYTES:
+                raise OSError(f"{self._folder} would have {free >> 20} MiB of free space left")
+            write_kept(self._folder / kept_name(step, self._rank, self._ranks), kept)
+            self._bound()
+        except Exception as error:  # of any kind: the run goes on without
+            self._error = f"{type(error).__name__}: {error}"
+
+    def _bound(self) -> None:
+        """Removes the oldest of this rank's files beyond its bytes."""
+        sizes: dict[Path, int] = {}
+        for one in kept_files(self._folder):
+            if (one.ranks, one.rank) == (self._ranks, self._rank):
+                with suppress(FileNotFoundError):  # the driver has removed it meanwhile
+                    sizes[one.path] = one.path.stat().st_size
+        total = sum(sizes.values())
+        for path, size in sizes.items():  # the oldest step first
+            if total <= self._most:
+                break
+            path.unlink(missing_ok=True)
+            total, self._removed = total - size, self._removed + 1
+        self._nbytes = total
+
+
+class Keeping:
+    """Rank 0's part: has all ranks keep each step, until one of them cannot."""
+
+    def __init__(self, on_all_ranks: Callable[[StepResult], Sequence[Kept]]) -> None:
+        self._on_all_ranks = on_all_ranks
+        self._part = token_hex(8)
+        self._lost = 0
+        self._ended = False
+        self._said: set[str] = set()
+
+    def keep(
+        self,
+        step: int,
+        headers: Sequence[Header],
+        metrics: Mapping[str, float],
+        lr_factor: float,
+        skipped: str,
+    ) -> tuple[dict[str, float], tuple[str, ...]]:
+        """Further metrics of the step, and lines for the run's log."""
+        started = time.perf_counter()
+        answers: Sequence[Kept] = ()
+        if not self._ended:
+            quantities = quantities_of(metrics)
+            result = StepResult(step, self._part, tuple(headers), quantities, lr_factor, skipped)
+            answers = self._on_all_ranks(result)
+        faults = {one.fault: one.ended for one in answers if one.fault}
+        self._ended = self._ended or any(faults.values())
+        self._lost += self._ended or bool(faults)
+        new = {fault: ended for fault, ended in faults.items() if fault not in self._said}
+        self._said |= new.keys()
+        found = {"replay/lost": float(self._lost)}
+        if answers:
+            found["replay/keep_s"] = time.perf_counter() - started
+            found["replay/gib"] = sum(one.nbytes for one in answers) / (1 << 30)
+            found["replay/removed"] = float(max(one.removed for one in answers))
+        return found, tuple(
+            f"step {step} {'and all after it are' if ended else 'is'} not kept for replay: {fault}"
+            for fault, ended in new.items()
+        )

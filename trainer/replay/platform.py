@@ -1,0 +1,36 @@
+"""What a rank computes on and with: a step has the same bits only where all of it is the same."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+from async_opd.observability.loggers.environment import cpu_name
+
+if TYPE_CHECKING:
+    from trainer.rank import Rank
+
+LIBRARIES = ("async-opd", "torch", "transformers", "peft", "torchao")
+"""Other versions of these may compute the same bits, and may not."""
+
+
+def platform_of(rank: Rank) -> dict[str, str]:
+    """Versions of the libraries that are installed, the device, and what was chosen for it."""
+    gpu = rank.device.type == "cuda"
+    capability = torch.backends.cpu.get_cpu_capability()
+    return {
+        **{name: found for name in LIBRARIES if (found := _version(name))},
+        "device": torch.cuda.get_device_name(rank.device) if gpu else f"{cpu_name()}, {capability}",
+        "threads": str(torch.get_num_threads()),
+        "attention": str(rank.model.config._attn_implementation),
+        "reduces gradients": "once a step" if rank.reduces_once else "after each micro-batch",
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
