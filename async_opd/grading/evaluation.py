@@ -109,8 +109,12 @@ class Evaluation:
             return await self._measure(prompts, answer, "eval_teacher")
 
         parts = await gather_or_cancel(*(one(name, own) for name, own in by_teacher.items()))
+        metrics = {key: value for part in parts for key, value in part.metrics.items()}
+        metrics["eval_teacher/seconds"] = max(
+            part.metrics["eval_teacher/seconds"] for part in parts
+        )
         return EvaluationResult(
-            {key: value for part in parts for key, value in part.metrics.items()},
+            metrics,
             tuple(answer for part in parts for answer in part.answers),
         )
 

@@ -12,6 +12,7 @@ from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from tests.conftest import make_prompt, make_rollout
+from tests.plan.virtual import run_virtually
 
 PROMPTS = tuple(make_prompt(uid) for uid in ("p", "q", "r"))
 
@@ -70,6 +71,22 @@ async def test_an_error_of_one_teacher_ends_the_evaluation_of_the_others() -> No
     with pytest.raises(StageError, match="no replica is left"):
         await evaluation.run_teachers(answers)
     assert ended == ["t"]
+
+
+def test_the_teachers_take_as_long_as_the_slowest_one() -> None:
+    async def answers(
+        teacher: str, prompts: Sequence[Prompt], sampling: SamplingSpec
+    ) -> list[Rollout]:
+        await asyncio.sleep(5 if teacher == "t" else 1)
+        return [make_rollout(f"{prompt.uid}/0", teacher) for prompt in prompts]
+
+    async def grade(rollout: Rollout) -> float:
+        return 1.0
+
+    prompts = (make_prompt("p", "t"), make_prompt("q", "u"))
+    evaluation = Evaluation(prompts, SamplingSpec(4, 0.0, 1.0, 1), grade)
+    found = run_virtually(evaluation.run_teachers(answers))
+    assert found.metrics["eval_teacher/seconds"] == 5
 
 
 async def test_several_answers_to_a_prompt_give_pass_at_k_and_the_versions_of_all_tokens() -> None:
