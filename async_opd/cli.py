@@ -252,6 +252,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import resolve_device
     from async_opd.config.device_defaults import resolved
+    from async_opd.data.hub import fetched_data
     from async_opd.models.hub import localize
     from teachers.endpoint.check import check_endpoints
 
@@ -259,7 +260,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run_dir is None:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
-    config = localize(config, arguments.config)
+    config = fetched_data(localize(config, arguments.config), arguments.config)
     inputs = preflight(config, arguments.config)
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
     from async_opd.run import run

@@ -134,6 +134,7 @@ def evaluate(
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import gpu_count, pools, resolve_device
     from async_opd.config.device_defaults import resolved
+    from async_opd.data.hub import fetched_data
     from async_opd.data.teacher_prompts import teacher_readers
     from async_opd.files.safe_open import make_folder, private_files, write_atomically
     from async_opd.grading.evaluation_set import evaluation_of
@@ -142,6 +143,8 @@ def evaluate(
     from async_opd.models.tokenizer import Text
 
     config, alone = localize(config, where), localize(alone, where)
+    config = fetched_data(config, where)
+    alone = alone.model_copy(update={"data": config.data})
     # a teacher has to be no model that can be trained
     inputs = preflight(alone if teacher is None else config, where)
     others = {"cluster", "train", *(f"teachers.{name}" for name in config.teachers)}

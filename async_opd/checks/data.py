@@ -176,7 +176,7 @@ class DataChecks:
         for index, source in enumerate(entries):
             rows: Rows = []
             try:
-                rows = self._read(part, key, source, index)
+                rows = [] if source.absent else self._read(part, key, source, index)
             except SourceError as error:
                 place = source.label + ("" if error.row is None else f", row {error.row}")
                 remedy = "check the path" if "exist" in error.message else "correct the data"

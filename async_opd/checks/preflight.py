@@ -23,6 +23,7 @@ from async_opd.checks.templates import check_templates
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
+from async_opd.data.hub import with_cached_data
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
 from async_opd.models.model_files import ModelError
@@ -58,6 +59,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
+    config = with_cached_data(config, found.notes)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()

@@ -12,6 +12,8 @@ HUB = "hf:"
 """Begins a source of prompts that is a data set of the hub."""
 PYTHON_FILE = re.compile(r"\.py(:\w+)?$")
 """Ends a grader that is in a file."""
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+"""How names of splits begin."""
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 Add = Callable[[str, str, str], None]
 """Adds a problem: key, message, remedy."""
@@ -31,10 +33,11 @@ def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
         text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)
         if key == "run_dir":
             section[name] = os.path.expanduser(text)
-        elif name == "model":
+        elif name in ("model", "id"):
             section[name] = _model(os.path.expanduser(text), folder)
         elif text.startswith(HUB):
-            section[name] = HUB + _model(text.removeprefix(HUB), folder)
+            named = os.path.expanduser(text.removeprefix(HUB))
+            section[name] = HUB + _model(named, folder)
         else:
             section[name] = str(folder / os.path.expanduser(text))
 
@@ -81,6 +84,7 @@ def _sources(section: dict[Any, Any], name: str, key: str) -> Iterator[tuple[Any
         if isinstance(entry, str) and entry and entries is value:
             yield value, index, f"{key}[{index}]"
         yield from _text_at(entry, "path", f"{key}[{index}]")
+        yield from _text_at(entry, "id", f"{key}[{index}]")
 
 
 def _text_at(section: Any, name: str, key: str) -> Iterator[tuple[Any, Any, str]]:
@@ -93,3 +97,12 @@ def _exists(path: Path) -> bool:
         return path.exists()
     except (OSError, ValueError):  # a name too long, or with a NUL: preflight reports it
         return False
+
+
+def hub_source_of(text: str) -> dict[str, Any]:
+    """The keys of ``ID[:CONFIG][:SPLIT]``; a single part that begins as splits do is a split."""
+    name, *parts = text.split(":")
+    if len(parts) == 1 and parts[0].startswith(SPLITS):
+        parts = ["", parts[0]]
+    keys = zip(("config", "split"), parts, strict=False)
+    return {"kind": "hub", "id": name, **{key: part for key, part in keys if part}}

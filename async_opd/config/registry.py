@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 SOURCES = {
     "file": "async_opd.data.files:FileSource",
+    "hub": "async_opd.data.hub:HubSource",
     "reasoning_gym": "async_opd.data.reasoning_gym:ReasoningGymSource",
 }
 """Classes of prompt sources, by their ``kind``."""
@@ -48,6 +49,11 @@ class PromptSource(Section):
     def label(self) -> str:
         """The source's name in messages."""
         return self.kind
+
+    @property
+    def absent(self) -> bool:
+        """Whether its rows are not on this machine, and only a run may download them."""
+        return False
 
     @abstractmethod
     def rows(self, index: int, data: DataConfig, start: int = 0) -> Iterator[Row | SourceError]:

@@ -39,6 +39,11 @@ def parquet_rows(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
         yield from _rows(file.iter_batches(batch_size=FEW, row_groups=groups), start)
 
 
+def parquet_length(path: Path) -> int:
+    """The number of rows of a parquet file."""
+    return int(pyarrow.parquet.read_metadata(path).num_rows)
+
+
 def datasets_rows(folder: Path, start: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a directory that ``Dataset.save_to_disk`` wrote, from position ``start`` on.
 

@@ -39,15 +39,40 @@ class FileSource(RowSource):
             raise SourceError(str(path), "does not exist")
         if not (path.is_file() or path.is_dir()):
             raise SourceError(str(path), "is no file")  # reading a pipe might never end
-        try:
-            for number, entry in _entries(path, start):
-                try:
-                    fields = _parsed(entry) if isinstance(entry, str) else entry
-                    yield self.row(fields, f"{index}:{number}", data)
-                except ValueError as error:
-                    yield SourceError(str(path), str(error), number + 1)
-        except (OSError, UnicodeDecodeError) as error:
-            raise SourceError(str(path), f"cannot be read: {error}") from error
+        yield from file_rows(self, path, index, data, start)
+
+
+def file_rows(
+    source: RowSource, path: Path, index: int, data: DataConfig, start: int = 0, before: int = 0
+) -> Iterator[Row | SourceError]:
+    """The rows of a source's file from position ``start`` on; see PromptSource.rows.
+
+    ``before`` is added to their numbers. SourceError if the file cannot be read.
+    """
+    try:
+        for number, entry in _entries(path, start):
+            try:
+                fields = _parsed(entry) if isinstance(entry, str) else entry
+                yield source.row(fields, f"{index}:{before + number}", data)
+            except ValueError as error:
+                yield SourceError(str(path), str(error), before + number + 1)
+    except (OSError, UnicodeDecodeError) as error:
+        raise SourceError(str(path), f"cannot be read: {error}") from error
+
+
+def rows_and_numbers(path: Path) -> tuple[int, int]:
+    """How many rows a jsonl or parquet file has, and how many numbers they take: blank lines do.
+
+    Raises whatever a broken file makes pyarrow raise.
+    """
+    if path.suffix == ".parquet":
+        from async_opd.data.arrow_rows import parquet_length
+
+        return (parquet_length(path),) * 2
+    rows = last = 0
+    for last, _ in _lines(path):  # noqa: B007
+        rows += 1
+    return rows, last + 1
 
 
 def _entries(path: Path, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, model_validator
 
+from async_opd.config.paths import HUB, hub_source_of
 from async_opd.config.registry import SOURCES, PromptSource
 from async_opd.config.sections.section import Section
 from async_opd.core.row import AnswerIn
@@ -24,7 +25,8 @@ class DataConfig(Section):
     """Sources of prompts, and the fields of their rows."""
 
     train: list[Source]
-    """Sources of the prompts that are trained on, mixed by weight. A bare string is a file."""
+    """Sources of the prompts that are trained on, mixed by weight. A bare string is a file, or
+    with ``hf:`` a data set of the hub: ``hf:ID[:CONFIG][:SPLIT]``."""
     eval: list[Source] = Field(default=[])
     """Sources of the prompts that are evaluated on; none means no evaluation."""
     prompt: str = "prompt"
@@ -96,6 +98,8 @@ def as_sources(values: dict[Any, Any], *keys: str) -> dict[Any, Any]:
 
 
 def _as_source(entry: Any) -> Any:
+    if isinstance(entry, str) and entry.startswith(HUB):
+        return hub_source_of(entry.removeprefix(HUB))
     if isinstance(entry, str):
         return {"kind": "file", "path": entry}
     if isinstance(entry, dict) and "kind" not in entry:
