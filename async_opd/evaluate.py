@@ -32,20 +32,22 @@ if TYPE_CHECKING:
 
 ABOUT = """\
 Evaluates one model on data.eval of a config, with the graders and the metrics of a run: a model's
-directory, the final model of a run directory, or with --teacher a teacher of the config. Starts
-only the engines that answer. Writes the answers and the metrics into a directory.
+directory, the final model of a run directory, one of its checkpoints, or with --teacher a teacher
+of the config. Starts only the engines that answer. Writes the answers and the metrics into a
+directory; of a checkpoint also its model, with adapters merged.
 
   async_opd eval config.yaml runs/quickstart eval.n=4 eval.temperature=0.7
+  async_opd eval config.yaml runs/quickstart/checkpoints/step_100
   async_opd eval config.yaml --teacher math --json
 """
-ANSWERS, RESULT = "answers", "result.json"
+ANSWERS, RESULT, MODEL = "answers", "result.json", "model"
 
 
 def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     """Adds the subcommand's parser."""
     parser = commands.add_parser("eval", help="evaluate a model alone", description=ABOUT)
     parser.add_argument("config", help="YAML file, whose data.eval and eval sections count")
-    what = "directory of a model or of a run; the student of the config by default"
+    what = "directory of a model, a run or a checkpoint; by default the config's student"
     parser.add_argument("model", nargs="?", metavar="MODEL|RUN_DIR", help=what)
     what = "config keys to override, for example eval.n=4"
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
@@ -57,6 +59,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
+    from async_opd.checkpoint.store import MANIFEST
     from async_opd.config.load import load_config
 
     words = [*([] if given.model is None else [given.model]), *given.overrides]
@@ -65,8 +68,11 @@ def _evaluate(given: argparse.Namespace) -> int:
         raise _refused("MODEL", f"found {', '.join(models)}", "name one model")
     config = load_config(given.config, [word for word in words if word not in models])
     given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    alone = alone_of(config, models[0] if models else None, given.teacher)
     out = Path(given.out or f"runs/{config.name}-eval-{time.strftime('%Y%m%d-%H%M%S')}")
+    model = models[0] if models else None
+    if model is not None and (Path(model) / MANIFEST).is_file():
+        model = _exported(Path(model), out / MODEL)
+    alone = alone_of(config, model, given.teacher)
     metrics = evaluate(config, alone, given.config, given.teacher, out)
     if given.json:
         print(json.dumps(metrics, indent=2, allow_nan=False))
@@ -117,8 +123,29 @@ def _model_in(target: str) -> str:
         return str(folder / "model")
     if not (folder / "config.json").is_file():
         message = f"{folder} is neither a model's directory nor a run directory"
-        raise _refused("MODEL", message, "check the path; a checkpoint is no model")
+        raise _refused("MODEL", message, "check the path; a checkpoint is named checkpoints/step_N")
     return target
+
+
+def _exported(checkpoint: Path, target: Path) -> str:
+    """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
+    from async_opd.checkpoint.store import load
+    from async_opd.config.load import load_config
+    from async_opd.files.run_format import refuse_other_formats
+    from async_opd.files.safe_open import private_files
+
+    run_dir = checkpoint.absolute().parents[1]
+    refuse_other_formats(run_dir)
+    config = load_config(run_dir / "config.yaml")
+    try:
+        verified = load(checkpoint.absolute())
+        from trainer.saving.checkpoint_model import export_checkpoint
+
+        with private_files():
+            export_checkpoint(config, verified.folder, target)
+    except StageError as error:
+        raise _refused("MODEL", error.cause, error.remedy or "name another checkpoint") from error
+    return str(target)
 
 
 def _refused(key: str, message: str, remedy: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,10 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from async_opd.checkpoint import store
+from async_opd.checkpoint.store import Checkpoint
 from async_opd.checks.resources import pools
 from async_opd.cli import main
 from async_opd.cluster import launch
-from async_opd.config.load import load_config
+from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, StageError
 from async_opd.core.reports import Progress
@@ -24,6 +27,7 @@ from async_opd.core.stages import SamplingSpec
 from async_opd.evaluate import alone_of
 from async_opd.files.run_format import write_run_format
 from async_opd.models.tokenizer import Text
+from trainer.saving import checkpoint_model
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "quickstart.yaml"
 MODELS = EXAMPLE.parent / "quickstart" / "models"
@@ -152,3 +156,39 @@ def test_the_quickstarts_teacher_knows_its_task(
     found = json.loads(capsys.readouterr().out)
     assert found["eval/sort/mean@1"] >= 0.97
     assert np.isfinite(found["eval/seconds"])
+
+
+def checkpoint_in(run_dir: Path) -> Path:
+    """A run directory with a checkpoint that has a manifest."""
+    folder = run_dir / "checkpoints" / "step_5"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text("{}")
+    write_run_format(run_dir)
+    (run_dir / "config.yaml").write_text(dump_config(load_config(EXAMPLE, ["run_dir=null"])))
+    return folder
+
+
+def test_a_checkpoint_is_evaluated_by_the_model_that_is_written_of_it(
+    started: list[Stage], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, out = checkpoint_in(tmp_path / "run"), tmp_path / "out"
+
+    def export(config: RunConfig, checkpoint: Path, target: Path) -> None:
+        assert checkpoint == folder
+        shutil.copytree(config.student.model, target)
+
+    monkeypatch.setattr(store, "load", lambda path: Checkpoint(path, None, ""))  # type: ignore
+    monkeypatch.setattr(checkpoint_model, "export_checkpoint", export)
+    assert main(["eval", str(EXAMPLE), str(folder), *FEW, "--out", str(out)]) == 0
+    assert started[0].config.student.model == str(out / "model")
+    assert (out / "result.json").exists()
+
+
+def test_a_damaged_checkpoint_is_refused_before_an_engine_starts(
+    started: list[Stage], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = checkpoint_in(tmp_path / "run")
+    (folder / "cut.json").write_text("{}")
+    assert main(["eval", str(EXAMPLE), str(folder), "--out", str(tmp_path / "out")]) == 2
+    assert "is no checkpoint" in capsys.readouterr().err
+    assert started == []

@@ -52,11 +52,7 @@ def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, ran
     A rank that the checkpoint has no random state of keeps the one it has. CheckpointError, with up
     to five names, for tensors of another model.
     """
-    own = dict(stored_state(model))
-    _refuse_other_model(own, shards)
-    with torch.no_grad():
-        for name, tensor in own.items():
-            own_part(tensor).copy_(shards.read(f"model/{name}", own_slices(tensor)))
+    load_model(model, shards)
     optimizer.state.clear()
     for name, parameter in model.named_parameters():
         prefix = f"optimizer/{name}/"
@@ -67,6 +63,15 @@ def load_parts(model: Any, optimizer: torch.optim.Optimizer, shards: Shards, ran
                 for key in moments
             }
     _load_random_states(shards, rank)
+
+
+def load_model(model: Any, shards: Shards) -> None:
+    """Reads this rank's parts of the model alone, in place. CheckpointError as ``load_parts``."""
+    own = dict(stored_state(model))
+    _refuse_other_model(own, shards)
+    with torch.no_grad():
+        for name, tensor in own.items():
+            own_part(tensor).copy_(shards.read(f"model/{name}", own_slices(tensor)))
 
 
 def frozen_digest(model: Any) -> str:
