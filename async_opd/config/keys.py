@@ -77,7 +77,12 @@ def new_name(key: str) -> str | None:
 
 def keys_called(name: str) -> list[str]:
     """All dotted keys that end in ``name``, with ``<name>`` for the name of a teacher."""
-    return [key for key in _all_keys(ROOT, "") if key.rpartition(".")[2] == name]
+    return [key for key in all_keys() if key.rpartition(".")[2] == name]
+
+
+def all_keys() -> list[str]:
+    """All dotted keys, of all kinds of sections, with ``<name>`` for the name of a teacher."""
+    return list(_all_keys(ROOT, ""))
 
 
 def sections(annotation: Any) -> list[type[BaseModel]]:

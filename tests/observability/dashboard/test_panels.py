@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from async_opd.config import keys
 from async_opd.observability.dashboard.panels import Panel, panels
 from async_opd.observability.metric_catalogue import catalogue, find
+from async_opd.report import verdict
 
 ROOT = Path(__file__).parents[3]
 SECTIONS = ["Learning", "Staleness", "Throughput", "Teachers", "Weight sync", "Health"]
@@ -37,3 +42,20 @@ def test_a_panel_with_patterns_matches_the_keys_of_all_names_and_no_other() -> N
     assert re.match(panel.regex, "teacher/math/serving")
     assert re.match(panel.regex, "rollout/replicas")
     assert not re.match(panel.regex, "teacher/math/busy")
+
+
+def advice() -> Iterator[tuple[str, str]]:
+    """What each panel tells to do, and every text of the verdicts, with where it stands."""
+    yield from ((panel.title, f"{panel.normal} {panel.otherwise}") for panel in panels())
+    tree = ast.parse(inspect.getsource(verdict))
+    texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
+    yield "verdict", " ".join(text for text in texts if isinstance(text, str))
+
+
+def test_every_config_key_of_an_advice_exists() -> None:
+    known = set(keys.all_keys())
+    sections = {key.partition(".")[0] for key in known}
+    named = re.compile(rf"\b(?:{'|'.join(sorted(sections))})\.[a-z_<>]+(?:\.[a-z_<>]+)*(?!\()")
+    found = [(where, key) for where, text in advice() for key in named.findall(text)]
+    assert len(found) > 20
+    assert [(where, key) for where, key in found if key not in known] == []
