@@ -63,6 +63,9 @@ from benchmarks.pipeline import Prompts, _either
 BATCH, SYNC_STEPS, TOP_K = 1024, 2, 16
 STEPS = 2 * SYNC_STEPS
 """Steps of a segment."""
+SETTLE = 2
+"""Steps after a switch that are not counted: with a log a step counts when it is metered, which is
+while the next one is trained."""
 WARM_UP = 8
 COLUMNS, ROWS = 120, 40
 
@@ -254,7 +257,8 @@ class Segment:
 
 
 async def segment(log: SwitchedLog, pids: Sequence[int], wandb: Sequence[int]) -> Segment:
-    """The next ``STEPS`` steps."""
+    """The next ``STEPS`` steps, but for ``SETTLE`` before them."""
+    await log.until(log.steps + SETTLE)
     first = log.steps
     before = cpu_s(pids), cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()
     await log.until(first + STEPS)
@@ -327,7 +331,7 @@ def _of_blocks(segments: Sequence[Segment]) -> list[float]:
 def main() -> None:
     """Runs it and prints the result."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--blocks", type=int, default=12)
+    parser.add_argument("--blocks", type=int, default=6)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         result = uvloop.run(measure(arguments.blocks, Path(folder)))
