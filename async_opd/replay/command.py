@@ -88,29 +88,31 @@ async def replay(plan: ReplayPlan, where: str) -> Outcome:
         if refused:
             remedy = "replay it where the run was"
             raise ConfigError([Problem(where, "--step", one, remedy) for one in refused])
-        computed, found = await _compared(plan, config, replayer)
+        computed, found, others = await _compared(plan, config, replayer)
     last = plan.start + len(plan.steps)
     seconds = time.monotonic() - started
-    return Outcome(last, plan.start, computed, found, tuple(warned), seconds)
+    return Outcome(last, plan.start, computed, found, (*warned, *others), seconds)
 
 
 async def _compared(
     plan: ReplayPlan, config: RunConfig, replayer: ReplayerProxy
-) -> tuple[int, Difference | None]:
-    """The number of steps that were computed, and the first difference."""
+) -> tuple[int, Difference | None, list[str]]:
+    """The number of steps that were computed, the first difference, and warnings."""
     from async_opd.observability.stall import most_tokens
-    from async_opd.replay.comparison import difference
+    from async_opd.replay.comparison import difference, incomparable
     from async_opd.waiting.liveness import ProgressWatchdog
 
     watchdog = ProgressWatchdog("replay", config.timeouts.stall_s, "timeouts.stall_s")
     most = most_tokens(config, config.train.batch_size)
+    warned: dict[str, None] = {}
     for count, step in enumerate(plan.steps, 1):
         work = replayer.step(step.paths)
         now = await watchdog.within("computed a step", work, replayer.progress, most)
+        warned |= dict.fromkeys(incomparable(step.records[0], now))
         found = difference(step.records[0], now)
         if found is not None:
-            return count, found
-    return len(plan.steps), None
+            return count, found, list(warned)
+    return len(plan.steps), None, list(warned)
 
 
 def _alone(plan: ReplayPlan) -> RunConfig:

@@ -53,16 +53,19 @@ class Difference:
 
 
 def difference(record: Record, now: Recomputed) -> Difference | None:
-    """How a step differs from the record of rank 0; None if all bits are equal."""
+    """How a step differs from the record of rank 0; None if all bits are equal.
+
+    Results that only one of both has are no difference: see ``incomparable``.
+    """
     before = record.result
     names = sorted(
-        before.quantities.keys() | now.quantities.keys(),
+        before.quantities.keys() & now.quantities.keys(),
         key=lambda name: (FIRST.index(name) if name in FIRST else len(FIRST), name),
     )
     numbers = tuple(
-        _number(name, before.quantities.get(name, "nan"), now.quantities.get(name, "nan"))
+        _number(name, before.quantities[name], now.quantities[name])
         for name in names
-        if before.quantities.get(name) != now.quantities.get(name)
+        if before.quantities[name] != now.quantities[name]
     )
     skipped = ""
     if before.skipped != now.skipped:
@@ -71,6 +74,17 @@ def difference(record: Record, now: Recomputed) -> Difference | None:
     if not (numbers or skipped or now.weights):
         return None
     return Difference(now.step, numbers, now.weights, skipped)
+
+
+def incomparable(record: Record, now: Recomputed) -> list[str]:
+    """Results that only one of both has, in words: another version has other metrics."""
+    before, after = record.result.quantities.keys(), now.quantities.keys()
+    sides = (("the run", before - after), ("this version", after - before))
+    return [
+        f"only {who} has {len(names)} results, such as {min(names)}: they are not compared"
+        for who, names in sides
+        if names
+    ]
 
 
 def platform_faults(

@@ -12,6 +12,7 @@ from async_opd.accounting.journal import LEDGER
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.config.load import dump_config, load_config
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import score_kind
 from async_opd.core.samples import Sample
 from async_opd.files.run_format import write_run_format
 from tests.checkpoint.test_store import cut
@@ -41,16 +42,24 @@ def config_of(folder: Path, *overrides: str) -> RunConfig:
 
 
 def batch(config: RunConfig, step: int) -> list[Sample]:
-    """Random samples of the teachers of a config, with top-k scores."""
-    teachers = list(config.teachers)
-    made = [random_sample(100 * step + i, 1 + (step + 3 * i) % 8, k=16) for i in range(BATCH)]
-    return [
-        Sample(
-            replace(one.rollout, prompt=replace(one.rollout.prompt, teacher=teachers[i % 2])),
-            one.scores,
-        )
-        for i, one in enumerate(made)
-    ]
+    """Random samples of the teachers of a config, with the scores of its loss.
+
+    With rewards two samples each are a group.
+    """
+    k = 0 if score_kind(config.loss) == "sampled" else 16
+    made = [random_sample(100 * step + i, 1 + (step + 3 * i) % 8, k=k) for i in range(BATCH)]
+    return [_placed(config, step, i, one) for i, one in enumerate(made)]
+
+
+def _placed(config: RunConfig, step: int, index: int, sample: Sample) -> Sample:
+    teacher = list(config.teachers)[index % 2]
+    rollout = sample.rollout
+    more: dict[str, Any] = {}
+    prompt = replace(rollout.prompt, teacher=teacher)
+    if config.reward is not None:
+        prompt = replace(prompt, uid=f"p{step}g{index // 2}")
+        more = {"uid": f"{prompt.uid}/{index % 2}", "reward": float((index + step) % 3 == 0)}
+    return Sample(replace(rollout, prompt=prompt, **more), sample.scores)
 
 
 def begin(config: RunConfig, folder: Path) -> None:

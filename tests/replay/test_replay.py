@@ -198,3 +198,45 @@ def test_it_is_refused_if_the_config_changed_since_the_checkpoint(
     changed(run_dir, 9, with_another_config)
     words = refused(run_dir, 10, capsys)
     assert "the run was resumed with other settings of train in between" in words
+
+
+def test_a_result_that_only_one_version_has_is_a_warning(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def with_another_result(step: KeptStep) -> KeptStep:
+        before = dict(step.record.result.quantities)
+        before["loss/of_old"] = before.pop("loss/entropy")
+        result = replace(step.record.result, quantities=before)
+        return replace(step, record=replace(step.record, result=result))
+
+    changed(run_dir, 9, with_another_result)
+    code, found = replay(run_dir, 9, capsys)
+    assert code == 0
+    assert found["warnings"] == [
+        "only the run has 1 results, such as loss/of_old: they are not compared",
+        "only this version has 1 results, such as loss/entropy: they are not compared",
+    ]
+
+
+SETTINGS = {
+    "adapters": ["train.lora={rank: 4, alpha: 8}"],
+    "rewards of groups": ["reward={grader: exact, weight: 1.0}", "rollout.n=2"],
+    "estimator, in float32 with two threads": ["loss={kind: k3}", "train.threads=2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_steps_of_other_settings_are_bit_equal(
+    settings: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    kept.launched(monkeypatch)
+    config = kept.config_of(tmp_path, *settings)
+    kept.begin(config, tmp_path)
+    kept.train(config, build_learner(config, "cpu"), range(1, 13))
+    for step in (5, 12):
+        code, found = replay(tmp_path, step, capsys)
+        assert (code, found["equal"]) == (0, True), found
