@@ -14,6 +14,7 @@ from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
 from async_opd.importing import command as importing
+from async_opd.inspecting import command as inspecting
 from async_opd.live_view import command as watch
 from async_opd.observability.dashboard import command as dashboard
 from async_opd.processes.output import write_stderr
@@ -114,6 +115,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--sync-steps", metavar="N", help=what)
     watch.add_arguments(commands)
     report.add_arguments(commands)
+    inspecting.add_arguments(commands)
     dashboard.add_arguments(commands)
     evaluate.add_arguments(commands)
     importing.add_arguments(commands)

@@ -51,7 +51,7 @@ def audit(run_dir: str | Path) -> Audit:
     trained: list[str] = []
     dead: list[str] = []
     steps = 0
-    for entry in _entries(folder / LEDGER):
+    for entry in journal_entries(folder / LEDGER):
         admitted.update(entry.get("admitted", ()))
         trained += entry.get("trained", ())
         dead += entry.get("dead", ())
@@ -69,7 +69,8 @@ def audit(run_dir: str | Path) -> Audit:
     )
 
 
-def _entries(path: Path) -> Iterator[dict[str, Any]]:
+def journal_entries(path: Path) -> Iterator[dict[str, Any]]:
+    """Each line of a journal. AuditError."""
     try:
         lines = read_bytes(path).split(b"\n")
     except OSError as error:
