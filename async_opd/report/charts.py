@@ -47,7 +47,7 @@ def lines(
     *,
     y: str,
     x: str = "step",
-    form: str = ".3~g",
+    form: str = ",.5~g",
 ) -> Chart | None:
     """Lines over ``x``, with bands of one standard error; None without points."""
     thin = [_thinned(line) for line in found if line.points]
