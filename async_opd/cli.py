@@ -166,6 +166,7 @@ def _check(arguments: argparse.Namespace) -> int:
     from async_opd.checks.resources import pools, resolve_device
     from async_opd.config.device_defaults import resolved
     from async_opd.config.load import dump_config
+    from async_opd.data.mixture import with_steps
     from async_opd.models.hub import naming_faults
     from async_opd.observability.terminal import terminal_on
     from teachers.endpoint.check import check_endpoints
@@ -174,6 +175,7 @@ def _check(arguments: argparse.Namespace) -> int:
     named = naming_faults(config, arguments.config)
     inputs = preflight(config, arguments.config)
     _refuse(named + inputs.problems or check_endpoints(config, arguments.config))
+    config = with_steps(config, inputs.train)
     device = resolve_device(config)
     print(escaped(arguments.redacted(dump_config(resolved(config, device)))))
     table = Table("pool", "replicas", "device each", "model", title="pools")
@@ -255,6 +257,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from async_opd.checks.resources import resolve_device
     from async_opd.config.device_defaults import resolved
     from async_opd.data.hub import fetched_data
+    from async_opd.data.mixture import with_steps
     from async_opd.models.hub import localize
     from teachers.endpoint.check import check_endpoints
 
@@ -267,6 +270,7 @@ def _run(arguments: argparse.Namespace) -> int:
     _refuse(inputs.problems or check_endpoints(config, arguments.config))
     from async_opd.run import run
 
+    config = with_steps(config, inputs.train)
     return run(resolved(config, resolve_device(config)), inputs, arguments.resume)
 
 

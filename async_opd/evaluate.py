@@ -195,7 +195,7 @@ def evaluate(
     with private_files():
         make_folder(out)
         readers = {} if teacher is None else teacher_readers(config, text)
-        made = evaluation_of(alone, rows, text, out, readers)
+        made = evaluation_of(alone, rows, text, out, readers, inputs.max_eval_prompt_tokens)
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError([Problem(where, "data.eval", message, "add some")])

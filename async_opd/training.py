@@ -24,6 +24,7 @@ from async_opd.core.errors import GuardrailExceeded, ProcessDied, StageError
 from async_opd.core.samples import NO_TEACHER
 from async_opd.core.stages import TRAINER
 from async_opd.data.answers import GivenAnswers
+from async_opd.data.mixture import Mixture, phases_of
 from async_opd.data.prompts import PromptStream
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.evaluation_files import EVALS
@@ -49,7 +50,9 @@ class Training:
         folder = job.run_dir / EVALS
         self._readers = teacher_readers(job.config, self.text)
         rows, config = job.inputs.eval, job.config
-        self._evaluation = evaluation_of(config, rows, self.text, folder, self._readers)
+        self._evaluation = evaluation_of(
+            config, rows, self.text, folder, self._readers, job.inputs.max_eval_prompt_tokens
+        )
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
 
@@ -156,7 +159,7 @@ def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStrea
     config = job.config
     return PromptStream(
         job.inputs.train,
-        [source.weight for source in config.data.train],
+        Mixture(phases_of(config, job.inputs.train)),
         text.encode,
         config.teacher_of,
         seed=config.seed,
@@ -165,6 +168,7 @@ def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStrea
         graded=config.reward is not None,
         limit=job.inputs.max_prompt_tokens,
         readers=readers,
+        truncate=config.data.overlong == "truncate_left",
     )
 
 
@@ -185,6 +189,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         graded=True,
         limit=job.inputs.max_prompt_tokens,
         readers=teacher_readers(config, text) if settings.answers == "teacher" else None,
+        truncate=config.data.overlong == "truncate_left",
     )
     turn, ends = text.turn_end(), text.response_ends()
     return ColdStart(

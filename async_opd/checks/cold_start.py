@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from async_opd.checks.data import DataChecks, Room, Rows, Tally, checked
+from async_opd.checks.data import DataChecks, Rows, checked
+from async_opd.checks.room import Room, Tally
 from async_opd.models.tokenizer import Text
 
 KEY = "cold_start.data"

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
 
 from async_opd.checks.findings import Findings
+from async_opd.checks.room import Room, Tally
 from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
-from async_opd.data.stored_rows import read_source
+from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
@@ -22,71 +23,6 @@ from async_opd.models.tokenizer import Text
 
 MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
 """Fields of rows that are more than text."""
-
-
-@dataclass(frozen=True)
-class Room:
-    """The bounds of the models: prompts of 1 to ``limit`` tokens, token ids below ``rows``.
-
-    ``key`` is the config's key that sets the limit, or that takes the rest of the positions. A
-    tokenizer's ids may have gaps, so that a model with enough rows lacks the last ones; its engine
-    would die of such an id.
-    """
-
-    key: str
-    limit: int
-    rows: int | None
-
-    def faults(self, prompts: Iterable[tuple[Row, Sequence[int]]]) -> Iterator[tuple[str, str]]:
-        """Messages and remedies for prompts (token ids) beyond the bounds. Reads them once."""
-        foreign, misfits = Tally(), Tally()
-        for row, ids in prompts:
-            self.add_foreign(row, ids, foreign)
-            if not 1 <= len(ids) <= self.limit:
-                misfits.add(f"row {number_of(row) + 1} with {len(ids)}")
-        yield from self.foreign_faults("prompts", foreign)
-        if misfits.count:
-            yield (
-                f"{misfits.count} prompts are empty or longer than {self.limit} tokens, the first "
-                f"is {misfits.first}",
-                f"shorten or remove them, or {self._remedy}",
-            )
-
-    def add_foreign(self, row: Row, ids: Sequence[int], foreign: Tally) -> None:
-        """Counts a row with a token that a model has no embedding for."""
-        largest = max(ids, default=0)
-        if self.rows is not None and largest >= self.rows:
-            foreign.add(f"row {number_of(row) + 1} with token {largest}")
-
-    def foreign_faults(self, what: str, foreign: Tally) -> Iterator[tuple[str, str]]:
-        """The message and remedy for what was counted, if anything was."""
-        if foreign.count:
-            yield (
-                f"{foreign.count} {what} have tokens beyond the {self.rows} of the smallest "
-                f"model, the first is {foreign.first}",
-                f"change the {what}, or resize the model's embeddings",
-            )
-
-    @property
-    def _remedy(self) -> str:
-        if self.key == "data.max_prompt_tokens":
-            return f"raise {self.key}"
-        return (
-            f"lower {self.key}: prompt, response and one more token must fit the shortest model, "
-            "or the max_model_len of its engine"
-        )
-
-
-@dataclass
-class Tally:
-    """The number of rows with a fault, and a description of the first."""
-
-    count: int = 0
-    first: str = ""
-
-    def add(self, description: str) -> None:
-        self.first = self.first or description
-        self.count += 1
 
 
 @dataclass
@@ -260,14 +196,30 @@ class DataChecks:
                 REMEDY,
             )
 
-    def prompts(self, part: str, sources: Sequence[Rows], room: Room) -> None:
-        """Checks that each prompt can be tokenized and fits the models."""
+    def sizes(self) -> None:
+        """Checks that sources whose number of rows matters are not streamed."""
+        data, train = self.config.data, self.config.train
+        streamed = [source.label for source in data.train if source.stream]
+        for key, value in {
+            "data.size_temperature": data.size_temperature,
+            "train.epochs": train.epochs,
+        }.items():
+            if value is not None and streamed:
+                message = f"found {value}, but {streamed[0]} is streamed: its size is not known"
+                self.found.add(key, message, "remove it, or do not stream the source")
+
+    def prompts(self, part: str, sources: list[Rows], room: Room) -> None:
+        """Checks that each prompt can be tokenized and fits the models.
+
+        With ``data.overlong: filter`` rows with longer prompts are taken out of ``sources``.
+        """
         text, key = Text.of(self.config), key_of(part)
-        for source, rows in zip(self._entries(part), sources, strict=True):
-            spelled = Tally()
+        for at, source in enumerate(self._entries(part)):
+            rows, spelled, long = sources[at], Tally(), set[str]()
             try:
-                encoded = self._encoded(checked(rows), text, spelled, self._readers(part, text))
-                faults = list(room.faults(encoded))
+                readers = self._readers(part, text)
+                encoded = self._encoded(checked(rows), text, spelled, readers)
+                faults = list(room.faults(encoded, long))
             except Exception as error:  # a chat template can raise anything
                 message = f"a prompt cannot be tokenized: {type(error).__name__}: {error}"
                 remedy = "correct the prompt or the chat template, or set data.chat_template"
@@ -281,6 +233,37 @@ class DataChecks:
                 )
             for message, remedy in faults:
                 self.found.add(key, message, remedy, source.label)
+            if room.overlong == "filter":
+                sources[at] = self._fitting(rows, text, readers, room, long)
+                if not checked(sources[at]):
+                    self.found.add(key, "data.overlong leaves no row", room.remedy, source.label)
+            if long:
+                done = "left out" if room.overlong == "filter" else "cut off at their beginning"
+                self.found.notes.append(
+                    f"{key}: {len(long)} of {len(checked(rows))} prompts of {source.label} are "
+                    f"longer than {room.limit} tokens, and are {done} (data.overlong)"
+                )
+
+    def _fitting(
+        self,
+        rows: Rows,
+        text: Text,
+        readers: Mapping[str, Reader],
+        room: Room,
+        long: Set[str],
+    ) -> Rows:
+        """The rows without those with longer prompts; ``long`` are those of the rows checked."""
+        if not isinstance(rows, StreamedRows):
+            return KeptRows(rows, [at for at, row in enumerate(rows) if row.uid not in long])
+
+        def fits(row: Row) -> bool:
+            try:
+                encoded = self._encoded([row], text, Tally(), readers)
+                return all(len(ids) <= room.limit for _, ids in encoded)
+            except Exception:  # the row becomes a dead letter, with the reason
+                return True
+
+        return rows.only(fits)
 
     def _readers(self, part: str, text: Text) -> Mapping[str, Reader]:
         """Teachers that read other prompts; none where no teacher reads any."""

@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 
 from async_opd.checks.adapters import check_adapters
 from async_opd.checks.cold_start import cold_start_rows, given_answers
-from async_opd.checks.data import DataChecks, Room, Rows, checked
+from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
 from async_opd.checks.memory_fit import faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
 from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_device
+from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
 from async_opd.config.run_config import RunConfig
@@ -44,6 +45,7 @@ class Inputs:
     """Settings and data that are valid, but may be unintended."""
     max_prompt_tokens: int | None = None
     """The longest training prompt that fits every model together with its response."""
+    max_eval_prompt_tokens: int | None = None
 
     @property
     def checked(self) -> list[Sequence[Row]]:
@@ -89,19 +91,20 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         data.answers("train", config.reward.grader)
         data.verifiers("train")
     data.best_metric()
+    data.sizes()
     limit = _prompts(config, models, data, "train", train)
-    _prompts(config, models, data, "eval", evaluation)
+    longest = _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)
     cold_start = cold_start_rows(data)
     _prompts(config, models, data, "cold_start", cold_start)
     if "student.model" in models.files:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
-    return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit)
+    return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
 
 
 def _prompts(
-    config: RunConfig, models: ModelChecks, data: DataChecks, part: str, sources: Sequence[Rows]
+    config: RunConfig, models: ModelChecks, data: DataChecks, part: str, sources: list[Rows]
 ) -> int | None:
     """Checks that prompts and responses of a part fit the models. Returns the prompts' limit."""
     if "student.model" not in models.files or not data.renders or not any(map(checked, sources)):
@@ -113,7 +116,7 @@ def _prompts(
     if bound is None:
         return None
     limit, key = bound
-    data.prompts(part, sources, Room(key, limit, models.rows))
+    data.prompts(part, sources, Room(key, limit, models.rows, config.data.overlong))
     return limit
 
 

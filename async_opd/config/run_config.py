@@ -14,6 +14,7 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from async_opd.config.registry import beginnings
 from async_opd.config.sections.cluster import ClusterConfig, QueueConfig
 from async_opd.config.sections.data import ColdStartConfig, DataConfig
 from async_opd.config.sections.evaluation import EvalConfig, GradingConfig
@@ -115,6 +116,7 @@ class RunConfig(Section):
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
         yield from self._keeping_faults()
+        yield from self._curriculum_faults()
         if rollout.host is not None:
             yield from self._colocation_faults()
         yield from self.train.mesh_faults()
@@ -138,6 +140,24 @@ class RunConfig(Section):
         if self.guardrail.mode == "roll_back" and not (self.checkpoint.every or best):
             fault = "found roll_back, but checkpoint.every is 0: there is nothing to go back to"
             yield "guardrail.mode", fault, "set checkpoint.every"
+
+    def _curriculum_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Steps without a source, and sources with steps where there are none."""
+        train, steps = self.data.train, self.train.steps
+        starts = beginnings(train)
+        if self.train.epochs is not None and len(starts) > 1:
+            fault = "found epochs, but sources in data.train begin or end at a step"
+            yield "train.epochs", fault, "set train.steps instead"
+        for step in starts if train and self.train.epochs is None else ():
+            if step <= steps and not any(source.is_active(step) for source in train):
+                fault = f"no source has prompts at step {step} of {steps}"
+                yield "data.train", fault, "change a from_step or until_step"
+        others = {"data.eval": self.data.eval}
+        if self.cold_start is not None:
+            others["cold_start.data"] = self.cold_start.data
+        for key, sources in others.items():
+            if len(beginnings(sources)) > 1:
+                yield key, "found from_step or until_step", "only data.train has steps: remove it"
 
     def _colocation_faults(self) -> Iterator[tuple[str, str, str]]:
         """What does not go together with rollout engines on the trainer's GPUs."""

@@ -24,6 +24,7 @@ from async_opd.core.errors import RolloutFault, SourceError
 from async_opd.core.row import PromptText, Row, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
+from async_opd.data.mixture import Mixture
 from async_opd.data.streamed_rows import StreamedRows, number_of
 
 Encode = Callable[[PromptText], list[int]]
@@ -38,24 +39,28 @@ def to_prompt(
     graded: bool = False,
     limit: int | None = None,
     readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
+    truncate: bool = False,
 ) -> Prompt:
     """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
     The prompt contains the row if its rollouts are ``graded``. ``readers`` are of the teachers that
-    read another prompt (``async_opd.data.teacher_prompts``). RolloutFault if the row has no
-    teacher, or not 1 to ``limit`` tokens.
+    read another prompt (``async_opd.data.teacher_prompts``). ``truncate`` cuts off what is before
+    the last ``limit`` tokens. RolloutFault if the row has no teacher, or not 1 to ``limit`` tokens.
     """
     teacher = _teacher(row, route)
-    ids = _encoded(row, lambda row: encode(row.prompt), limit)
+    ids = _encoded(row, lambda row: encode(row.prompt), limit, truncate)
     reader = (readers or {}).get(teacher)
-    teacher_ids = None if reader is None else _encoded(row, reader, limit)
+    teacher_ids = None if reader is None else _encoded(row, reader, limit, truncate)
     graded_row = row if graded else None
     return Prompt(_uid(row, epoch), row.data_source, teacher, ids, graded_row, teacher_ids)
 
 
-def _encoded(row: Row, read: Callable[[Row], list[int]], limit: int | None) -> Int32:
+def _encoded(
+    row: Row, read: Callable[[Row], list[int]], limit: int | None, truncate: bool
+) -> Int32:
     try:
         ids = np.asarray(read(row), dtype=np.int32)
+        ids = ids[-limit:] if truncate and limit else ids
     except Exception as error:  # a chat template can raise anything
         cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
         raise RolloutFault("prompt", cause, "correct the prompt or the chat template") from error
@@ -139,7 +144,7 @@ class PromptStream:
     def __init__(
         self,
         sources: Sequence[Sequence[Row] | StreamedRows],
-        weights: Sequence[float],
+        weights: Sequence[float] | Mixture,
         encode: Encode,
         route: Route,
         *,
@@ -149,25 +154,27 @@ class PromptStream:
         graded: bool = False,
         limit: int | None = None,
         readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
+        truncate: bool = False,
     ) -> None:
-        """``limit``: bound of a prompt's tokens. ``readers``: see ``to_prompt``."""
+        """``limit``: bound of a prompt's tokens. ``readers``, ``truncate``: see ``to_prompt``.
+
+        ``weights`` of the sources, or a new mixture of them.
+        """
         self._limit = limit
         self._sources = [
             rows if isinstance(rows, StreamedRows) else _Epochs(rows) for rows in sources
         ]
-        self._weights, self._total = list(weights), float(sum(weights))
+        self._mixture = weights if isinstance(weights, Mixture) else Mixture([(0, weights)])
         self._encode, self._route = encode, route
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
-        self._readers = readers
-        self._taken = [0] * len(sources)
-        self._cursor = 0
+        self._readers, self._truncate = readers, truncate
         for _ in range(cursor):
-            self._advance()
+            self._mixture.advance()
 
     @property
     def cursor(self) -> int:
         """Prompts taken so far."""
-        return self._cursor
+        return self._mixture.cursor
 
     def next(self, count: int) -> list[Prompt | DeadLetter]:
         """The next ``count`` prompts; a bad prompt is a dead letter.
@@ -177,12 +184,11 @@ class PromptStream:
         """
         found: list[Prompt | DeadLetter] = []
         for _ in range(count):
-            source, taken = self._advance()
+            source, taken = self._mixture.advance()
             try:
                 found.append(self._prompt(source, taken))
             except SourceError:
-                self._taken[source] -= 1
-                self._cursor -= 1
+                self._mixture.back(source)
                 if found:
                     break
                 raise
@@ -195,7 +201,7 @@ class PromptStream:
         """
         for source, rows in enumerate(self._sources):
             with suppress(SourceError):  # ``next`` raises it when the row's turn comes
-                rows.taken(self._taken[source], self._source_seed(source))
+                rows.taken(self._mixture.taken[source], self._source_seed(source))
 
     def find(self, uid: Uid) -> Prompt:
         """An earlier prompt of this stream, by its uid. KeyError if the data has no such row."""
@@ -207,19 +213,6 @@ class PromptStream:
         except (LookupError, ValueError) as error:
             raise KeyError(uid) from error
         return self._encoded(row, of)
-
-    def _advance(self) -> tuple[int, int]:
-        """The next prompt's source, and the number of prompts taken from it before."""
-        # Of the sources that are behind their share, the one whose next prompt is due first is
-        # taken: each source is within one prompt of its share at all times.
-        sources = range(len(self._sources))
-        step = self._cursor + 1
-        behind = [i for i in sources if self._taken[i] * self._total < self._weights[i] * step]
-        source = min(behind or sources, key=lambda i: ((self._taken[i] + 1) / self._weights[i], i))
-        taken = self._taken[source]
-        self._taken[source] += 1
-        self._cursor += 1
-        return source, taken
 
     def _prompt(self, source: int, taken: int) -> Prompt | DeadLetter:
         row, epoch = self._sources[source].taken(taken, self._source_seed(source))
@@ -238,5 +231,5 @@ class PromptStream:
         return DeadLetter(header, reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
-        options = (self._graded, self._limit, self._readers)
+        options = (self._graded, self._limit, self._readers, self._truncate)
         return to_prompt(row, self._encode, self._route, epoch, *options)

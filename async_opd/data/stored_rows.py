@@ -55,6 +55,25 @@ class StoredRows(Sequence[Row]):
         return (self[at] for at in range(len(self)))
 
 
+class KeptRows(Sequence[Row]):
+    """Those of other rows that are at these positions, in order."""
+
+    def __init__(self, rows: Sequence[Row], positions: Sequence[int]) -> None:
+        self._rows, self._positions = rows, array("Q", positions)
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, at: int) -> Row: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Row]: ...
+    def __getitem__(self, at: int | slice) -> Row | list[Row]:
+        if isinstance(at, slice):
+            return [self._rows[one] for one in self._positions[at]]
+        return self._rows[self._positions[at]]
+
+
 def _close(file: IO[bytes]) -> None:
     with suppress(OSError):  # a full disk was reported by the write that met it
         file.close()

@@ -9,7 +9,9 @@ needs. From the middle of a window on, a thread reads the next one: the caller i
 from __future__ import annotations
 
 import random
+import sys
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from itertools import islice
@@ -18,6 +20,8 @@ from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 
 Entry = Row | SourceError
+KNOWN = 256
+"""Rows that fit, of every so many of which the position in the source is noted."""
 KEPT = 3
 """Windows in memory: a resumed run looks for prompts of the newest ones."""
 
@@ -34,6 +38,14 @@ class StreamedRows:
         self._ahead: tuple[int, Future[list[Entry]]] | None = None  # what a thread reads
         self._length: int | None = None
         self._order: tuple[str, list[int]] = ("", [])
+
+    def only(self, fits: Callable[[Row], bool]) -> StreamedRows:
+        """The same rows without those that do not fit; unreadable ones stay.
+
+        Where a position lies in the source is only known once all rows before it were looked at: a
+        run that is resumed far into the source does so once.
+        """
+        return StreamedRows(_Fitting(self._read, fits).read, self._size)
 
     @property
     def head(self) -> list[Entry]:
@@ -140,6 +152,27 @@ class StreamedRows:
             (number, made), self._ahead = self._ahead, None
             if made.exception() is None:
                 self._keep(number, made.result())
+
+
+class _Fitting:
+    """Reads the entries that fit. ``_known``: positions among them, and in the source, by order."""
+
+    def __init__(self, read: Callable[[int], Iterator[Entry]], fits: Callable[[Row], bool]) -> None:
+        self._read, self._fits = read, fits
+        self._known = [(0, 0)]
+
+    def read(self, start: int) -> Iterator[Entry]:
+        """The entries from position ``start`` among those that fit."""
+        at, position = self._known[bisect_right(self._known, (start, sys.maxsize)) - 1]
+        for entry in self._read(position):
+            position += 1
+            if isinstance(entry, Row) and not self._fits(entry):
+                continue
+            if at >= start:
+                yield entry
+            at += 1
+            if at % KNOWN == 0 and at > self._known[-1][0]:
+                self._known.append((at, position))
 
 
 def _number(entry: Entry) -> int:

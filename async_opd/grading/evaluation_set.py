@@ -31,10 +31,12 @@ def evaluation_of(
     text: Text,
     folder: Path,
     readers: Mapping[str, Reader] | None = None,
+    limit: int | None = None,
 ) -> Evaluation | None:
     """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows.
 
-    ``folder`` gets the answers. ``readers``: those of ``teacher_readers``.
+    ``folder`` gets the answers. ``readers``: those of ``teacher_readers``. ``limit``: most tokens
+    of a prompt, where ``data.overlong`` is ``truncate_left``.
     """
     settings, taken = config.eval, Counter[str]()
     rows: dict[Uid, Row] = {}
@@ -42,7 +44,14 @@ def evaluation_of(
     for row in chain.from_iterable(sources):
         taken[row.data_source] += 1
         if settings.max_prompts is None or taken[row.data_source] <= settings.max_prompts:
-            prompt = to_prompt(row, text.encode, config.teacher_of, readers=readers)
+            prompt = to_prompt(
+                row,
+                text.encode,
+                config.teacher_of,
+                readers=readers,
+                limit=limit if config.data.overlong == "truncate_left" else None,
+                truncate=True,
+            )
             rows[prompt.uid] = row
             prompts.append(prompt)
     if not prompts:

@@ -61,6 +61,7 @@ class TrainSettings:
     """The fields of ``TrainConfig`` (``config/sections/train.py``), without pydantic."""
 
     steps: int = 200
+    epochs: float | None = None
     batch_size: int = 128
     lr: float = 1e-5
     schedule: str = "cosine"

@@ -44,7 +44,9 @@ def test_a_prompt_beyond_the_most_that_the_config_allows_blames_just_that(tmp_pa
     long = {"prompt": "sort " + "1" * 20 + "=", "data_source": "sort"}
     problem = one(rows(tmp_path, *GOOD, long), "data.max_prompt_tokens=12", "data.eval=[]")
     assert "longer than 12 tokens, the first is row 3" in problem.message
-    assert problem.remedy == "shorten or remove them, or raise data.max_prompt_tokens"
+    assert problem.remedy == (
+        "shorten or remove them, or raise data.max_prompt_tokens, or set data.overlong"
+    )
 
 
 def without_a_row_for_1(tmp_path: Path) -> list[str]:

@@ -20,7 +20,7 @@ from async_opd.core.row import Row
 from async_opd.core.samples import NO_TEACHER, DeadLetter, Prompt
 from async_opd.data.files import FileSource
 from async_opd.data.prompts import PromptStream
-from async_opd.data.streamed_rows import KEPT, StreamedRows
+from async_opd.data.streamed_rows import KEPT, StreamedRows, number_of
 from tests.checks.inputs import config
 from tests.data.squares_source import SquaresSource
 
@@ -269,3 +269,37 @@ def test_a_source_without_end_is_taken_from_where_it_is_needed() -> None:
     assert sorted(uids(stream(rows, cursor=10**5).next(4))) == [
         f"0:{number}#0" for number in range(10**5, 10**5 + 4)
     ]
+
+
+@given(
+    st.lists(st.booleans(), min_size=1, max_size=40).filter(any),
+    st.integers(1, 8),
+    st.integers(0, 60),
+)
+def test_a_filtered_source_is_resumed_at_the_row_that_was_next(
+    fitting: list[bool], window: int, before: int
+) -> None:
+    def made(cursor: int = 0) -> PromptStream:
+        rows = StreamedRows(Source(len(fitting)).read, window)
+        return stream(rows.only(lambda row: fitting[number_of(row)]), cursor)
+
+    whole = uids(made().next(before + 10))
+    assert whole[before:] == uids(made(before).next(10))
+    numbers = {int(uid.partition(":")[2].partition("#")[0]) for uid in whole}
+    assert all(fitting[number] for number in numbers)
+    epoch = whole[: sum(fitting)]
+    assert len(epoch) == len(set(epoch))
+
+
+def test_positions_in_a_filtered_source_are_found_without_looking_at_all_rows_again() -> None:
+    looked = list[int]()
+
+    def fits(row: Row) -> bool:
+        looked.append(number_of(row))
+        return number_of(row) % 2 == 0
+
+    rows = StreamedRows(Source(4000).read, 256).only(fits)
+    rows.taken(1500, None)
+    looked.clear()
+    rows.find(1024)
+    assert min(looked) >= 500

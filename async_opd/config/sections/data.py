@@ -47,8 +47,15 @@ class DataConfig(Section):
     so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data whose
     chat template is applied already."""
     max_prompt_tokens: PositiveInt | None = None
-    """Longer prompts are refused; by default the positions that the model has left beside the
-    longest response."""
+    """Most tokens of a prompt; by default the positions that the model has left beside the longest
+    response."""
+    overlong: Literal["refuse", "filter", "truncate_left"] = "refuse"
+    """What is done with longer prompts: the run is refused (a streamed row that was not checked is
+    a dead letter), such rows are left out, or their first tokens are cut off. ``run.log`` has their
+    number."""
+    size_temperature: float | None = Field(default=None, gt=0)
+    """T: weights of ``train`` are multiplied by (rows of the source)^(1/T). 1 mixes in proportion
+    to the sizes, larger values more equally; by default sizes do not matter."""
     shuffle: bool = True
     """Reorders the rows of each source in every epoch, by the seed."""
 

@@ -99,6 +99,9 @@ class TrainConfig(Section):
 
     steps: PositiveInt = 200
     """Optimizer steps."""
+    epochs: float | None = Field(default=None, gt=0)
+    """In place of ``steps``: how often the rows of ``data.train`` are taken, on average over all of
+    its sources. The run's config has the steps that this gives."""
     batch_size: PositiveInt = 128
     """Samples of one step."""
     lr: float = Field(default=1e-5, gt=0)
@@ -181,6 +184,12 @@ class TrainConfig(Section):
     @classmethod
     def _yes_is_full(cls, value: Any) -> Any:
         return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _steps_are_said_once(self) -> Self:
+        if self.epochs is not None and "steps" in self.model_fields_set:
+            raise ValueError("'steps' or 'epochs', not both")
+        return self
 
     @model_validator(mode="after")
     def _moments_can_decay(self) -> Self:
