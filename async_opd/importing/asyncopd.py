@@ -36,10 +36,9 @@ def together(draft: Draft) -> None:
     every = draft.take("eval.freq", default=-1)
     evaluation_every(draft, every, draft.take("trainer.save_freq", default=-1), sync)
     log_to(draft, ["wandb"] if draft.has("logging.wandb.project") else ["console"])
-    draft.ours["teachers.teacher.sources"] = ["math"]
-    draft.fill_in.append(
-        "teachers.teacher.sources and data.route_by: AsyncOPD's rows need no field for a teacher"
-    )
+    thinking = draft.take("data.enable_thinking")
+    if thinking is not None:
+        draft.ours["student.chat_template_kwargs"] = {"enable_thinking": bool(thinking)}
     if draft.take("data.solution_key"):
         draft.fill_in.append("teachers.teacher.prompt_template, if the teacher sees the solution")
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from async_opd.config.keys import default_of, keys_below
+from async_opd.config.paths import hub_source_of
 from async_opd.importing.draft import Draft
 from async_opd.importing.entries import ABSENT
 
@@ -61,6 +63,18 @@ def log_to(draft: Draft, destinations: Any) -> None:
         draft.ours["log.loggers"] = known
 
 
+def template_variables(draft: Draft, key: str) -> None:
+    """Variables of the chat template, in a section or as JSON."""
+    given = draft.take(key)
+    values = {name: draft.take(f"{key}.{name}") for name in draft.below(key)}
+    try:
+        values |= json.loads(given) if isinstance(given, str) else given or {}
+    except (ValueError, TypeError):
+        draft.unmapped[key] = f"{given!r} is no JSON object"
+    if values:
+        draft.ours["student.chat_template_kwargs"] = values
+
+
 def finish(draft: Draft) -> None:
     """Fills in what a config needs and the file does not say, and names it."""
     if not draft.ours.get("student.model"):
@@ -79,3 +93,27 @@ def finish(draft: Draft) -> None:
     if not teachers:
         draft.ours["teachers.teacher.model"] = "TEACHER"
         draft.fill_in.append("teachers.teacher.model: a directory or a hub id")
+    if draft.ours.get("loss.support") == "student_topk" and "rollout.top_p" in draft.ours:
+        draft.ours["rollout.top_p"] = 1.0
+        draft.differs.append(
+            "top_p: 1 here, since the student's best tokens are taken of those that it samples from"
+        )
+    if len(teachers) <= 1:
+        _all_rows(draft, next(iter(teachers), "teacher"))
+
+
+def _all_rows(draft: Draft, teacher: str) -> None:
+    """Gives the only teacher all rows, whose fields need not name it, unless it has routes."""
+    if f"teachers.{teacher}.sources" in draft.ours:
+        return
+    for key in ("data.train", "data.eval"):
+        sources = draft.ours.get(key)
+        if isinstance(sources, list):
+            draft.ours[key] = [{**_source(one), "data_source": teacher} for one in sources]
+
+
+def _source(given: Any) -> dict[str, Any]:
+    """A source's keys, of a file's path or of the hub's data set (``hf:``) too."""
+    if isinstance(given, dict):
+        return given
+    return hub_source_of(given[3:]) if given.startswith("hf:") else {"path": given}

@@ -6,7 +6,7 @@ Facts: ``examples/configs/distillation_math.yaml``, ``examples/configs/recipes/l
 
 from __future__ import annotations
 
-from async_opd.importing.common import batches, epochs, evaluation_every, log_to
+from async_opd.importing.common import batches, epochs, evaluation_every, log_to, template_variables
 from async_opd.importing.draft import Draft
 from async_opd.importing.tables.nemo_rl import GENERATION
 
@@ -137,12 +137,8 @@ def _data(draft: Draft) -> None:
     for key, name in names.items():
         split = "eval" if "validation" in key else "train"
         draft.fill_in.append(f"data.{split}: NeMo-RL loads {name} by name; give a file here")
-    draft.ours["teachers.teacher.sources"] = ["math"]
-    draft.fill_in.append("teachers.teacher.sources: the values of data.route_by in your rows")
     prompt = draft.take("data.default.teacher_prompt_file")
     if prompt:
         draft.ours["teachers.teacher.prompt_template"] = "{prompt}"
         draft.fill_in.append(f"teachers.teacher.prompt_template: the text of {prompt}")
-    extra = draft.theirs.get("policy.tokenizer.chat_template_kwargs")
-    if extra is None:
-        draft.take("policy.tokenizer.chat_template_kwargs")
+    template_variables(draft, "policy.tokenizer.chat_template_kwargs")

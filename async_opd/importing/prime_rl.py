@@ -166,11 +166,11 @@ def _optimizer(draft: Draft) -> None:
 def _data(draft: Draft) -> None:
     names = _environments(draft, *ENVIRONMENTS)
     draft.ours["data.train"] = [PLACEHOLDER]
-    draft.ours["teachers.teacher.sources"] = names or ["math"]
-    draft.fill_in.append(
-        f"data.train: a file with the prompts of {', '.join(names) or 'the environment'}, with the "
-        "environment's name in the field data_source"
-    )
+    if names:
+        draft.ours["teachers.teacher.sources"] = names
+    routed = ", with the environment's name in the field data_source" if names else ""
+    what = ", ".join(names) or "the environment"
+    draft.fill_in.append(f"data.train: a file with the prompts of {what}{routed}")
     tested = _environments(draft, "orchestrator.eval.env", "orchestrator.eval.source")
     if tested:
         draft.fill_in.append(f"data.eval: a file with the prompts of {', '.join(tested)}")

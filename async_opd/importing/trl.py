@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.importing.common import FILES, PLACEHOLDER, batches, epochs, log_to
+from async_opd.importing.common import FILES, batches, epochs, log_to, template_variables
 from async_opd.importing.draft import Draft
 
 DEFAULTS: dict[str, dict[str, Any]] = {
@@ -124,9 +124,6 @@ def _teachers(draft: Draft, kind: str) -> None:
         draft.ours["data.route_by"] = "teacher_id"
     if not urls:
         draft.ours["teachers.teacher.model"] = model or draft.theirs.get("model_name_or_path")
-    if len(urls) <= 1:
-        draft.ours["teachers.teacher.sources"] = ["math"]
-        draft.fill_in.append("teachers.teacher.sources: the values of data.route_by in your rows")
     if tempered != 1:
         draft.differs.append("teacher_temperature tempers the student too there: left out here")
 
@@ -222,11 +219,11 @@ def _data(draft: Draft) -> None:
     name = draft.take("dataset_name")
     rest = (draft.take("dataset_config"), draft.take("dataset_train_split", default="train"))
     draft.take("dataset_test_split")
+    template_variables(draft, "chat_template_kwargs")
     if name is None:
-        draft.ours["data.train"] = [PLACEHOLDER]
-        draft.fill_in.append("data.train: a file with your prompts")
         return
     local = str(name).endswith(FILES) or str(name).startswith(("/", "."))
-    parts = [str(one) for one in (name, *rest) if one]
-    draft.ours["data.train"] = [str(name) if local else "hf:" + ":".join(parts)]
-    draft.fill_in.append("data.prompt, data.answer and data.route_by: the fields of your rows")
+    keys = zip(("id", "config", "split"), (name, *rest), strict=True)
+    hub = {"kind": "hub"} | {key: str(value) for key, value in keys if value}
+    draft.ours["data.train"] = [{"path": str(name)} if local else hub]
+    draft.fill_in.append("data.prompt and data.answer: the fields of your rows")

@@ -135,8 +135,6 @@ def _teacher(draft: Draft, theirs: str, name: str, gpus: int) -> None:
     draft.take(f"{theirs}.inference.name")
     if key is not None:
         draft.ours[f"{ours}.sources"] = [key]
-    elif gpus is not False:
-        draft.fill_in.append(f"{ours}.sources: the values of data.route_by in your rows")
     parallel = draft.whole(f"{theirs}.inference.tensor_model_parallel_size", default=2)
     replicas = draft.whole(f"{theirs}.num_replicas") or max(int(gpus or parallel) // parallel, 1)
     draft.ours[f"{ours}.tensor_parallel"], draft.ours[f"{ours}.replicas"] = parallel, replicas

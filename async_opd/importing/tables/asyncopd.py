@@ -118,5 +118,6 @@ TABLE: Table = {
     "trainer.save_optimizer": Meaningless("checkpoints have the optimizer"),
     "trainer.optim.adam_eps": Meaningless("it is 1e-8"),
     "data.completion_key": Meaningless("responses are the student's own"),
+    "data.enable_thinking": Together("student.chat_template_kwargs"),
     "data.solution_key": Together("teachers.teacher.prompt_template"),
 }

@@ -86,7 +86,7 @@ TABLE: Table = {
     "distillation.val_batch_size": Meaningless("evaluation has no batches"),
     "distillation.max_rollout_turns": Together("a note here, above 1"),
     "policy.tokenizer.name": Meaningless("the tokenizer is the student's"),
-    "policy.tokenizer.chat_template_kwargs*": Together("data.chat_template_kwargs"),
+    "policy.tokenizer.chat_template_kwargs*": Together("student.chat_template_kwargs"),
     "policy.*micro_batch_size": PACKED,
     "policy.generation_batch_size": PACKED,
     "policy.logprob_*": Meaningless("the engine's own log-probabilities are mu"),

@@ -89,7 +89,7 @@ TABLE: Table = {
     "report_to": Together("log.wandb, log.loggers"),
     "project": To("log.project"),
     "wandb_project": To("log.project"),
-    "chat_template_kwargs*": Together("data.chat_template_kwargs"),
+    "chat_template_kwargs*": Together("student.chat_template_kwargs"),
     "bf16": Meaningless("the forward pass is in bfloat16 on GPUs, with float32 masters"),
     "fp16": Meaningless("the forward pass is in bfloat16 on GPUs, with float32 masters"),
     "dtype": Meaningless("the forward pass is in bfloat16 on GPUs, with float32 masters"),
