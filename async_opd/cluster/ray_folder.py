@@ -59,12 +59,33 @@ class RayFolder:
         target = run_dir / LOGS
         remove_tree(target)
         make_folder(target)
-        newest = deque(sorted((self.session / "session_latest" / "logs").glob(pattern)), MAX_LOGS)
+        newest = deque(sorted(self._logs(pattern)), MAX_LOGS)
         for log in newest:
             with suppress(OSError), open(log, "rb", opener=regular_file) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
                 with open(target / log.name, "wb", opener=regular_file) as copy:
                     copy.write(file.read(LOG_BYTES))
+
+    def stream_logs(self, run_dir: Path) -> None:
+        """Appends to the copies of the workers' logs what these have written since, up to a bound.
+
+        The copies are in the run directory, for who looks while it runs; ``keep_logs`` replaces
+        them by the ends of the logs. Raises OSError.
+        """
+        target = run_dir / LOGS
+        make_folder(target)
+        newest = deque(sorted(self._logs(WORKER_LOGS)), MAX_LOGS)
+        for log in newest:
+            with (
+                suppress(OSError),
+                open(log, "rb", opener=regular_file) as file,
+                open(target / log.name, "ab", opener=regular_file) as copy,
+            ):
+                file.seek(copied := copy.tell())
+                copy.write(file.read(max(LOG_BYTES - copied, 0)))
+
+    def _logs(self, pattern: str) -> Iterator[Path]:
+        return (self.session / "session_latest" / "logs").glob(pattern)
 
 
 @contextmanager

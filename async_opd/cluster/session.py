@@ -27,6 +27,8 @@ from async_opd.processes.reaper import ProcessReaper, process_reaper
 
 MESSAGES = "ray_messages.log"
 """In the run directory: what Ray says to its driver."""
+STREAM_S = 2.0
+"""Seconds between two looks at what workers have written."""
 
 
 @asynccontextmanager
@@ -67,18 +69,35 @@ async def _logs_kept(
 ) -> AsyncIterator[None]:
     """Copies the end of each of Ray's logs into the directory of a run that fails.
 
-    ``of_workers``: what engines and other processes of the run have written, however it ends.
+    ``of_workers``: what engines and other processes of the run have written, however it ends, and
+    its beginning while the run goes on.
     """
-    kept = WORKER_LOGS if of_workers else ""
+    kept, ended = WORKER_LOGS if of_workers else "", asyncio.Event()
+    streaming: asyncio.Task[None] | None = None
+    if of_workers and folder is not None and config.run_dir is not None:
+        streaming = asyncio.create_task(_stream_logs(folder, Path(config.run_dir), ended))
     try:
         yield
     except Exception:
         kept = "*"
         raise
     finally:
+        if streaming is not None:
+            ended.set()
+            await asyncio.wait({streaming})
         if kept and folder is not None and config.run_dir is not None:
             with suppress(OSError):  # the run's own error is the one to raise
                 await asyncio.to_thread(folder.keep_logs, Path(config.run_dir), kept)
+
+
+async def _stream_logs(folder: RayFolder, run_dir: Path, ended: asyncio.Event) -> None:
+    """Copies what workers write, until the run has ended; a disk that fails may answer later."""
+    while not ended.is_set():
+        with suppress(OSError):
+            await asyncio.to_thread(folder.stream_logs, run_dir)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(STREAM_S):
+                await ended.wait()
 
 
 class _JobConfig(JobConfig):

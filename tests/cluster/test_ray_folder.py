@@ -1,0 +1,56 @@
+"""What the run's processes write reaches the run directory while the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from async_opd.cluster import ray_folder
+from async_opd.cluster.ray_folder import LOGS, RayFolder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RayFolder:
+    (tmp_path / "ray" / "session_latest" / "logs").mkdir(parents=True)
+    return RayFolder(tmp_path)
+
+
+def log_of(folder: RayFolder, name: str = "worker-1-2-3.err") -> Path:
+    return folder.session / "session_latest" / "logs" / name
+
+
+def test_lines_of_an_engine_are_in_the_run_directory_before_the_run_ends(
+    folder: RayFolder, tmp_path: Path
+) -> None:
+    run_dir, log = tmp_path / "run", log_of(folder)
+    run_dir.mkdir()
+    for line in ("loads\n", "warms up\n", ""):
+        with log.open("a") as file:
+            file.write(line)
+        folder.stream_logs(run_dir)
+    assert (run_dir / LOGS / log.name).read_text() == "loads\nwarms up\n"
+
+
+def test_a_streamed_log_has_a_bound_and_ends_as_the_end_of_the_log(
+    folder: RayFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_folder, "LOG_BYTES", 4)
+    run_dir, log = tmp_path / "run", log_of(folder)
+    run_dir.mkdir()
+    log.write_text("0123456789")
+    folder.stream_logs(run_dir)
+    folder.stream_logs(run_dir)
+    assert (run_dir / LOGS / log.name).read_text() == "0123"
+    folder.keep_logs(run_dir)
+    assert (run_dir / LOGS / log.name).read_text() == "6789"
+
+
+def test_only_logs_of_the_runs_own_processes_are_streamed(
+    folder: RayFolder, tmp_path: Path
+) -> None:
+    (tmp_path / "run").mkdir()
+    log_of(folder, "gcs_server.err").write_text("Ray's own")
+    log_of(folder).symlink_to(log_of(folder, "gcs_server.err"))
+    folder.stream_logs(tmp_path / "run")
+    assert list((tmp_path / "run" / LOGS).iterdir()) == []
