@@ -79,8 +79,11 @@ def _size(rows: Sequence[object] | StreamedRows) -> int:
 
 
 def with_steps(config: RunConfig, rows: Sequence[Sequence[object] | StreamedRows]) -> RunConfig:
-    """The config with the steps of its ``train.epochs``: the batches that these rows fill."""
-    if config.train.epochs is None:
+    """The config with the steps of its ``train.epochs``: the batches that these rows fill.
+
+    Unchanged while a source has no rows here, whose number a run will know.
+    """
+    if config.train.epochs is None or not all(rows):
         return config
     samples = config.train.epochs * sum(map(_size, rows)) * config.rollout.n
     steps = max(1, math.ceil(round(samples / config.train.batch_size, 9)))

@@ -133,6 +133,7 @@ def test_epochs_are_the_steps_that_the_rows_fill(epochs: float, steps: int) -> N
     asked = made.model_copy(update={"train": made.train.model_copy(update={"epochs": epochs})})
     train = with_steps(asked, [range(12), range(8)]).train
     assert (train.steps, train.epochs) == (steps, None)
+    assert with_steps(asked, [range(12), []]) == asked
 
 
 def test_steps_and_epochs_are_not_said_both() -> None:
