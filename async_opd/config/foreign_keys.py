@@ -81,6 +81,7 @@ FOREIGN = {
         "mini_batch_size": "train.batch_size",
         "lr_decay_style": "train.schedule",
         "answer_key": "data.answer",
+        "enable_thinking": "student.chat_template_kwargs",
         "behave_imp_weight_cap": "loss.importance_cap",
         "nccl_socket_ifname": "cluster.interface",
     },
