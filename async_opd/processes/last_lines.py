@@ -8,7 +8,7 @@ from async_opd.files.safe_open import regular_file
 
 LOG_BYTES, MAX_LINE_CHARACTERS = 1 << 18, 2000
 """Bytes read from the end of a log, and characters shown of one of its lines."""
-QUOTED_CHARACTERS = 300
+QUOTED_CHARACTERS, QUOTED_LINES = 300, 3
 
 
 def error_lines(path: str, lines: int) -> list[str]:
@@ -16,6 +16,11 @@ def error_lines(path: str, lines: int) -> list[str]:
 
     For any other file, one line that says what it is.
     """
+    return [line for line in _last_lines(path) if "rror" in line][-lines:]
+
+
+def _last_lines(path: str) -> list[str]:
+    """The lines at the end of a regular file; of any other one that says what it is."""
     try:
         with open(path, "rb", opener=regular_file) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
@@ -23,20 +28,25 @@ def error_lines(path: str, lines: int) -> list[str]:
     except OSError as error:
         return [f"error: {error}"]
     found = [line.rstrip() for line in data.decode(errors="replace").split("\n")]
-    return [line[:MAX_LINE_CHARACTERS] for line in found if "rror" in line][-lines:]
+    return [line[:MAX_LINE_CHARACTERS] for line in found]
 
 
-def own_last_error(descriptors: tuple[int, ...] = (2, 1)) -> str:
-    """The last error line in the files that this process and its children write their output to.
+def own_last_words(descriptors: tuple[int, ...] = (2, 1)) -> str:
+    """What the files say last that this process and its children write their output to.
 
-    '' if there is none, or if they write to no file.
+    The last error line, or where there is none, as of a process that was killed, the last lines; ''
+    if there are none, or if they write to no file.
     """
+    said: list[str] = []
     for descriptor in descriptors:
         try:
             path = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
             continue
-        found = error_lines(path, 1) if os.path.isfile(path) else []
-        if found:
-            return found[0].strip()[:QUOTED_CHARACTERS]
-    return ""
+        found = [line.strip() for line in _last_lines(path) if line] if os.path.isfile(path) else []
+        errors = [line for line in found if "rror" in line]
+        if errors:
+            return f"the last error in its output: {errors[-1][:QUOTED_CHARACTERS]}"
+        said = said or found[-QUOTED_LINES:]
+    words = " / ".join(line[:QUOTED_CHARACTERS] for line in said)
+    return f"its output has no error and ends with: {words}" if words else ""

@@ -49,7 +49,7 @@ from async_opd.processes.exit_watch import ExitWatch
 async def main():
     ended, child_s = os.pipe()
     child = subprocess.Popen(
-        [sys.executable, "-c", "import sys; print('well'); sys.exit('MemoryError: none left')"],
+        [sys.executable, "-c", sys.argv[2]],
         pass_fds=(child_s,),
     )
     os.close(child_s)
@@ -62,13 +62,24 @@ asyncio.run(main())
 """
 
 
-def test_the_error_quotes_what_the_engine_wrote_last(tmp_path: Path) -> None:
+def error_of(engine: str, tmp_path: Path) -> str:
+    """The error of work into an engine that runs this code, all output of which is in a file."""
     told = tmp_path / "told"
     with told.open("wb") as answer, (tmp_path / "worker.err").open("wb") as log:
-        command = [sys.executable, "-c", SAYS_AND_ENDS, str(answer.fileno())]
+        command = [sys.executable, "-c", SAYS_AND_ENDS, str(answer.fileno()), engine]
         fds = (answer.fileno(),)
         subprocess.run(command, pass_fds=fds, stdout=log, stderr=log, timeout=60, check=True)
-    assert "the last error in its output: MemoryError: none left" in told.read_text()
+    return told.read_text()
+
+
+def test_the_error_quotes_what_the_engine_wrote_last(tmp_path: Path) -> None:
+    engine = "import sys; print('well'); sys.exit('MemoryError: none left')"
+    assert "the last error in its output: MemoryError: none left" in error_of(engine, tmp_path)
+
+
+def test_the_error_of_a_killed_engine_quotes_the_last_lines_of_its_output(tmp_path: Path) -> None:
+    says = "import os; [print('line', n, flush=True) for n in range(5)]; os.kill(os.getpid(), 9)"
+    assert "has no error and ends with: line 2 / line 3 / line 4" in error_of(says, tmp_path)
 
 
 async def test_work_that_is_done_gives_its_result(pipe: tuple[int, int]) -> None:
