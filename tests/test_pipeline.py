@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -735,6 +736,26 @@ async def test_an_evaluation_belongs_to_the_oldest_version_of_its_answers() -> N
     run.rollouter.generate = late  # type: ignore[method-assign]
     await asyncio.wait_for(run.pipeline.run(), 20)
     assert run.log.evaluated[:2] == [0, 4]
+
+
+async def test_an_evaluation_that_is_cancelled_writes_no_file_afterwards() -> None:
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def record(name: str, result: Any) -> None:
+        begun.set()
+        assert go_on.wait(20)
+        ended.set()
+
+    run = evaluated_world(right)
+    assert run.pipeline.evaluation is not None
+    run.pipeline.evaluation = replace(run.pipeline.evaluation, record=record)
+    run.pipeline.__post_init__()
+    work = asyncio.create_task(run.pipeline.run())
+    await asyncio.to_thread(begun.wait, 20)
+    work.cancel()
+    asyncio.get_running_loop().call_later(0.05, go_on.set)
+    await asyncio.wait({work})
+    assert ended.is_set()
 
 
 async def test_an_evaluation_whose_answers_are_of_several_versions_names_them() -> None:

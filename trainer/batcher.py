@@ -159,6 +159,8 @@ class Batcher:
         No lease is acknowledged before that. A queue that dies meanwhile has none of them.
         """
         held = (*self._taken, *self._held.values())
+        if self._copying is not None:
+            self._copying.cancel()  # of a checkpoint that was given up: no lease waits for it
         self._copying = asyncio.create_task(self._copied(held), name="copying held samples")
         return self._copying
 
@@ -247,7 +249,12 @@ class Batcher:
     async def _receive(self) -> None:
         """Waits for more samples and holds them."""
         try:
-            fetched = await self._fetch_ahead()
+            fetching = self._fetch_ahead()
+            if (returning := self._returning) is not None and not returning.done():
+                await asyncio.wait((fetching, returning), return_when=asyncio.FIRST_COMPLETED)
+                if returning.done():
+                    returning.result()  # samples that cannot come back would be waited for
+            fetched = await fetching
         finally:
             self._next = None
         duplicates, dropped = [], []

@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import ParamSpec, TypeVar
 
 from async_opd.accounting.run_state import Cut
 from async_opd.checkpoint.evaluated import value_of
@@ -24,9 +23,7 @@ from async_opd.core.errors import CheckpointError, StageError, StageTimeout
 from async_opd.core.reports import Captured
 from async_opd.core.stages import Trainer
 from async_opd.core.written_file import WrittenFile
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from async_opd.waiting.race import in_thread
 
 
 @dataclass(eq=False)
@@ -84,7 +81,7 @@ class Checkpointer:
         if value is None:
             return
         try:
-            await _in_thread(self.store.evaluated.add, step, value)
+            await in_thread(self.store.evaluated.add, step, value)
         except (OSError, CheckpointError) as error:
             self.notify(f"{self.keep_best} of step {step} is not compared: {error}")
 
@@ -113,11 +110,15 @@ class Checkpointer:
         part: Path | None = None
         try:
             async with asyncio.timeout(self.timeout_s):
-                part = await _in_thread(self.store.begin, cut.step)
+                part = await in_thread(self.store.begin, cut.step)
                 in_flight = frozenset(cut.ledger.in_flight)
                 files = await self.trainer.checkpoint(str(part), in_flight)
-                folder = await _in_thread(self._commit, part, cut, files)
+                folder = await in_thread(self._commit, part, cut, files)
         except Exception as error:  # of any kind: the run goes on
+            # A commit that its timeout cancelled may have ended well: see ``in_thread``.
+            if cut.step in await asyncio.to_thread(self.store.steps):
+                self.notify(f"checkpoint of step {cut.step}, though: {str(error) or 'it was late'}")
+                return
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
             if not isinstance(error, OSError | StageError):
@@ -137,14 +138,3 @@ class Checkpointer:
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()
         return self.store.commit(part, cut, self.config, files)
-
-
-async def _in_thread(work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
-    """The work's result. After a cancellation it returns when the thread is done, too."""
-    # Nothing ends the thread: who cancels this has to know that no file changes any more.
-    task = asyncio.create_task(asyncio.to_thread(work, *args, **named))
-    try:
-        return await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait({task})
-        raise

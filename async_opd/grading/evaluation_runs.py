@@ -20,6 +20,7 @@ from async_opd.core.stages import Stages
 from async_opd.grading.evaluation import Evaluation, EvaluationResult
 from async_opd.grading.evaluation_files import TEACHERS, of_step
 from async_opd.grading.evaluation_schedule import Evaluations
+from async_opd.waiting.race import in_thread
 
 Result = TypeVar("Result")
 
@@ -107,7 +108,8 @@ class EvaluationRuns:
 
     async def _record(self, measured: EvaluationResult, name: str) -> None:
         assert self._evaluation is not None
-        await asyncio.to_thread(self._evaluation.record, name, measured)
+        # not beyond its cancellation: a rewind removes the files of evaluations that are undone
+        await in_thread(self._evaluation.record, name, measured)
 
     def _publish(self, measured: EvaluationResult, step: int, version: int) -> None:
         self._ungraded(measured.dead_letters)

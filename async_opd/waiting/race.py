@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
 
 from async_opd.core.errors import StageError, first_cause
 
 Result = TypeVar("Result")
+P = ParamSpec("P")
 
 
 async def race(*works: Awaitable[Result]) -> Result:
@@ -34,6 +35,17 @@ async def endless(name: str, work: Awaitable[None]) -> None:
     """Awaits a stage's own loop; StageError with the stage's name if the loop ends."""
     await work
     raise StageError(name, "its loop ended while the run was going on")
+
+
+async def in_thread(work: Callable[P, Result], *args: P.args, **named: P.kwargs) -> Result:
+    """The work's result. After a cancellation it returns when the thread is done, too."""
+    # Nothing ends the thread: who cancels this has to know that no file changes any more.
+    task = asyncio.create_task(asyncio.to_thread(work, *args, **named))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait({task})
+        raise
 
 
 async def gather_or_cancel(*works: Coroutine[Any, Any, Result]) -> list[Result]:

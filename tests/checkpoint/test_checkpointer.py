@@ -128,6 +128,24 @@ async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
     assert checkpointer.store.steps() == [4]
 
 
+async def test_what_is_committed_after_its_timeout_is_told_as_a_checkpoint(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpointer, trainer = writing(tmp_path, said, 0.05)
+    loop, late = asyncio.get_running_loop(), threading.Event()
+    checkpointer.sync = lambda: assert_set(late)
+    loop.call_later(0.2, late.set)
+    trainer.written.set()
+    await checkpointer.take(lambda captured: cut(captured.step))
+    await checkpointer.settled()
+    assert checkpointer.store.steps() == [4]
+    assert said == ["checkpoint of step 4, though: it was late"]
+    assert checkpointer.metrics["checkpoint/failures"] == 0
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(20)
+
+
 async def test_a_disk_that_does_not_answer_is_an_error_when_a_checkpoint_is_abandoned(
     tmp_path: Path,
 ) -> None:

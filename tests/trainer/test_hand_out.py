@@ -321,6 +321,37 @@ async def test_samples_that_cannot_go_back_into_the_queue_end_the_step() -> None
         await world.take()
 
 
+async def test_samples_that_turn_out_to_be_lost_are_not_waited_for() -> None:
+    world = World(batch_size=2)
+    refused = asyncio.Event()
+
+    async def put(samples: Sequence[Sample]) -> None:
+        await refused.wait()
+        raise StageError("queue", "it takes no sample")
+
+    world.batcher._return = put  # type: ignore[method-assign]
+    world.batcher.hold([make_sample("00/0")])
+    taking = asyncio.create_task(world.take())
+    await settle()
+    refused.set()
+    with pytest.raises(StageError, match="takes no sample"):
+        await taking
+
+
+async def test_a_second_capture_ends_the_copy_of_the_first() -> None:
+    world = World(batch_size=2)
+    await world.put(*names(2))
+    await world.take()
+    never: Any = asyncio.Event().wait
+    world.batcher._copied = lambda held: never()  # type: ignore[method-assign,assignment]
+    first = world.batcher.copy_held()
+    await settle()
+    second = world.batcher.copy_held()
+    await settle()
+    assert (first.cancelled(), second.done()) == (True, False)
+    world.close()
+
+
 async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:
     world = World()
     await world.put(*names(4))
