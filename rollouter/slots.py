@@ -66,8 +66,8 @@ class Slots:
 
     @property
     def for_evaluation(self) -> int:
-        """Slots of evaluations: what is left if the running rollouts double, at least an eighth."""
-        return max(1, self.limit // EVALUATION_SHARE, self.limit - 2 * self.running)
+        """See the function of this name."""
+        return for_evaluation(self.limit, self.running)
 
     @asynccontextmanager
     async def evaluation(self) -> AsyncIterator[None]:
@@ -89,6 +89,11 @@ class Slots:
         while self._evaluations and self.evaluating < self.for_evaluation:
             self.evaluating += _begun(self._evaluations.popleft())
         self._changed.set()
+
+
+def for_evaluation(limit: int, running: int) -> int:
+    """Slots of evaluations: what is left if the running rollouts double, at least an eighth."""
+    return max(1, limit // EVALUATION_SHARE, limit - 2 * running)
 
 
 def _begun(ready: asyncio.Future[None]) -> bool:

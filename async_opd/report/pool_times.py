@@ -15,7 +15,7 @@ from async_opd.plan.setting import warmup_versions
 from async_opd.report.recorded_run import STEP_S, RecordedRun
 
 COMPUTING = "computing"
-SYNC, EVALUATION, PROMPTS = "weight sync", "evaluation", "prompts (staleness budget)"
+SYNC, PROMPTS = "weight sync", "prompts (staleness budget)"
 GPUS = "GPUs that other pools use"
 ROLLOUTS, SCORED, OTHER = "rollouts", "scored samples", "other work of the trainer's process"
 
@@ -87,25 +87,20 @@ def mean(rows: Sequence[MetricsRow], key: str) -> float:
 
 
 def _rollout(run: RecordedRun, rows: Sequence[MetricsRow], seconds: float) -> PoolTime:
-    """``request_s`` leaves out pauses, so that both are parts of the pool's time."""
+    """``request_s`` leaves out pauses, so that both are parts of the pool's time.
+
+    An evaluation takes none of it: no rollout waits for a slot because of one.
+    """
     replicas = run.config.rollout.replicas
     all_slots = replicas * slots_of(run.config)
     slot_s = sum(row.values.get("rollout/limit", all_slots) * row.values[STEP_S] for row in rows)
     shares = {
         COMPUTING: total(rows, "rollout/request_s") / max(slot_s, 1e-9),
         SYNC: total(rows, "rollout/paused_s") / seconds / replicas,
-        EVALUATION: _evaluation_s(run, rows) / seconds,
     }
     if any("rollout/wait_gpu_s" in row.values for row in rows):
         shares[GPUS] = total(rows, "rollout/wait_gpu_s") / seconds / replicas
     return _pool("rollout", shares, PROMPTS)
-
-
-def _evaluation_s(run: RecordedRun, rows: Sequence[MetricsRow]) -> float:
-    """Seconds in which the rollout pool answered evaluations while these steps were trained."""
-    first, last = rows[0].step, rows[-1].step
-    held = [row for row in run.evaluations if first <= row.step <= last]
-    return total(held, "eval/seconds")
 
 
 def _train(rows: Sequence[MetricsRow], seconds: float) -> PoolTime:

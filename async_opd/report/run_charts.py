@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 from async_opd.report.charts import Chart, Line, bars, lines, shares_over_time, timeline
 from async_opd.report.pool_times import (
     COMPUTING,
-    EVALUATION,
     GPUS,
     OTHER,
     PROMPTS,
@@ -155,7 +154,7 @@ def throughput(run: RecordedRun) -> Iterator[Chart | None]:
     yield lines(
         "rate",
         "Throughput",
-        "Trained samples per second, step by step. It dips in evaluations and weight syncs.",
+        "Trained samples per second, step by step. It dips in weight syncs.",
         [Line("samples/s", run.series("perf/samples_per_s"))],
         y="samples/s",
     )
@@ -209,7 +208,7 @@ def sample_life(run: RecordedRun) -> Chart | None:
     )
 
 
-COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, EVALUATION, GPUS, OTHER)
+COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, GPUS, OTHER)
 """Shares from below, so that pools have the same colours: of the waits for input each has one."""
 WORK, WAIT = "work", "waiting"
 PLACES = (

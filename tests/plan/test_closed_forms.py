@@ -79,10 +79,21 @@ def test_the_pause_of_a_replica_is_lost_to_it(rolling: bool) -> None:
     assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.03)
 
 
-def test_an_evaluation_holds_the_rollouts() -> None:
+def test_rollouts_share_their_engines_with_an_evaluation() -> None:
     found = simulate(setting(evaluation_every=1, evaluation_s=1.0, steps=200), endless=True)
-    version_s = 64 / ROLLOUTS_PER_S + 1.0
-    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.02)
+    version_s = 64 / ROLLOUTS_PER_S + 1.0 - 16 / 18  # 2 answers beside 16 rollouts, for a second
+    assert found.samples_per_s == pytest.approx(64 / version_s, rel=0.01)
+
+
+def test_a_version_that_is_due_during_an_evaluation_has_none() -> None:
+    found = simulate(setting(evaluation_every=1, evaluation_s=1e9, steps=200), endless=True)
+    assert found.samples_per_s == pytest.approx(ROLLOUTS_PER_S * 16 / 18, rel=0.01)
+
+
+def test_answers_in_free_slots_cost_the_rollouts_the_longer_steps_only() -> None:
+    few = rollouts(slots=32, in_flight=8, per_request=0.001)
+    found = simulate(setting(rollout=few, evaluation_every=1, evaluation_s=1e9), endless=True)
+    assert found.samples_per_s == pytest.approx(2 * 8 / (LENGTH * 0.019), rel=0.02)
 
 
 def test_draining_for_a_sync_costs_more_than_freezing() -> None:

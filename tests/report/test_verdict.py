@@ -161,6 +161,16 @@ def test_pools_that_take_turns_on_the_same_gpus_are_not_starved(run: RecordedRun
     assert judge(replace(run, rows=tuple(rows))).kind == "healthy"
 
 
+def test_an_evaluation_beside_the_rollouts_is_no_time_for_which_they_wait(run: RecordedRun) -> None:
+    busy = {"rollout/request_s": 0.95 * 16, "rollout/paused_s": 0.0, "train/busy_s": 0.95}
+    rows = [replace(row, values={**row.values, **busy}) for row in run.steps]
+    evaluated = MetricsRow(30, rows[-1].time, {"eval/seconds": 40.0, "eval/maths/accuracy": 0.5})
+    found = judge(replace(run, rows=(*rows, evaluated)))
+    assert found.kind == "healthy", found.headline
+    assert found.times[0].computing == pytest.approx(0.95)
+    assert not any("evaluation" in line for line in found.evidence)
+
+
 AMOUNTS = st.floats(0, 100)
 KEYS = (
     "rollout/request_s",

@@ -79,7 +79,7 @@ class PlanConfig(Section):
     """Speeds by name of the teacher."""
     train: TrainPlan
     evaluation_s: float = Field(default=0.0, ge=0)
-    """Seconds for which an evaluation takes the rollout replicas."""
+    """Seconds for which the rollout replicas answer an evaluation beside their rollouts."""
     outside_s: float = Field(default=0.0, ge=0)
     """Seconds of a run before its first and after its last step: start, first and last evaluation,
     saving, shutdown."""

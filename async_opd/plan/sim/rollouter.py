@@ -5,7 +5,7 @@
 All requests that run on a replica advance together, one token a step of ``step_s + n ·
 step_s_per_request``, and new ones join with the next step. So a replica counts its steps, each
 request has a mark, the count at which it ends, and one event brings the time to the next mark: no
-event per token.
+event per token. Answers of an evaluation are counted only: a step has more requests meanwhile.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from async_opd.plan.setting import Setting
 from async_opd.plan.sim.clock import Clock, Level
 from async_opd.plan.sim.population import Population
 from async_opd.plan.sim.topic import SimulatedTopic
+from rollouter.slots import for_evaluation
 
 ADMITTED = 64
 """The most groups that are admitted at once."""
@@ -187,9 +188,17 @@ class SimulatedRollouts:
         """Brings the replica's count of steps to now."""
         now = self._clock.now
         if replica.marks and not replica.paused:
-            replica.served += (now - replica.since) / self._pool.speed.step(len(replica.marks))
+            replica.served += (now - replica.since) / self._step_s(replica)
         replica.since = now
         self._touch(replica)
+
+    def _step_s(self, replica: SimulatedReplica) -> float:
+        """Seconds in which every request that runs gets a token; more requests than slots share."""
+        running = len(replica.marks)
+        if self._evaluating:
+            running += for_evaluation(self._pool.in_flight, replica.in_flight)
+        seated = min(running, max(self._pool.slots, len(replica.marks)))
+        return self._pool.speed.step(seated) * running / seated
 
     def _touch(self, replica: SimulatedReplica) -> None:
         if not self._touched:
@@ -202,7 +211,7 @@ class SimulatedRollouts:
             replica.timer += 1
             if replica.marks and not replica.paused:
                 left = replica.marks[0][0] - replica.served
-                left_s = left * self._pool.speed.step(len(replica.marks))
+                left_s = left * self._step_s(replica)
                 self._clock.at(replica.since + left_s, self._reached, replica, replica.timer)
             self._count(replica)
         self._touched.clear()
@@ -275,18 +284,16 @@ class SimulatedRollouts:
         resumed.held = []
         self._enter_engine(resumed)
 
-    def evaluate(self, seconds: float, then: Callable[[], None]) -> None:
-        """Lets all replicas work on an evaluation while rollouts wait; then calls ``then``."""
-        self._evaluating = True
-        for index in range(len(self._replicas)):
-            self.pause(index, _nothing, drain=False)
-        self._clock.after(seconds, self._evaluated, then)
+    def evaluate(self, seconds: float) -> None:
+        """Lets all replicas answer an evaluation beside rollouts, unless they do already."""
+        if not self._evaluating:
+            self._evaluate(True)
+            self._clock.after(seconds, self._evaluate, False)
 
-    def _evaluated(self, then: Callable[[], None]) -> None:
-        self._evaluating = False
-        for index in range(len(self._replicas)):
-            self.resume(index)
-        then()
+    def _evaluate(self, evaluating: bool) -> None:
+        for replica in self._replicas:
+            self._serve(replica)  # at the speed until now
+        self._evaluating = evaluating
 
 
 def _nothing() -> None:

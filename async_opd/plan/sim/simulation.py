@@ -160,7 +160,7 @@ def pool_uses(setting: Setting, means: Mapping[str, float], rate: float) -> tupl
     used = means["running"] / slots
     rollout_waits = {
         "staleness budget": means["starved"] / slots,
-        "sync or evaluation": means["paused"] / pool.replicas,
+        "weight sync": means["paused"] / pool.replicas,
     }
     rollout_waits["turnaround"] = 1 - used - sum(rollout_waits.values())
     uses = [

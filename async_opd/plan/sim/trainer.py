@@ -209,11 +209,7 @@ class SimulatedTraining:
         self._rollouts.fill()
         every = self._setting.evaluation_every
         if every and self.version % every == 0:
-            self._rollouts.evaluate(self._setting.evaluation_s, self._pushed)
-        else:
-            self._pushed()
-
-    def _pushed(self) -> None:
+            self._rollouts.evaluate(self._setting.evaluation_s)
         self._pushing = False
         if self.held.value:
             self.held.add(-1)
