@@ -10,7 +10,9 @@ They take no prompts of the queue, and no part in a weight sync of the rollout r
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
+from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from rollouter.stage import RollouterStage
@@ -34,3 +36,22 @@ class Evaluators:
             found = await self.stage.generate(prompts, sampling)
             if len({span.version for one in found for span in one.version_spans}) <= 1:
                 return found
+
+    async def added_to(self, report: StageReport) -> StageReport:
+        """The report of the rollout replicas, and what these replicas did since the last one.
+
+        ``rebuilds`` are those of all. What these replicas computed is in the trace and in
+        ``eval_busy_s``, and in no other counter or busy share: none of it is a rollout.
+        """
+        own = await self.stage.report()
+        gauges = {
+            "rebuilds": report.gauges["rebuilds"] + own.gauges["rebuilds"],
+            "eval_replicas": own.gauges["replicas"],
+        }
+        busy_s = sum(interval.end - interval.start for interval in own.busy)
+        return replace(
+            report,
+            counters={**report.counters, "eval_busy_s": busy_s},
+            gauges={**report.gauges, **gauges},
+            spans=(*report.spans, *own.busy, *own.spans),
+        )

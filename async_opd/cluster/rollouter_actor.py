@@ -228,6 +228,8 @@ class RollouterService:
     async def report(self) -> StageReport:
         """See Rollouter."""
         found = await self.stage.report()
+        if self.evaluators is not None:
+            found = await self.evaluators.added_to(found)
         rebuilds = found.gauges["rebuilds"] + self._rebuilds_before
         return replace(found, gauges={**found.gauges, "rebuilds": rebuilds})
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from async_opd.cluster import rollouter_actor
+from async_opd.core.reports import Interval, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
 from tests.cluster import test_rollouter_actor as stages
@@ -31,6 +32,10 @@ class Answering(stages.Student):
         await self.goes_on.wait()
         await self.alive()
         return [make_rollout(f"{prompt.uid}/0", version=version) for prompt in prompts]
+
+    async def report(self) -> StageReport:
+        busy = Interval("generate", 1.0, 4.0, self.name)
+        return StageReport({"tokens": 8.0}, busy=(busy,))
 
 
 class World(stages.World):
@@ -98,37 +103,47 @@ async def test_weight_syncs_go_on_during_an_evaluation_which_keeps_its_version(
     assert versions(await task) == {1}
 
 
-async def test_one_that_dies_is_rebuilt_and_the_evaluation_has_one_version_all_the_same(
+async def test_answers_of_two_versions_are_no_evaluation_and_it_begins_anew(world: World) -> None:
+    first, second = world.evaluators
+    await world.synced(1)
+    task = await evaluating(world)
+    await world.synced(2)
+    second.over.set()
+    await rebuilt(world, 3)
+    first.goes_on.set()
+    assert versions(await asyncio.wait_for(task, 5)) == {2}
+    assert first.asked == [1, 1, 2]  # its own prompts, some of the other's, and all anew
+
+
+async def rebuilt(world: World, index: int) -> Answering:
+    """The next incarnation of a replica that died; it answers at once."""
+    assert await world.ordered() == [index]
+    made: Any = Answering(f"eval/{index - 2}")
+    made.goes_on.set()
+    await world.service.deliver(world.numbers[index], rollouter_actor.StartedReplica(made, 1))
+    await stages.settled()
+    return cast(Answering, made)
+
+
+async def test_the_report_of_the_pool_has_their_busy_time_their_spans_and_their_rebuilds(
     world: World,
 ) -> None:
-    await world.synced(1)
-    task = await evaluating(world)
-    await world.synced(2)
     world.evaluators[0].over.set()
-    assert await world.ordered() == [2]
-    rebuilt: Any = Answering("eval/0")
-    rebuilt.goes_on.set()
-    answer = rollouter_actor.StartedReplica(rebuilt, 1)
-    await world.service.deliver(world.numbers[2], answer)
-    await stages.settled()
-    world.evaluators[1].goes_on.set()
-    assert versions(await asyncio.wait_for(task, 5)) in ({1}, {2})
-    assert rebuilt.version == 2
+    await rebuilt(world, 2)
+    report = await world.service.report()
+    assert report.gauges["rebuilds"] == 1
+    assert (report.gauges["replicas"], report.gauges["eval_replicas"]) == (2, 2)
+    assert report.counters["eval_busy_s"] == 2 * 3.0
+    assert [span.track for span in report.spans] == ["eval/0", "eval/1"]
+    assert (report.busy, report.counters.get("tokens")) == ((), None)
 
 
-async def test_answers_of_two_versions_are_no_evaluation_and_it_begins_anew(world: World) -> None:
-    await world.synced(1)
-    task = await evaluating(world)
-    world.evaluators[1].version = 2  # as if it had been rebuilt after a sync
-    await world.synced(2)
-    world.evaluators[0].goes_on.set()
-    world.evaluators[1].over.set()
-    await world.ordered()
-    rebuilt: Any = Answering("eval/1")
-    rebuilt.goes_on.set()
-    answer = rollouter_actor.StartedReplica(rebuilt, 1)
-    await world.service.deliver(world.numbers[3], answer)
-    assert len(versions(await asyncio.wait_for(task, 5))) == 1
+async def test_what_they_have_answered_since_counts_for_their_restarts(world: World) -> None:
+    assert world.service.evaluators is not None
+    members = world.service.evaluators.stage.members
+    for _ in range(3):
+        await world.service.report()
+    assert [members.policy.reached(member) for member in members.all] == [3, 3]
 
 
 async def test_what_becomes_of_them_is_told_with_their_names(world: World) -> None:
