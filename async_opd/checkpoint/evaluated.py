@@ -25,7 +25,7 @@ from async_opd.core.errors import CheckpointError
 from async_opd.core.row import Row
 from async_opd.files.safe_open import make_folder, read_bytes, write_atomically
 
-WHEN = {"every", "teachers", "samples_mib", "replicas"}
+WHEN = {"every", "teachers", "samples_mib", "samples_total_mib", "replicas"}
 """Settings of ``eval`` that do not change what an evaluation of the student measures."""
 
 

@@ -13,11 +13,13 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
+from functools import cache
 from statistics import fmean, stdev
 
 from async_opd.grading.graders import Grade
 
 
+@cache
 def pass_at_k(answers: int, correct: int, k: int) -> float:
     """The probability that at least one of ``k`` of the answers is correct; 0 to 1.
 

@@ -1,6 +1,7 @@
 """The answers of evaluations: ``evals/step_N.jsonl``, one line an answer.
 
     EvaluationResult ──text, at most so many bytes──► evals/<name>.jsonl, replaced as a whole
+                                   files of the oldest steps are removed, for the bound of all
 
 A file is on the disk before its evaluation is in the metrics. A resume removes the files whose
 evaluations are not in the metrics that it keeps (``forget_others``).
@@ -9,6 +10,7 @@ evaluations are not in the metrics that it keeps (``forget_others``).
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +25,7 @@ EVALS = "evals"
 """The folder of a run directory."""
 TEACHERS = "teachers"
 """The name of the evaluation of the teachers."""
+_STEP = re.compile(r"step_\d{1,15}")
 
 
 def of_step(step: int) -> str:
@@ -32,37 +35,48 @@ def of_step(step: int) -> str:
 
 @dataclass(frozen=True)
 class EvaluationFiles:
-    """The folder ``evals/``. A file has at most ``most`` bytes; ``decode`` makes text of tokens.
+    """The folder ``evals/``. A file has at most ``most`` bytes, all of them at most ``in_all``.
 
-    ``redacted`` hides secrets that a grader's error may quote.
+    ``decode`` makes text of tokens. ``redacted`` hides secrets that a grader's error may quote.
     """
 
     folder: Path
     most: int
+    in_all: int
     decode: Callable[[list[int]], str]
     redacted: Callable[[str], str] = lambda text: text
 
     def write(self, name: str, result: EvaluationResult) -> None:
         """Writes the answers that fit, of each data source equally many. StageError.
 
-        ``most`` 0: no file.
+        ``most`` 0: no file. The files of the oldest steps make room for it.
         """
         if not self.most:
             return
         lines, size = list[str](), 0
         for answer in _by_turns(result.answers):
             line = json.dumps(self._line(answer)) + "\n"  # ASCII: as many bytes as characters
-            if size + len(line) <= self.most:
-                lines.append(line)
-                size += len(line)
+            if size + len(line) > self.most:
+                break
+            lines.append(line)
+            size += len(line)
         path = self.folder / f"{name}.jsonl"
         try:
             make_folder(self.folder)
             write_atomically(path, "".join(lines))
+            self._make_room(path)
         except OSError as error:
             cause = f"{path} cannot be written: {error.strerror or error}"
             remedy = "make room on its disk, or set eval.samples_mib to 0"
             raise StageError("evaluation", cause, remedy) from error
+
+    def _make_room(self, newest: Path) -> None:
+        sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}
+        steps = {int(path.stem[5:]): path for path in sizes if re.fullmatch(_STEP, path.stem)}
+        for _, path in sorted(steps.items()):
+            if sum(sizes.values()) > self.in_all and path != newest:
+                path.unlink(missing_ok=True)
+                del sizes[path]
 
     def _line(self, answer: Answer) -> dict[str, object]:
         rollout, grade = answer.rollout, answer.grade

@@ -5,6 +5,7 @@ rows of data.eval ──the first max_prompts of each source──► prompts �
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -57,13 +58,19 @@ def evaluation_of(
     if not prompts:
         return None
     graders = Graders(GraderSpec.of(config, settings.grader))
+    turn = asyncio.Lock()
 
     async def grade(rollout: Rollout) -> Grade:
-        response = text.decode(rollout.response_ids.tolist())
+        async with turn:  # one response in each round of the loop, which has a run to drive
+            await asyncio.sleep(0)
+            response = text.decode(rollout.response_ids.tolist())
         return await graders.grade(response, rows[rollout.prompt.uid])
 
     redacted = Redactor(config.model_dump(mode="json", by_alias=True))
-    files = EvaluationFiles(folder, int(settings.samples_mib * (1 << 20)), text.decode, redacted)
+    most, in_all = (
+        int(mib * (1 << 20)) for mib in (settings.samples_mib, settings.samples_total_mib)
+    )
+    files = EvaluationFiles(folder, most, in_all, text.decode, redacted)
     return Evaluation(
         tuple(prompts),
         sampling_of(config),

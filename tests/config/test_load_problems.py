@@ -54,6 +54,11 @@ def test_several_greedy_answers_to_a_prompt_are_refused(tmp_path: Path) -> None:
     assert load(tmp_path, "eval: {n: 4, temperature: 0.7}").eval.n == 4
 
 
+def test_one_file_of_answers_is_not_larger_than_all_may_be(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, "eval: {samples_mib: 8, samples_total_mib: 4}")
+    assert (problem.key, "less than samples_mib" in problem.message) == ("eval", True)
+
+
 def test_a_rollback_needs_checkpoints(tmp_path: Path) -> None:
     (problem,) = problems(tmp_path, "guardrail: {mode: roll_back}\ncheckpoint: {every: 0}")
     assert problem.key == "guardrail.mode"

@@ -18,8 +18,8 @@ from async_opd.grading.graders import Grade
 from tests.conftest import make_rollout
 
 
-def files(folder: Path, most: int = 1 << 20) -> EvaluationFiles:
-    return EvaluationFiles(folder / EVALS, most, lambda ids: " ".join(map(str, ids)))
+def files(folder: Path, most: int = 1 << 20, in_all: int = 1 << 30) -> EvaluationFiles:
+    return EvaluationFiles(folder / EVALS, most, in_all, lambda ids: " ".join(map(str, ids)))
 
 
 def result(uids: Sequence[str] = ("p/0",), teacher: str = "t") -> EvaluationResult:
@@ -71,6 +71,33 @@ def test_a_bounded_file_has_equally_many_answers_of_each_data_source(tmp_path: P
     path = tmp_path / EVALS / "step_4.jsonl"
     assert [line["uid"] for line in lines(path)] == ["p0/0", "q0/0", "p1/0", "q1/0"]
     assert path.stat().st_size <= 800
+
+
+def test_answers_after_the_last_one_that_fits_are_not_decoded(tmp_path: Path) -> None:
+    decoded: list[list[int]] = []
+
+    def decode(ids: list[int]) -> str:
+        decoded.append(ids)
+        return " ".join(map(str, ids))
+
+    small = EvaluationFiles(tmp_path / EVALS, 800, 1 << 30, decode)
+    small.write("step_4", result([f"p{i}/0" for i in range(900)]))
+    written = len(lines(tmp_path / EVALS / "step_4.jsonl"))
+    assert len(decoded) == 2 * (written + 1)  # the prompt and the response of each
+
+
+def test_the_oldest_files_make_room_for_the_newest_one(tmp_path: Path) -> None:
+    files(tmp_path).write("teachers", result())
+    size = (tmp_path / EVALS / "teachers.jsonl").stat().st_size
+    for step in (2, 4, 10, 12):
+        files(tmp_path, in_all=3 * size).write(f"step_{step}", result())
+    left = {path.stem for path in (tmp_path / EVALS).iterdir()}
+    assert left == {"teachers", "step_10", "step_12"}
+
+
+def test_the_newest_file_stays_whatever_the_bound_of_all_is(tmp_path: Path) -> None:
+    files(tmp_path, in_all=1).write("step_4", result())
+    assert len(lines(tmp_path / EVALS / "step_4.jsonl")) == 1
 
 
 def test_without_room_for_answers_there_is_no_file(tmp_path: Path) -> None:

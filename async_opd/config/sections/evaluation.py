@@ -39,6 +39,8 @@ class EvalConfig(Section):
     samples_mib: float = Field(default=16, ge=0)
     """Maximum size of ``evals/step_N.jsonl``, which has the answers of the evaluation at step N,
     of each data source equally many; 0: no files."""
+    samples_total_mib: float = Field(default=1024, ge=0)
+    """Maximum size of all files in ``evals``: those of the oldest steps make room for others."""
     replicas: int = Field(default=0, ge=0)
     """Engines that only evaluate, as ``rollout`` says otherwise, on GPUs of their own: an
     evaluation then measures exactly one weight version, and takes nothing from the rollouts. 0: the
@@ -52,6 +54,15 @@ class EvalConfig(Section):
             raise ValueError(
                 f"n is {self.n}, but with temperature 0 all answers to a prompt are the same: "
                 "raise temperature, or set n to 1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _all_files_hold_one(self) -> Self:
+        if self.samples_total_mib < self.samples_mib:
+            raise ValueError(
+                f"samples_total_mib is {self.samples_total_mib:g}, less than samples_mib, which is "
+                f"{self.samples_mib:g} and bounds one file: raise the one, or lower the other"
             )
         return self
 
