@@ -22,7 +22,7 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -96,8 +96,10 @@ class Pipeline:
             self._bound_evaluation,
             version=lambda: self.run_state.admission.version,
             ungraded=self.run_state.supply.ungraded,
-            noted=self._note_evaluation,
+            noted=None if self.checkpointer is None else self.checkpointer.evaluated,
         )
+        if self.checkpointer is not None:
+            self.checkpointer.evaluating = lambda: self.evaluations.measured
 
     async def run(self) -> None:
         """Evaluates, trains all steps, evaluates. Raises the first error of any stage."""
@@ -329,11 +331,6 @@ class Pipeline:
         """``_bounded``, with a span of the trace."""
         with traced(self.log, "evaluation", what):
             return await self._bounded(what, work, least_s, endless)
-
-    async def _note_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Evaluation ──► what checkpoints are compared by."""
-        if self.checkpointer is not None:
-            await self.checkpointer.evaluated(step, metrics)
 
     async def _meter(self, report: StepReport) -> None:
         pools, topics = await pool_reports(self.stages)

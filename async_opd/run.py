@@ -329,6 +329,9 @@ async def _save_best(stages: LaunchedStages, job: Job) -> None:
         checkpoint = await asyncio.to_thread(load, store.folder / f"step_{step}")
         await stages.trainer.restore(str(checkpoint.folder))
     await stages.trainer.save(str(job.run_dir / "best"))
-    value = store.evaluated.values()[step]
+    values = await asyncio.to_thread(store.evaluated.values)
+    value, top = values[step], max(values, key=lambda at: values[at])
+    if values[top] > value:
+        job.message(f"step {top} has no checkpoint, though its {metric} is {values[top]:.4g}")
     job.log.summarize({"checkpoint/best_step": float(step), "checkpoint/best": value})
     job.message(f"the best student by {metric} ({value:.4g} at step {step}) is in best/")

@@ -1,17 +1,20 @@
-"""The checkpoint of a run that ends before its time: how long it may take."""
+"""The checkpoint of a run that ends before its time, how long it may take; and the best one."""
 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from async_opd.core.errors import ProcessDied, StageError
 from async_opd.core.reports import StageReport
-from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end
-from tests.checkpoint.test_store import config
+from async_opd.run import _checkpoint_after_failure, _checkpoint_at_end, _save_best
+from tests.checkpoint.test_store import config, written
 
+DATA = {"train": "rows.jsonl", "eval": "rows.jsonl"}
 BROKEN = StageError("guardrail", "responses run away")
 
 
@@ -117,3 +120,33 @@ async def test_none_is_written_where_none_is_wanted(on_exit: bool) -> None:
     made.written.set()
     await after(made)
     assert made.kept == on_exit
+
+
+async def test_a_better_evaluation_of_a_step_without_a_checkpoint_is_told(tmp_path: Path) -> None:
+    told, summary = list[str](), dict[str, float]()
+    best = {"keep_best": "eval/*/accuracy"}
+    log = SimpleNamespace(summarize=summary.update)
+    job: Any = SimpleNamespace(
+        config=config(checkpoint=best, data=DATA),
+        store=written(tmp_path, 2, 4),
+        run_dir=tmp_path,
+        log=log,
+    )
+    job.message = told.append
+    for step, value in ((2, 0.5), (3, 0.9), (4, 0.1)):
+        job.store.evaluated.add(step, value)
+    stages: Any = Saving()
+    await _save_best(stages, job)
+    assert told[0] == "step 3 has no checkpoint, though its eval/*/accuracy is 0.9"
+    assert summary == {"checkpoint/best_step": 2.0, "checkpoint/best": 0.5}
+
+
+class Saving:
+    """The stages of a run, whose trainer restores and saves nothing."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = self
+
+    async def restore(self, directory: str) -> None: ...
+
+    async def save(self, directory: str) -> None: ...

@@ -758,6 +758,38 @@ async def test_an_evaluation_that_is_cancelled_writes_no_file_afterwards() -> No
     assert ended.is_set()
 
 
+async def test_an_evaluation_by_replicas_that_have_later_weights_belongs_to_these() -> None:
+    """Replicas of its own may get the weights of a sync that is still under way for the others."""
+    run = evaluated_world(right)
+    generate = run.rollouter.generate
+
+    async def ahead(*asked: Any) -> list[Rollout]:
+        version = run.pipeline.run_state.admission.version
+        found = await generate(*asked)
+        later = (VersionSpan(2, 0, 4),)
+        return [replace(one, version_spans=later) for one in found] if version == 1 else found
+
+    run.rollouter.generate = ahead  # type: ignore[method-assign]
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert run.log.evaluated[:2] == [0, 4]
+
+
+async def test_the_checkpointer_knows_which_step_is_being_evaluated() -> None:
+    asked: list[int | None] = []
+
+    async def grade(rollout: Rollout) -> float:
+        asked.append(disk.evaluating())
+        return 1.0
+
+    run = evaluated_world(grade)
+    disk: Any = SlowDisk(run)
+    run.pipeline.checkpointer = disk
+    run.pipeline.__post_init__()
+    await asyncio.wait_for(run.pipeline.run(), 20)
+    assert asked[::4][:2] == [0, 2]
+    assert disk.evaluating() is None
+
+
 async def test_an_evaluation_whose_answers_are_of_several_versions_names_them() -> None:
     run = evaluated_world(right)
     answer = run.students[0].generate

@@ -32,7 +32,8 @@ class Checkpointer:
 
     ``keep_best`` is ``checkpoint.keep_best``; ``config`` is the identity that a resumed run is
     compared with; ``notify`` gets a message about every checkpoint; ``sizes()`` gives the sizes of
-    the run directory's append-only files now, ``sync()`` flushes them to the disk.
+    the run directory's append-only files now, ``sync()`` flushes them to the disk. A checkpoint of
+    the step ``evaluating()`` stays: its value is not known yet.
     """
 
     store: Checkpoints
@@ -44,6 +45,7 @@ class Checkpointer:
     notify: Callable[[str], None]
     sizes: Callable[[], dict[str, int]] = dict
     sync: Callable[[], None] = lambda: None
+    evaluating: Callable[[], int | None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     metrics: dict[str, float] = field(
         default_factory=lambda: {"checkpoint/failures": 0.0, "checkpoint/skipped": 0.0}
@@ -137,4 +139,4 @@ class Checkpointer:
 
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()
-        return self.store.commit(part, cut, self.config, files)
+        return self.store.commit(part, cut, self.config, files, self.evaluating())

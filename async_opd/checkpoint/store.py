@@ -93,12 +93,20 @@ class Checkpoints:
         part.mkdir(mode=FOLDER_MODE)
         return part
 
-    def commit(self, part: Path, cut: Cut, config: str, files: Mapping[str, WrittenFile]) -> Path:
+    def commit(
+        self,
+        part: Path,
+        cut: Cut,
+        config: str,
+        files: Mapping[str, WrittenFile],
+        evaluating: int | None = None,
+    ) -> Path:
         """Makes the folder a checkpoint and removes the oldest. OSError: no checkpoint changed.
 
         Kept batches of steps before the oldest one that is left are removed, too.
 
-        ``files`` are those that the trainer says to have written; any others are refused.
+        ``files`` are those that the trainer says to have written; any others are refused. That of
+        the step ``evaluating`` stays.
         """
         target = self.folder / f"step_{cut.step}"
         if target.exists():  # a checkpoint of this step has the same weights: it stays
@@ -114,8 +122,9 @@ class Checkpoints:
         flush(part)
         part.rename(target)
         flush(self.folder)
-        best = self.best()
-        gone = [step for step in superseded(self.steps(), self.keep, self.window) if step != best]
+        stay = self.best(), evaluating
+        old = superseded(self.steps(), self.keep, self.window)
+        gone = [step for step in old if step not in stay]
         for step in gone:
             remove_tree(self.folder / f"step_{step}")
         if gone:  # until then the run's start is the oldest one that steps can be computed from

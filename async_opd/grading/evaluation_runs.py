@@ -51,7 +51,7 @@ class EvaluationRuns:
         *,
         version: Callable[[], int],
         ungraded: Callable[[Sequence[DeadLetter]], None],
-        noted: Callable[[int, Mapping[str, float]], Awaitable[None]],
+        noted: Callable[[int, Mapping[str, float]], Awaitable[None]] | None,
     ) -> None:
         """``version()`` is the newest one that all replicas have; ``ungraded`` gets dead letters.
 
@@ -65,6 +65,7 @@ class EvaluationRuns:
         self._ungraded = ungraded
         self._noted = noted
         self._running: asyncio.Task[None] | None = None
+        self.measured: int | None = None  # the step whose weights an evaluation began with
 
     def begin(self, step: int, tasks: asyncio.TaskGroup) -> None:
         """Begins the evaluation of the weights after ``step``, unless another one is under way."""
@@ -87,15 +88,17 @@ class EvaluationRuns:
         """
         if self._evaluation is None:
             return
-        first = self._version()
+        first, self.measured = self._version(), step
         work = self._evaluation.run(self._stages.rollouter.generate, prefix)
         measured = await self._bounded("the evaluation", work, endless=endless)
-        # no replica answers with an older version; the newest one may not be on all of them yet
-        oldest = min(measured.versions[0] if measured.versions else first, self._version())
+        # no replica answers with an older version; the newest one may be on some of them only
+        oldest = measured.versions[0] if measured.versions else first
         if oldest > first:
             step = self._schedule.step_of(oldest)
         await self._record(measured, of_step(step))
-        await self._noted(step, measured.metrics)
+        if self._noted is not None:
+            await self._noted(step, measured.metrics)
+        self.measured = None
         self._publish(measured, step, max(first, oldest))
 
     async def measure_teachers(self, least_s: float) -> None:

@@ -188,6 +188,25 @@ async def test_an_evaluation_is_noted_for_the_metric_that_keeps_the_best(tmp_pat
     assert keeping.store.evaluated.values() == {4: 0.75}
 
 
+async def test_the_checkpoint_that_is_being_evaluated_stays_until_its_value_is_known(
+    tmp_path: Path,
+) -> None:
+    taking, trainer = writing(tmp_path, [], 20)
+    trainer.written.set()
+    taking.evaluating = lambda: 4
+    for step in (4, 8, 12, 16):
+        await take(taking, step)
+    assert taking.store.steps() == [4, 12, 16]
+    taking.evaluating = lambda: None
+    await take(taking, 20)
+    assert taking.store.steps() == [16, 20]
+
+
+async def take(checkpointer: Checkpointer, step: int) -> None:
+    await checkpointer.take(lambda _: cut(step))
+    await checkpointer.settled()
+
+
 async def test_an_evaluation_that_is_cancelled_changes_no_value_afterwards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
