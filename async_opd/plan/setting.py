@@ -60,8 +60,8 @@ class Setting:
     ``prompt_tokens`` is the mean prompt length. A sample staler than ``max_version_lag`` is sampled
     again (None: it is trained); with ``whole_groups`` a batch consists of whole groups. Every
     ``evaluation_every`` versions (0: never) the rollout replicas answer an evaluation beside their
-    rollouts, for ``evaluation_s``. ``outside_s`` is a run's time before its first and after its last
-    step.
+    rollouts, for ``evaluation_s``. ``outside_s`` is a run's time before its first and after its
+    last step.
     """
 
     steps: int
