@@ -290,7 +290,7 @@ class Pipeline:
         """Takes a checkpoint every ``checkpoint.every`` versions, written while training goes on.
 
         With ``keep_best`` also of each version that is evaluated. These and the last one wait for
-        the one before, which would otherwise make ``take`` skip them. All wait for their step's row.
+        the one before, which would otherwise make ``take`` skip them. All wait for its row.
         """
         every, keep_best = self.config.checkpoint.every, self.config.checkpoint.keep_best
         if self.checkpointer is None or not (every or keep_best):
