@@ -1,5 +1,5 @@
 """Checkpoints: the store on disk, the checkpointer of a running run, and ``--resume``.
 
 Imports ``observability``, ``grading`` and ``microscope`` (the run's files), ``accounting``,
-``models`` (the student's size), ``config``, ``files``, ``core``.
+``models`` (the student's size), ``config``, ``files``, ``waiting``, ``core``.
 """
