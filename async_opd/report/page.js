@@ -54,3 +54,49 @@ for (const media of [dark, narrow]) {
     drawing = drawing.then(draw);
   });
 }
+
+// Recorded tokens: a panel shows the token under the pointer or with the focus; arrows move it.
+const recorded = JSON.parse(document.getElementById("token-data")?.textContent ?? "[]");
+
+function tableOf(columns, rows) {
+  const table = document.createElement("table");
+  for (const [cells, kind] of [[columns, "th"], ...rows.map((row) => [row, "td"])]) {
+    const line = table.insertRow();
+    for (const cell of cells) {
+      line.appendChild(document.createElement(kind)).textContent = cell;
+    }
+  }
+  return table;
+}
+
+function showToken(token) {
+  const sample = token.closest(".sample");
+  const tokens = [...sample.querySelectorAll(".tok")];
+  const found = recorded[sample.dataset.sample][tokens.indexOf(token)];
+  for (const one of tokens) {
+    one.classList.toggle("chosen", one === token);
+    one.tabIndex = one === token ? 0 : -1;
+  }
+  const half = Math.ceil(found.facts.length / 2);
+  const tables = [
+    tableOf(["", ""], found.facts.slice(0, half)), tableOf(["", ""], found.facts.slice(half)),
+    tableOf(["student's", "q"], found.student.map(([name, , q]) => [name, q])),
+  ];
+  if (found.support.length) tables.push(tableOf(["teacher or support", "p", "q"], found.support));
+  sample.querySelector(".panel").replaceChildren(...tables);
+}
+
+for (const sample of document.querySelectorAll(".sample")) {
+  const first = sample.querySelector(".tok");
+  if (first) showToken(first);
+  for (const kind of ["pointerover", "focusin"]) {
+    sample.addEventListener(kind, (event) => {
+      if (event.target.classList.contains("tok")) showToken(event.target);
+    });
+  }
+  sample.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: "nextElementSibling", ArrowLeft: "previousElementSibling" }[event.key];
+    const next = step && event.target.classList.contains("tok") && event.target[step];
+    if (next) { event.preventDefault(); next.focus(); }
+  });
+}

@@ -51,7 +51,7 @@ def page(title: str, head: str, sections: Sequence[Section]) -> str:
         f'<header><div class="in">{head}</div></header>\n'
         f'<nav aria-label="Sections"><div class="in">{links}</div></nav>\n'
         f"<main>{body}</main>\n"
-        f'<script type="application/json" id="charts">{_inert(charts)}</script>\n'
+        f'<script type="application/json" id="charts">{inert(charts)}</script>\n'
         + "".join(f"<script>{script}</script>\n" for script in scripts)
         + "</body>\n</html>\n"
     )
@@ -132,6 +132,6 @@ def _policy(scripts: Iterable[str]) -> str:
     )
 
 
-def _inert(value: Any) -> str:
+def inert(value: Any) -> str:
     """JSON that cannot end its script element."""
     return json.dumps(value, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")

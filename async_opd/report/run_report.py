@@ -1,8 +1,6 @@
 """``report.html``: all that is worth knowing of one run, on one page.
 
 RecordedRun ──verdict, charts, tables──► sections ──page──► report.html
-
-Another page about the same run (a response's tokens) is one more entry of ``sections``.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from async_opd.report.page import (
 )
 from async_opd.report.recorded_run import Message, RecordedRun, left_out
 from async_opd.report.run_charts import learning, sample_life, staleness, throughput
+from async_opd.report.token_page import token_sections
 from async_opd.report.verdict import Verdict
 
 SHOWN = 200
@@ -59,6 +58,7 @@ def sections(run: RecordedRun, verdict: Verdict, prediction: str) -> list[Sectio
         Section("learning", "Learning", _evaluated(run), _drawn(learning(run))),
         Section("staleness", "Staleness", "", _drawn(staleness(run))),
         Section("pools", "Pools", "", _drawn([*throughput(run), life])),
+        *token_sections(run),
         Section("trouble", "Restarts and dead letters", _trouble(run)),
         Section("reproduce", "Config and how to reproduce", _reproduce(run)),
     ]

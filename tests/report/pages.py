@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
+from async_opd.microscope.folder import MICROSCOPE, RecordWriter
+from tests.microscope.samples import TEXTS
+from tests.microscope.samples import record as tokens_of
 from tests.report.simulated import EPOCH, record
 from tests.report.test_verdict import balanced, slow_trainer
 
@@ -38,6 +42,11 @@ def write_full_run(folder: Path, seed: int = 0, factor: float = 1.6, hostile: bo
         "versions": {"python": "3.11.9", "async-opd": "0.1.0", "torch": "2.13.0"},
         "commit": "8d1f3a0c5c7e0f6b2a4d9e8c7b6a5f4e3d2c1b0a",
     }
+    for step in range(1, 7):
+        names = dict.fromkeys(TEXTS, text) if hostile and step == 1 else TEXTS
+        one = tokens_of(f"0:{step}#0/0", 24, step, step=step, prompt=text)
+        made = [replace(one, texts=names)]
+        RecordWriter(folder / MICROSCOPE, 0, 1 << 20).write(step, made)
     (folder / "origin.json").write_text(json.dumps([origin]), encoding="utf-8")
     return folder
 

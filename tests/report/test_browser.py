@@ -95,16 +95,45 @@ def test_the_keyboard_reaches_links_numbers_and_tables(
             page.keyboard.press("Tab")
             reached.add(
                 page.evaluate(
-                    "(document.activeElement.tagName + ' ' "
+                    "((document.activeElement.closest('.sample') ? 'SAMPLE ' : '') "
+                    "+ document.activeElement.tagName + ' ' "
                     "+ document.activeElement.textContent.slice(0, 60))"
                 )
             )
         assert sum(one.startswith(("A ", "SUMMARY ")) for one in reached) == wanted
+        assert any(one.startswith("SAMPLE SPAN ") for one in reached)
         page.locator("summary").first.focus()
         page.keyboard.press("Enter")
         assert page.locator("details").first.get_attribute("open") is not None
         page.keyboard.press("Tab")
         assert page.evaluate("document.activeElement.className") == "scroll"
+
+
+def test_tokens_are_shown_by_pointer_and_by_keyboard(browser: Any, pages: dict[str, Path]) -> None:
+    with opened(browser, pages["report"], 1280, "light") as (page, said):
+        sample = page.locator(".sample").first
+        tokens, panel = sample.locator(".tok"), sample.locator(".panel")
+        tokens.nth(2).hover()
+        assert panel.locator("tr", has_text="at").first.inner_text().split() == ["at", "2"]
+        assert panel.locator("table").count() == 4
+        tokens.nth(2).focus()
+        page.keyboard.press("ArrowRight")
+        assert panel.locator("tr", has_text="at").first.inner_text().split() == ["at", "3"]
+        page.keyboard.press("ArrowLeft")
+        page.keyboard.press("ArrowLeft")
+        assert panel.locator("tr", has_text="at").first.inner_text().split() == ["at", "1"]
+        assert sample.locator('.tok[tabindex="0"]').count() == 1
+        colours = (
+            "() => [...document.querySelectorAll('.tok')]"
+            ".map((t) => getComputedStyle(t).backgroundColor)"
+        )
+        by_loss = page.evaluate(colours)
+        page.locator('input[value="gap"]').check()
+        assert len(set(by_loss)) > 2
+        assert page.evaluate(colours) != by_loss
+        assert page.evaluate(OVERFLOWING) == []
+        assert [found for found in page.evaluate(CONTRASTS) if found[0] < CONTRAST] == []
+        assert said == []
 
 
 def test_the_charts_follow_the_colour_scheme(browser: Any, pages: dict[str, Path]) -> None:
