@@ -8,7 +8,6 @@ what the kernel computes is an error, never ignored.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -199,11 +198,13 @@ def by_sequence(
     are computed as they are written.
     """
     query_starts, key_starts, _, _ = ragged.lengths
-    starts: Any = zip(query_starts.tolist(), key_starts.tolist(), strict=True)
+    # A slice's gradient would be a tensor of the whole row for each sequence; that of a split is
+    # one concatenation.
+    queries = query.split(query_starts.diff().tolist())
+    lengths: Any = key_starts.diff().tolist()
     parts = []
-    for (start, first), (end, last) in itertools.pairwise(starts):
-        if end > start:
-            q, k, v = query[start:end], key[first:last], value[first:last]
+    for q, k, v in zip(queries, key.split(lengths), value.split(lengths), strict=True):
+        if len(q):
             out = _sequence(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), ragged)
             parts.append(out.transpose(0, 1))
     return torch.cat(parts)
