@@ -187,7 +187,7 @@ def _padded(samples: Sequence[Sample]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def seconds(step: Step, samples: Sequence[Sample]) -> tuple[float, float]:
-    """CPU seconds of a step, and its loss: with one thread those of the clock, if it never waits."""
+    """CPU seconds of a step, and its loss; of one thread that never waits those of the clock."""
     started = time.process_time()
     loss = step(samples)
     return time.process_time() - started, loss
