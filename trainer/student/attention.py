@@ -200,10 +200,10 @@ def by_sequence(
     query_starts, key_starts, _, _ = ragged.lengths
     # A slice's gradient would be a tensor of the whole row for each sequence; that of a split is
     # one concatenation.
-    queries = query.split(query_starts.diff().tolist())
-    lengths: Any = key_starts.diff().tolist()
+    queries, keys = query_starts.diff().tolist(), key_starts.diff().tolist()
+    given: Any = zip((query, key, value), (queries, keys, keys), strict=True)
     parts = []
-    for q, k, v in zip(queries, key.split(lengths), value.split(lengths), strict=True):
+    for q, k, v in zip(*(whole.split(lengths) for whole, lengths in given), strict=True):
         if len(q):
             out = _sequence(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), ragged)
             parts.append(out.transpose(0, 1))
