@@ -20,6 +20,7 @@ from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
 from async_opd.weight_sync.freshness import LENGTHS, held_rows
 from trainer.batches.token_weights import TokenWeighting
+from trainer.layers.compiled import compile_layers
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.parallel.follower import Follower
@@ -108,6 +109,8 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     def fill() -> None:
         nonlocal exact
         exact = check_student(fill_student(student, config, device, spec), longest)
+        if config.train.compile:
+            compile_layers(student.model)
 
     rank = Rank(
         student.model,

@@ -48,7 +48,7 @@ MAY_CHANGE = (
     *("train.ranks", "train.context_parallel", "train.replicate"),
     *("train.threads", "train.tokens_per_micro_batch"),
     *("train.export_dtype", "train.gradient_checkpointing", "train.attention", "train.peak_tflops"),
-    *("train.reduce_gradients", "train.offload"),
+    *("train.reduce_gradients", "train.offload", "train.compile"),
     *("async.staleness_threshold", "async.on_sync", "async.max_version_lag", "async.on_stale"),
 )
 """Keys of speed, placement and supervision. All other keys define what is learned."""

@@ -1,9 +1,10 @@
-"""Checks of ``train.routing: replay``: whether engines can return the experts that they chose."""
+"""Checks of mixtures of experts: routing replay, and compiled layers."""
 
 from __future__ import annotations
 
 from async_opd.checks.findings import Findings
 from async_opd.config.run_config import RunConfig
+from async_opd.models.adapted import mixture
 from async_opd.models.engine_args import Device
 from async_opd.models.model_files import ModelFiles
 from async_opd.models.tokenizer import text_settings
@@ -15,7 +16,13 @@ REPLAYED = ("qwen3_moe",)
 def check_routing(
     config: RunConfig, device: Device, student: ModelFiles | None, found: Findings
 ) -> None:
-    """Adds the problems of routing replay. ``student``: its files, if they could be read."""
+    """Adds the problems of routing replay, and of a mixture that is to be compiled.
+
+    ``student``: its files, if they could be read.
+    """
+    if config.train.compile and student is not None and mixture(student.path):
+        message = "true: the experts of a mixture have not been shown to compile"
+        found.add("train.compile", message, "false")
     if config.train.routing == "own":
         return
     key, remedy = "train.routing", "own"

@@ -110,7 +110,7 @@ def step_of(config: RunConfig, machine: Machine) -> Step:
         responses=tokens,
         half=train.dtype == "bfloat16" or (train.dtype == "auto" and device == "cuda"),
         recompute=wanted,
-        mask=train.attention == "sdpa",
+        mask=train.attention == "sdpa" or (train.compile and device == "cpu"),
         trained=trained,
         moment_bytes=moment_bytes(train.moments, SAMPLE) / math.prod(SAMPLE),
         teacher_vocabulary=max(columns, default=0),

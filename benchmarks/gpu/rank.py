@@ -41,12 +41,12 @@ from benchmarks.gpu.measuring import (
 from benchmarks.gpu.students import SHAPES, TrainSettings, rank_of, samples, student
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
+from trainer.layers.recomputation import recompute_activations
 from trainer.rank import Rank
 from trainer.student.attention_choice import Attention
 from trainer.student.attention_probe import platform_of
 from trainer.student.check import check_rank, check_student
 from trainer.student.loading import in_bfloat16, set_attention
-from trainer.student.recomputation import recompute_activations
 
 ATTENTION: tuple[Attention, ...] = ("varlen", "flash", "flex", "sdpa")
 SIZES = {"cuda": ((4096, 16384, 32768), 4096), "cpu": ((64, 128), 64)}

@@ -84,6 +84,7 @@ class TrainSettings:
     peak_tflops: float | None = None
     lora: None = None
     routing: str = "own"
+    compile: bool = False
     replicate: int = 1
     context_parallel: int = 1
     export_dtype: str = "auto"

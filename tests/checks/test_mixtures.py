@@ -47,6 +47,18 @@ def test_another_mixture_is_refused(tmp_path: Path) -> None:
     assert "type glm4_moe has no router" in message
 
 
+def test_a_mixture_is_not_compiled(tmp_path: Path) -> None:
+    mixture().save_pretrained(tmp_path)
+    shutil.copy(MODELS / "student" / "tokenizer.json", tmp_path)
+    problems, files = Findings("c.yaml"), ModelFiles.read(str(tmp_path), weights=True)
+    check_routing(config("train.compile=true"), "cuda", files, problems)
+    assert [problem.key for problem in problems.problems] == ["train.compile"]
+
+
+def test_a_dense_student_may_be_compiled() -> None:
+    assert found("train.compile=true") == []
+
+
 def test_a_dense_student_is_refused_by_check() -> None:
     assert {problem.key for problem in found(REPLAY)} == {"train.routing"}
 

@@ -18,11 +18,11 @@ from tests.properties import examples
 from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import Packed, pack
+from trainer.layers.recomputation import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.attention import FLASH, SEQUENCES, VARLEN, attend, register, register_kernel
 from trainer.student.loading import refuse_eager_flex
 from trainer.student.loss_module import StudentLoss
-from trainer.student.recomputation import recompute_activations
 
 FAMILIES: dict[str, Callable[[], Any]] = {
     "Qwen3": tiny_model,

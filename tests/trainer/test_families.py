@@ -20,12 +20,12 @@ from tests.trainer import attention, families
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.token_weights import TokenWeight
+from trainer.layers.recomputation import recompute_activations, set_recomputation
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.notes import drain_notes
 from trainer.rank import Rank
 from trainer.student.attention import VARLEN, register, register_kernel
 from trainer.student.check import LENGTHS, check_rank, check_student
-from trainer.student.recomputation import recompute_activations, set_recomputation
 
 CPU = torch.device("cpu")
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # transformers' GPTBigCode

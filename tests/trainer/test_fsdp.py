@@ -17,9 +17,9 @@ from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.packing import pack
 from trainer.batches.reduction import token_weights
 from trainer.batches.token_weights import TokenWeight
+from trainer.layers.recomputation import recompute_activations
 from trainer.losses import ForwardKL, Objective, OnTopK
 from trainer.student.loss_module import StudentLoss
-from trainer.student.recomputation import recompute_activations
 from trainer.student.sharding import shard
 
 pytestmark = pytest.mark.slow

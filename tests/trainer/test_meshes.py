@@ -19,13 +19,13 @@ from async_opd.core.scores import HiddenStates
 from benchmarks.local_ranks import in_processes
 from tests.trainer.models import random_sample, tiny_model
 from trainer.batches.token_weights import TokenWeighting
+from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.parallel.follower import Follower
 from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup
 from trainer.rank_spec import RankSpec
-from trainer.student.recomputation import recompute_activations
 from trainer.student.sharding import full_tensor, join_mesh
 from trainer.teacher_heads import TeacherHead
 

@@ -16,11 +16,11 @@ from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
 from tests.trainer.test_mixtures import mixture
 from trainer.batches.packing import pack
+from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.mixtures.routing import Replay, replay_routing
 from trainer.rank import Rank
-from trainer.student.recomputation import recompute_activations
 
 SIZES, LAYERS, TOP_K = (5, 3, 7), 2, 2
 

@@ -15,13 +15,13 @@ import torch
 
 from async_opd.config.device_defaults import offloads
 from async_opd.models.rope import max_model_len
+from trainer.layers.recomputation import set_recomputation
 from trainer.notes import note
 from trainer.student.adapters import add_adapters
 from trainer.student.attention import FLASH, SEQUENCES, VARLEN, register
 from trainer.student.attention_choice import Attention, Platform, choose_attention, sequences_apart
 from trainer.student.attention_probe import attention_needs, platform_of
 from trainer.student.empty import EmptyStudent
-from trainer.student.recomputation import set_recomputation
 from trainer.student.sharding import await_ranks
 
 RECOMPILE_LIMIT = 32
@@ -62,8 +62,10 @@ def fill_student(
         await_ranks(spec, "weights")
     whole = student.whole()
     platform = platform_of(device, in_bfloat16(config.train.dtype, device))
-    across = config.train.context_parallel > 1
-    set_attention(whole, config.train.attention, platform, across)
+    across, wanted = config.train.context_parallel > 1, config.train.attention
+    if config.train.compile and device.type == "cpu":
+        wanted = "sdpa"  # no graph has a loop over as many sequences as there are in a row
+    set_attention(whole, wanted, platform, across)
     if whole is not student.model:
         student.model.set_attn_implementation(whole.config._attn_implementation)
     return whole

@@ -156,6 +156,10 @@ class TrainConfig(Section):
     ranks: PositiveInt = 1
     """Processes that train in lock-step, each on its own GPU. Student, gradients and optimizer are
     sharded over them (FSDP2)."""
+    compile: bool = False
+    """Has torch compile the student's decoder layers (docs/training.md), which takes up to minutes
+    at the start. Layers that cannot be compiled run eagerly, as run.log then says. Not for mixtures
+    of experts."""
     reduce_gradients: Literal["auto", "step", "micro_batch"] = "auto"
     """When several ranks sum their gradients: once a step, for which each has the full gradients in
     float32 meanwhile, or after each micro-batch, which moves them as often. ``auto``: once a step
@@ -189,6 +193,19 @@ class TrainConfig(Section):
     def _steps_are_said_once(self) -> Self:
         if self.epochs is not None and "steps" in self.model_fields_set:
             raise ValueError("'steps' or 'epochs', not both")
+        return self
+
+    @model_validator(mode="after")
+    def _compiled_layers_are_alone(self) -> Self:
+        wrong = {
+            "'context_parallel': a graph holds no exchange with other ranks": (
+                self.context_parallel > 1
+            ),
+            "'routing' replay: a graph holds no experts of the engine's": self.routing == "replay",
+        }
+        if self.compile and any(wrong.values()):
+            found = "; ".join(name for name, chosen in wrong.items() if chosen)
+            raise ValueError(f"'compile' with {found}")
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,80 @@
+"""Decoder layers as torch compiles them: each is one graph, recomputation included.
+
+    FSDP gathers a layer ──► its graph ──► FSDP frees it        the hooks stay outside of the graph
+                              └─ cannot be compiled, or too many graphs ──► all layers eagerly
+
+Layers of a kind, and rows of any length, share a graph.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+from typing import Any
+
+import torch
+
+from trainer.layers.recomputation import checkpointing_layers
+from trainer.losses.compiled import of_the_compiler, told
+from trainer.notes import note
+
+MAX_GRAPHS = 32
+"""With gradients and without, for each kind of layer and of mask: a few for known students."""
+REASON = "last reason: "
+"""In Dynamo's warning of too many graphs: the guard that failed."""
+
+
+def compile_layers(model: Any, backend: Any = "inductor") -> None:
+    """Compiles each decoder layer at its first call. After ``recompute_activations``.
+
+    A layer that cannot be one graph, and a graph more than ``MAX_GRAPHS``, end it for all layers:
+    a note names the cause. So does a model without layers that transformers could recompute.
+    """
+    layers = checkpointing_layers(model)
+    if not layers:
+        note(f"train.compile has no effect: {type(model).__name__} has no layers to compile")
+    run = _Layers(backend)
+    for layer in layers:
+        layer.forward = partial(run, layer.forward)
+
+
+def _run(forward: Any, *args: Any, **named: Any) -> Any:
+    return forward(*args, **named)
+
+
+class _Layers:
+    """Runs layers compiled until one of them cannot be; a call's backward pass is of its form."""
+
+    def __init__(self, backend: Any) -> None:
+        self._compiled: Any = torch.compile(
+            _run, dynamic=True, fullgraph=True, backend=backend, recompile_limit=MAX_GRAPHS
+        )
+        self._reason = ""
+        logging.getLogger("torch._dynamo.convert_frame").addFilter(self._hear)
+
+    def __call__(self, forward: Any, *args: Any, **named: Any) -> Any:
+        from torch._functorch import config as aot
+        from torch.fx.experimental import _config as shapes
+
+        if self._compiled is not None:
+            # A backward graph that cannot be compiled is an error here, not in the backward pass;
+            # sizes that are equal by chance are not taken for the same size.
+            early = aot.patch(force_non_lazy_backward_lowering=True)  # type: ignore[attr-defined]
+            with early, shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
+                try:
+                    return self._compiled(forward, *args, **named)
+                except Exception as error:
+                    if not of_the_compiler(error):
+                        raise
+                    self._compiled = None
+                    cause = f"more than {MAX_GRAPHS} graphs, {self._reason}"
+                    cause = cause if self._reason else told(error)
+                    note(f"decoder layers run eagerly, not compiled: {cause}")
+        return forward(*args, **named)
+
+    def _hear(self, warning: logging.LogRecord) -> bool:
+        """Keeps the failed guard of a warning that there are too many graphs."""
+        for line in warning.getMessage().splitlines():
+            if REASON in line:
+                self._reason = line.partition(REASON)[2]
+        return True
