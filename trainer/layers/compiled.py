@@ -46,7 +46,8 @@ class _Layers:
     """Runs layers compiled until one of them cannot be; a call's backward pass is of its form."""
 
     def __init__(self, backend: Any) -> None:
-        self._compiled: Any = torch.compile(
+        compiled: Any = torch.compile  # its overloads lack recompile_limit
+        self._compiled: Any = compiled(
             _run, dynamic=True, fullgraph=True, backend=backend, recompile_limit=MAX_GRAPHS
         )
         self._reason = ""
@@ -59,7 +60,7 @@ class _Layers:
         if self._compiled is not None:
             # A backward graph that cannot be compiled is an error here, not in the backward pass;
             # sizes that are equal by chance are not taken for the same size.
-            early = aot.patch(force_non_lazy_backward_lowering=True)  # type: ignore[attr-defined]
+            early = aot.patch(force_non_lazy_backward_lowering=True)
             with early, shapes.patch(use_duck_shape=False):  # type: ignore[attr-defined]
                 try:
                     return self._compiled(forward, *args, **named)
