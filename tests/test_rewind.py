@@ -123,7 +123,8 @@ async def train(
         }
     )
     text: Any = SimpleNamespace(encode=None)
-    inputs: Any = SimpleNamespace(train=(), checked=(), eval=())
+    text.of_teacher = lambda *_: text  # no teacher has a template of its own
+    inputs: Any = SimpleNamespace(train=(), checked=(), eval=(), max_eval_prompt_tokens=None)
 
     async def kill() -> None:
         for turns in deaths:
@@ -145,7 +146,7 @@ async def train(
     return stages
 
 
-def from_cursor(faults: Faults, job: Job, text: object) -> FakePrompts:
+def from_cursor(faults: Faults, job: Job, text: object, readers: object) -> FakePrompts:
     return faults.stream(job.start.cut.cursor if job.start else 0)
 
 
