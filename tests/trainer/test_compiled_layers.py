@@ -154,7 +154,7 @@ def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> N
         assert notes == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_ranks_with_compiled_layers_have_those_of_one_with_eager_ones(tmp_path: Path) -> None:
     cases = ["adapters", "parameters in host memory"]
     for name, (found, notes) in on_ranks(cases, TRACED, tmp_path / "found.pt").items():
