@@ -22,8 +22,8 @@ from async_opd.core.errors import CheckpointError, StageError
 from async_opd.core.samples import DeadLetter, Header
 from async_opd.files.run_format import write_run_format
 from async_opd.files.safe_open import private_files, read_bytes, regular_file, write_atomically
+from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
-from async_opd.observability.wandb_run import NAME, WandbRun
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.run_lock import run_lock
 from async_opd.run import _is_completed
@@ -126,9 +126,9 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
 
 def test_a_pipe_is_no_summary_and_no_record_of_wandb(run_dir: Path) -> None:
     os.mkfifo(run_dir / "summary.json")
-    os.mkfifo(run_dir / NAME)
+    os.mkfifo(run_dir / file_of("wandb"))
     assert not _is_completed(run_dir)
-    assert WandbRun.of(run_dir).rows == 0
+    assert LoggedRun.of(run_dir, "wandb").rows == 0
 
 
 def test_a_pipe_is_no_ledger_to_audit(run_dir: Path) -> None:
@@ -223,11 +223,11 @@ def test_what_a_run_writes_is_its_owners_alone(tmp_path: Path) -> None:
             runs(folder)
             journals(folder)
             commits(folder)
-            WandbRun.new().write(folder)
+            LoggedRun.new().write(folder, "wandb")
     finally:
         os.umask(before)
     found = modes(folder)
-    assert {METRICS, DEAD_LETTERS, LEDGER, NAME} <= {Path(name).name for name in found}
+    assert {METRICS, DEAD_LETTERS, LEDGER, file_of("wandb")} <= {Path(name).name for name in found}
     assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
 
 

@@ -69,9 +69,10 @@ SIZES = [(3, 29), (2, 1), (3, 5), (4, 3), (1, 0), (3, 8), (2, 2), (5, 6)]
 """Prompts and responses: one longer than a row, short ones, one empty."""
 TEACHERS = {"wide": 3.0, "narrow": 0.5}
 TRAIN = {"tokens_per_micro_batch": 24, "max_grad_norm": 0.05, "warmup_steps": 0, "lr": 1e-3}
-OF_THE_DIVISION = {"compute_s", "train/micro_batches", "train/compute_s", "train/tflops"} | {
-    "loss/topk_overlap"  # measured on a sample of rows, every 16th of a tile
-}
+OVERLAPS = {f"{owner}/topk_overlap" for owner in ("loss", *(f"teacher/{t}" for t in TEACHERS))}
+"""They are measured on a sample of rows, every 16th of a tile."""
+TIMES = {"compute_s", "train/micro_batches", "train/compute_s", "train/tflops"}
+OF_THE_DIVISION = TIMES | OVERLAPS
 RECOMPUTED: dict[str, Any] = {"recomputed": "full", "recomputed in part": "selective"}
 Seen = tuple[dict[str, float], dict[str, torch.Tensor]]
 """Metrics of a step, and its gradients after clipping."""
