@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
@@ -102,6 +103,15 @@ def test_a_room_below_the_stages_names_the_rooms_that_it_imports(name: str) -> N
     text = (ROOT / "async_opd" / name / "__init__.py").read_text()
     said = set(re.findall(r"``(\w+)``", text.partition("Imports ")[2]))
     assert said == {imported for importer, imported in imports() if importer == name}
+
+
+def test_every_room_has_a_place_among_the_layers() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    layers = next(c["layers"] for c in contracts["contracts"] if c["type"] == "layers")
+    placed = {name.strip() for layer in layers for name in layer.split("|")}
+    there = [p for p in (ROOT / "async_opd").glob("*") if p.is_dir() or p.suffix == ".py"]
+    names = {f"async_opd.{p.stem}" for p in there if not p.name.startswith("__")}
+    assert names - placed == set()
 
 
 def test_no_room_has_more_modules_than_one_can_look_over() -> None:
