@@ -98,6 +98,7 @@ class WandbSink(Sink):
             name=self._config.name,
             id=self._at.id,
             resume="allow",
+            reinit="create_new",  # by default, a run that this process has not finished is returned
             allow_val_change=True,
             dir=str(self._run_dir),
             mode=mode,

@@ -173,6 +173,17 @@ def test_offline_both_parts_have_one_id_for_wandb_sync_to_join(tmp_path: Path) -
     assert {file.stem for file in files} == {f"run-{LoggedRun.of(tmp_path, 'wandb').id}"}
 
 
+@pytest.mark.slow
+def test_a_run_does_not_join_one_that_the_process_has_not_finished(tmp_path: Path) -> None:
+    first, second = (WandbSink(config(), tmp_path / name) for name in ("first", "second"))
+    assert (first.start(), second.start()) == (None, None)
+    for sink in (second, first):
+        sink.log(1, {"loss/total": 1.0})
+        sink.close(SUMMARY)
+    for name in ("first", "second"):
+        assert list((tmp_path / name / "wandb").glob("offline-run-*/run-*.wandb"))
+
+
 def test_a_wandb_that_takes_nothing_holds_up_nobody(
     tmp_path: Path, opened: list[FakeRun], monkeypatch: pytest.MonkeyPatch
 ) -> None:
