@@ -122,6 +122,13 @@ def test_steps_without_prompts_are_refused(sources: list[dict[str, Any]], words:
         config(*sources)
 
 
+@pytest.mark.parametrize("key", ["train", "eval"])
+@pytest.mark.parametrize("source", ["x.jsonl", {"path": "x.jsonl"}])
+def test_one_source_needs_no_list(key: str, source: str | dict[str, Any]) -> None:
+    made, listed = (config({}, data={key: value}) for value in (source, [source]))
+    assert getattr(made.data, key) == getattr(listed.data, key)
+
+
 def test_evaluations_have_no_steps() -> None:
     with pytest.raises(ValidationError, match="found from_step or until_step"):
         config({}, data={"train": "x.jsonl", "eval": [{"path": "y", "from_step": 2}]})

@@ -26,7 +26,7 @@ class DataConfig(Section):
 
     train: list[Source]
     """Sources of the prompts that are trained on, mixed by weight. A bare string is a file, or
-    with ``hf:`` a data set of the hub: ``hf:ID[:CONFIG][:SPLIT]``."""
+    with ``hf:`` a data set of the hub: ``hf:ID[:CONFIG][:SPLIT]``. One source needs no list."""
     eval: list[Source] = Field(default=[])
     """Sources of the prompts that are evaluated on; none means no evaluation."""
     prompt: str = "prompt"
@@ -94,10 +94,13 @@ class ColdStartConfig(Section):
 
 
 def as_sources(values: dict[Any, Any], *keys: str) -> dict[Any, Any]:
-    """The values with a list of sources at each of these keys, where a bare string is a file."""
+    """The values with a list of sources at each of these keys.
+
+    One source needs no list, and a bare string is a file.
+    """
     values = dict(values)
     for key in keys:
-        if isinstance(values.get(key), str):
+        if isinstance(values.get(key), str | dict):
             values[key] = [values[key]]
         if isinstance(values.get(key), list):
             values[key] = [_as_source(entry) for entry in values[key]]
