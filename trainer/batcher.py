@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Collection, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -105,16 +105,19 @@ class Batcher:
 
     async def take(self, version: int) -> TrainBatch:
         """Waits for a batch whose samples are fresh enough at the trainer's weight ``version``."""
-        batch = await self.choose(version)
+        batch = await self.choose(lambda: version)
         self.commit(batch, version)  # nothing ran since it was chosen
         return batch
 
-    async def choose(self, version: int) -> TrainBatch:
-        """Waits for such a batch. Its samples stay held until ``commit``, and may be dropped."""
+    async def choose(self, version: Callable[[], int]) -> TrainBatch:
+        """Waits for such a batch. Its samples stay held until ``commit``, and may be dropped.
+
+        ``version`` is asked after each wait: weights may be synced meanwhile.
+        """
         while True:
             if self._returning is not None and self._returning.done():
                 self._returning.result()
-            self._requeued += await self._requeue_stale(version)
+            self._requeued += await self._requeue_stale(version())
             chosen = self._choose()
             if chosen:
                 break

@@ -275,6 +275,21 @@ async def test_a_batch_that_has_become_too_old_while_it_was_dealt_out_is_not_tra
     world.close()
 
 
+async def test_a_sample_too_old_for_a_version_synced_while_dealing_waits_is_not_fetched() -> None:
+    world = World(batch_size=1, max_version_lag=0)
+    await world.put("00/0", version=0)
+    await world.take(0)
+    await settle()  # the next batch is awaited: the queue is empty
+    await world.batcher.done()
+    taking = asyncio.create_task(world.take(1))
+    await settle()
+    await world.put("01/0", version=0)
+    await world.put("02/0", version=1)
+    assert uids(await taking) == ["02/0"]
+    assert "01/0" not in {uid for client in world.clients for uid in client.received}
+    world.close()
+
+
 async def test_a_sample_that_is_dropped_while_it_was_dealt_out_is_not_trained() -> None:
     world = World(batch_size=1)
     await world.put("00/0")
@@ -355,7 +370,7 @@ async def test_a_second_capture_ends_the_copy_of_the_first() -> None:
 async def test_a_rank_refuses_tokens_that_its_head_has_no_row_for() -> None:
     world = World()
     await world.put(*names(4))
-    batch = await world.batcher.choose(0)
+    batch = await world.batcher.choose(lambda: 0)
     share = world.planner.plan(batch.headers).shares(batch.leases, 2, 1)[1]
     found = await fetch(world.batcher.queue, share, Vocabularies(2))
     assert "has token 2; the head has 2 rows" in str(found.error)

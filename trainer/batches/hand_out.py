@@ -58,6 +58,7 @@ class HandOut:
         self._planner = planner
         self._rank_group = rank_group
         self._number = 0
+        self._version = 0  # of the last ``take``
         self._next: asyncio.Task[Dealt] | None = None
 
     async def take(self, version: int) -> Dealt:
@@ -65,14 +66,15 @@ class HandOut:
 
         It is taken for a step; the next one is dealt out from now on.
         """
+        self._version = version
         while True:
             try:
-                dealt = await self._deal_ahead(version)
+                dealt = await self._deal_ahead()
             finally:
                 self._next = None
             if self._batcher.commit(dealt.batch, version):
                 break
-        self._deal_ahead(version)
+        self._deal_ahead()
         return dealt
 
     def close(self) -> None:
@@ -80,14 +82,14 @@ class HandOut:
         if self._next is not None:
             self._next.cancel()
 
-    def _deal_ahead(self, version: int) -> asyncio.Task[Dealt]:
+    def _deal_ahead(self) -> asyncio.Task[Dealt]:
         if self._next is None:
-            self._next = asyncio.create_task(self._deal(version), name="dealing samples out")
+            self._next = asyncio.create_task(self._deal(), name="dealing samples out")
         return self._next
 
-    async def _deal(self, version: int) -> Dealt:
+    async def _deal(self) -> Dealt:
         while True:
-            batch = await self._batcher.choose(version)
+            batch = await self._batcher.choose(lambda: self._version)
             plan = await asyncio.to_thread(self._planner.plan, batch.headers)
             self._number += 1
             shares = plan.shares(batch.leases, self._rank_group.ranks, self._number)
