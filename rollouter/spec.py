@@ -24,7 +24,7 @@ class StudentEngineSpec:
     objective needs none; ``grader`` gives the task reward, in runs with one. With a ``seed`` every
     rollout has a seed of its own, derived from it and the uid. ``incarnation`` counts the restarts.
     ``beside``: see ``async_opd.models.engine_args.fitted``. One that ``evaluates`` takes no prompts
-    of the queue.
+    of the queue, and grades no rewards.
     """
 
     name: str
@@ -83,7 +83,9 @@ class StudentEngineSpec:
             transfer_backend=chosen(config.sync.backend, device, rollout.host is not None),
             concurrency=rollout.concurrency,
             top_k=scored_top_k(config.loss) if score_kind(config.loss) == "student_topk" else 0,
-            grader=GraderSpec.of(config, config.reward.grader) if config.reward else None,
+            grader=None
+            if evaluates or config.reward is None
+            else GraderSpec.of(config, config.reward.grader),
             seed=config.seed if rollout.reproducible else None,
             incarnation=incarnation,
             beside=beside,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.train import LoraConfig
 from async_opd.core.stages import SamplingSpec
@@ -24,6 +26,21 @@ def test_a_rollouts_seed_depends_on_the_runs_seed_and_its_uid_only() -> None:
 
 
 STUDENT = Path(__file__).parents[2] / "examples" / "quickstart" / "models" / "student"
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_only_a_replica_that_generates_rollouts_grades_rewards(evaluates: bool) -> None:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": str(STUDENT)},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "none.jsonl"},
+            "rollout": {"n": 2},
+            "reward": {"grader": "exact"},
+        }
+    )
+    found = StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None, evaluates)
+    assert (found.grader is None) == evaluates
 
 
 def engine_arguments(lora: LoraConfig | None) -> dict[str, object]:
