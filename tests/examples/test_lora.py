@@ -38,14 +38,52 @@ def test_the_merged_export_has_learned_it(source: str, done: Run) -> None:
 
 
 def test_the_peft_directory_computes_what_the_merged_export_computes(done: Run) -> None:
+    _computes_the_same(done.directory / "model")
+
+
+@pytest.fixture(scope="module")
+def as_adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Eight steps and four weight syncs, whose versions the engines take as adapters."""
+    few = ("train.steps=8", "async.sync_steps=2", "train.batch_size=16", "train.lora.rank=4")
+    directory = tmp_path_factory.mktemp("runs") / "as_adapter"
+    exact = ("train.export_dtype=float32", "log.wandb=off", "eval.every=0", "eval.max_prompts=4")
+    options = ("train.lora.sync=adapter", *few, *exact)
+    return Running(directory, *options, example=EXAMPLE).end(300)
+
+
+def test_a_run_completes_whose_engines_take_adapters(as_adapter: Run) -> None:
+    assert as_adapter.code == 0, as_adapter.output
+    assert as_adapter.summary["status"] == "completed"
+
+
+def test_engines_answer_with_the_adapter_of_the_last_version(as_adapter: Run) -> None:
+    assert as_adapter.summary["train/version"] == 4
+    versions = [as_adapter.summary[f"eval/{age}_version"] for age in ("oldest", "newest")]
+    assert versions == [4, 4]
+
+
+def test_a_sync_of_adapters_sends_a_fraction_of_the_weights(as_adapter: Run) -> None:
+    weights = (QUICKSTART / "models" / "student" / "model.safetensors").stat().st_size / 2**20
+    sent = [row["sync/mib"] for row in as_adapter.metrics if "sync/mib" in row]
+    assert sent
+    assert all(0 < mib < weights / 4 for mib in sent), (sent, weights)
+
+
+def test_the_adapter_that_was_synced_is_exported_for_peft(as_adapter: Run) -> None:
+    assert as_adapter.code == 0, as_adapter.output
+    _computes_the_same(as_adapter.directory / "model")
+
+
+def _computes_the_same(exported: Path) -> None:
+    """The merged export, and the adapter beside it on the student of the start."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    merged = AutoModelForCausalLM.from_pretrained(done.directory / "model", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(
         QUICKSTART / "models" / "student", dtype=torch.float32
     )
-    both = PeftModel.from_pretrained(base, done.directory / "model" / "adapter")
+    both = PeftModel.from_pretrained(base, exported / "adapter")
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
         assert torch.allclose(both.eval()(ids).logits, merged.eval()(ids).logits, atol=1e-4)
