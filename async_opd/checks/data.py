@@ -143,6 +143,8 @@ class DataChecks:
 
     def routes(self) -> None:
         """Checks that each data source has one teacher, and each teacher a data source."""
+        if self.config.lone_teacher is not None:
+            return
         teacher_of: dict[str, str] = {}
         for name, teacher in self.config.teachers.items():
             for source in teacher.sources if teacher.sources is not None else [name]:

@@ -171,8 +171,16 @@ class RunConfig(Section):
                 )
                 yield f"teachers.{name}.with", fault, "set it to rollout: the GPUs are the same"
 
+    @property
+    def lone_teacher(self) -> str | None:
+        """The only teacher, if it has no ``sources``: it scores every row."""
+        names = [name for name, teacher in self.teachers.items() if teacher.sources is None]
+        return names[0] if len(names) == len(self.teachers) == 1 else None
+
     def teacher_of(self, data_source: str) -> str | None:
         """The name of the teacher that scores a data source, if there is one."""
+        if self.lone_teacher is not None:
+            return self.lone_teacher
         for name, teacher in self.teachers.items():
             if data_source in (teacher.sources if teacher.sources is not None else [name]):
                 return name

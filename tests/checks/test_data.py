@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from async_opd.checks.preflight import preflight
+from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import RewardConfig
 from async_opd.core.errors import Problem
 from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
@@ -104,6 +105,22 @@ def test_a_teacher_that_no_data_source_uses_is_refused(tmp_path: Path) -> None:
     problem = one(rows(tmp_path, GOOD[0]), "data.eval=[]")
     assert problem.key == "teachers.reverse"
     assert "teachers.reverse.sources" in problem.remedy
+
+
+def alone(*overrides: str) -> RunConfig:
+    """Only the teacher ``sort`` of the two, whose data has rows of both."""
+    both = config(*overrides)
+    return both.model_copy(update={"teachers": {"sort": both.teachers["sort"]}})
+
+
+def test_the_only_teacher_scores_all_rows() -> None:
+    assert preflight(alone(), "c.yaml", 0).problems == []
+    assert alone().teacher_of("reverse") == "sort"
+
+
+def test_the_only_teacher_scores_its_sources_if_it_names_them() -> None:
+    problems = preflight(alone("teachers.sort.sources=[sort]"), "c.yaml", 0).problems
+    assert {problem.message for problem in problems} == {"no teacher for data source 'reverse'"}
 
 
 def test_two_teachers_of_one_data_source_are_refused() -> None:

@@ -61,7 +61,8 @@ class Teacher(Rendering):
     """
 
     sources: list[str] | None = None
-    """Values of ``data.route_by`` whose rows this teacher scores; by default its own name."""
+    """Values of ``data.route_by`` whose rows this teacher scores; by default its own name, and all
+    rows if it is the only teacher."""
     weight: float = Field(default=1.0, gt=0)
     """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
     weighted mean, so that only ratios between teachers matter."""
