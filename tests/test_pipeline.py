@@ -691,7 +691,9 @@ async def test_accuracy_is_measured_before_during_and_after() -> None:
     evaluation = Evaluation(prompts, SamplingSpec(4, 0.0, 1.0, 1), grade)
     run = world(steps=4, k=1, evaluation=evaluation)
     await run.pipeline.run()
-    assert len(graded) == 4 * (1 + 3 + 1)
+    before, first, *_, after = run.log.evaluated  # a version that is due meanwhile has none
+    assert (before, first, after) == (0, 1, 4)
+    assert len(graded) == 4 * len(run.log.evaluated)
 
 
 async def test_an_evaluation_belongs_to_the_step_of_the_version_that_it_measured() -> None:
