@@ -61,7 +61,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
-    config = with_cached_data(config, found.notes)
+    config = with_cached_data(config, where, found.notes)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()

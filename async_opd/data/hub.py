@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,12 +18,19 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, PrivateAttr
 
-from async_opd.config.paths import SPLITS
 from async_opd.config.registry import PromptSource
 from async_opd.core.errors import ConfigError, Problem, SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import RowSource
 from async_opd.data.files import file_rows, rows_and_numbers
+from async_opd.data.hub_files import (
+    all_numbered,
+    files_by_name,
+    keep_list,
+    listed,
+    names_split,
+    patterns_of,
+)
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
@@ -35,8 +40,6 @@ SUFFIXES = (".parquet", ".jsonl")
 CONVERTED = "refs/convert/parquet"
 """The hub's own branch with most data sets as parquet: ``config/split/0000.parquet``."""
 CARD = "README.md"
-PART = re.compile(r"-\d{5}-of-(\d{5})")
-"""In names of files: how many of them a split has."""
 
 
 class HubSource(RowSource):
@@ -94,7 +97,9 @@ class HubSource(RowSource):
             found = self.cached()
             if found.absent:
                 raise SourceError(
-                    self.label, "is not in the local cache, and HF_HUB_OFFLINE is set"
+                    self.label,
+                    "is not in the local cache as a whole, as far as is known there, and "
+                    "HF_HUB_OFFLINE is set: name the split's files by `files:` if they are",
                 )
             return found
         made = self
@@ -111,7 +116,7 @@ class HubSource(RowSource):
             raise
         except Exception as error:  # the hub's client raises many kinds
             raise SourceError(self.label, f"cannot be had from the hub: {error}") from error
-        return made._checked(files, names)._downloaded(revision)
+        return made._checked(files, names)._downloaded(revision, names)
 
     def cached(self) -> Self:
         """With the commit and files that the local cache has; ``absent`` if it lacks any."""
@@ -125,9 +130,12 @@ class HubSource(RowSource):
             except Exception:
                 continue
             names = _names(Path(folder))
+            commits = listed(Path(folder))
             card = Path(folder, CARD) if CARD in names else None
-            files = self.files or self._chosen(names, card)
-            if files and set(files) <= set(names) and not _missing(files):
+            files = self.files or self._chosen(commits or names, card)
+            # without the commit's list, the names alone must say that no file is missing
+            whole = bool(self.files or commits) or all_numbered(files)
+            if files and whole and set(files) <= set(names):
                 return self._with(os.path.basename(folder), "cache")._checked(files, names)
         return self
 
@@ -146,11 +154,15 @@ class HubSource(RowSource):
         made._access = self._access
         return made
 
-    def _downloaded(self, branch: str | None) -> Self:
-        """Downloads all files, or the first of a streamed data set."""
+    def _downloaded(self, branch: str | None, names: Sequence[str]) -> Self:
+        """Downloads all files, or the first of a streamed data set.
+
+        Keeps the list of the commit's files in the cache: ``cached`` knows a whole split by it.
+        """
         named = self.files or []
         # by the branch's name: the cache then knows its commit, which a run without network needs
-        self.model_copy(update={"revision": branch})._path(named[0])
+        first = self.model_copy(update={"revision": branch})._path(named[0])
+        keep_list(first.parents[len(Path(named[0]).parts) - 1], names)
         for name in named[:1] if self.stream else named:
             self._path(name)
         return self
@@ -203,67 +215,20 @@ class HubSource(RowSource):
 
         try:
             configs = ((card and metadata_load(card)) or {}).get("configs")
+            patterns = (
+                patterns_of(configs, self.config, self.split) if isinstance(configs, list) else None
+            )
         except Exception as error:
             raise SourceError(self.label, f"its {CARD} cannot be read: {error}") from error
         rows = sorted(name for name in names if name.endswith(SUFFIXES))
-        patterns = (
-            _patterns(configs, self.config, self.split) if isinstance(configs, list) else None
-        )
         if patterns is not None:
             return [name for name in rows if any(fnmatchcase(name, one) for one in patterns)]
-        return _by_name(rows, self.config, self.split)
-
-
-def _patterns(configs: list[Any], config: str | None, split: str) -> list[str] | None:
-    """The patterns of files that a card has for a split; None where it has none."""
-    for one in configs:
-        wanted = config or ("default" if len(configs) > 1 else one.get("config_name"))
-        default = config is None and one.get("default") is True
-        files = one.get("data_files")
-        if files is None or not (default or one.get("config_name") == wanted):
-            continue
-        found: list[str] = []
-        for entry in files if isinstance(files, list) else [files]:
-            of, path = (entry.get("split"), entry.get("path")) if isinstance(entry, dict) else (
-                "train", entry,
-            )  # fmt: skip
-            if of == split:
-                found += path if isinstance(path, list) else [str(path)]
+        found = files_by_name(rows, self.config, self.split)
+        if len({one.rpartition("/")[0] for one in found if names_split(one, self.split)}) > 1:
+            some = ", ".join(found)[:300]
+            message = f"its split's files are in several folders: name its own by `files:` ({some})"
+            raise SourceError(self.label, message)
         return found
-    return None
-
-
-def _by_name(names: list[str], config: str | None, split: str) -> list[str]:
-    """The files whose folders name the configuration, and whose paths name the split.
-
-    Files that name no split at all are those of ``train``.
-    """
-    if config is not None:
-        names = [name for name in names if config in name.split("/")[:-1]]
-    elif default := [name for name in names if name.startswith("default/")]:
-        names = default
-    named = [name for name in names if _names_split(name, split)]
-    if (
-        named
-        or split != "train"
-        or any(_names_split(name, one) for name in names for one in SPLITS)
-    ):
-        return named
-    return names
-
-
-def _names_split(name: str, split: str) -> bool:
-    return re.search(rf"(^|[/._-]){re.escape(split)}([/._-])", name) is not None
-
-
-def _missing(files: Sequence[str]) -> bool:
-    """Whether files whose names say how many there are lack some of them."""
-    parts = Counter(PART.sub("-of-", name) for name in files if PART.search(name))
-    return any(
-        parts[PART.sub("-of-", name)] != int(PART.findall(name)[0])
-        for name in files
-        if PART.search(name)
-    )
 
 
 def _names(folder: Path) -> list[str]:
@@ -302,14 +267,20 @@ def fetched_data(config: RunConfig, where: str) -> RunConfig:
     return made
 
 
-def with_cached_data(config: RunConfig, notes: list[str]) -> RunConfig:
+def with_cached_data(config: RunConfig, where: str, notes: list[str]) -> RunConfig:
     """The config with the files of data of the hub that are in the local cache. No download.
 
-    Every data set that is not there, or not as a whole, adds a note.
+    Every data set that is not there, or not as a whole, adds a note. ConfigError with every one
+    whose files are there and do not say which are the split's.
     """
+    problems: list[Problem] = []
 
     def cached(key: str, source: HubSource) -> HubSource:
-        found = source if source._access == "hub" else source.cached()
+        try:
+            found = source if source._access == "hub" else source.cached()
+        except SourceError as error:
+            problems.append(Problem(where, key, str(error), "name the split's files by `files:`"))
+            return source
         if found.absent:
             notes.append(
                 f"{key}: {source.label} is not in the local cache: its rows are checked after the "
@@ -317,7 +288,10 @@ def with_cached_data(config: RunConfig, notes: list[str]) -> RunConfig:
             )
         return found
 
-    return _replaced(config, cached)
+    made = _replaced(config, cached)
+    if problems:
+        raise ConfigError(problems)
+    return made
 
 
 def _replaced(config: RunConfig, change: Callable[[str, HubSource], HubSource]) -> RunConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -81,6 +82,12 @@ def hub(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
         }.items():
             monkeypatch.setattr(constants, name, value)
         yield served
+
+
+def hf_cache() -> str:
+    import huggingface_hub.constants as constants
+
+    return constants.HF_HUB_CACHE
 
 
 def source(text: str, **keys: Any) -> HubSource:
@@ -196,6 +203,41 @@ def test_a_part_of_a_split_in_the_cache_is_none(hub: Hub) -> None:
     assert not made.absent
     os.unlink(made._path("main/train-00001-of-00002.jsonl"))
     assert source("hf:org/set:main").cached().absent
+
+
+def test_a_part_of_a_split_whose_names_have_no_numbers_of_files_is_none(
+    hub: Hub, tmp_path: Path
+) -> None:
+    parquet(tmp_path / "converted" / "default" / "train" / "0001.parquet", "r")
+    fetched_data(run_config("hf:org/plain"), "c.yaml")
+    made = source("hf:org/plain").cached()
+    assert "".join(prompts(made)) == "pqr"
+    os.unlink(made._path("default/train/0001.parquet"))
+    assert source("hf:org/plain").cached().absent
+
+
+def test_files_that_another_program_downloaded_are_no_whole_split(hub: Hub) -> None:
+    fetched_data(run_config("hf:org/plain"), "c.yaml")
+    (kept,) = Path(hf_cache()).rglob("async_opd_files")
+    shutil.rmtree(kept)
+    assert source("hf:org/plain").cached().absent
+    named = source("hf:org/plain", files=["default/train/0000.parquet"])
+    assert "".join(prompts(named.cached())) == "pq"
+
+
+def test_check_refuses_a_card_in_the_cache_whose_configs_are_no_sections(hub: Hub) -> None:
+    fetched_data(run_config("hf:org/set:main"), "c.yaml")
+    (card,) = Path(hf_cache()).rglob("README.md")
+    card.write_text("---\nconfigs: [x]\n---\n")
+    with pytest.raises(ConfigError, match=r"README.md cannot be read: configs has 'x'"):
+        preflight(run_config("hf:org/set:main"), "c.yaml", 0)
+
+
+def test_a_split_that_names_of_several_folders_could_mean_is_refused(folder: Path) -> None:
+    (folder / "README.md").unlink()
+    lines(folder / "train_on_x" / "other.jsonl", "x")
+    with pytest.raises(SourceError, match=r"several folders: name its own by `files:`"):
+        prompts(source(f"hf:{folder}"))
 
 
 OFFLINE = """
