@@ -33,8 +33,8 @@ def together(draft: Draft) -> None:
     draft.put("eval.n", answers)
     draft.put("eval.temperature", temperature if answers > 1 else None)
     draft.put("eval.before", draft.take("eval.before_train", default=True))
-    every = draft.take("eval.freq", default=-1)
-    evaluation_every(draft, every, draft.take("trainer.save_freq", default=-1), sync)
+    every = draft.number("eval.freq", default=-1)
+    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), sync)
     log_to(draft, ["wandb"] if draft.has("logging.wandb.project") else ["console"])
     thinking = draft.take("data.enable_thinking")
     if thinking is not None:
@@ -82,7 +82,7 @@ def _importance(draft: Draft) -> None:
 
 def _sizes(draft: Draft) -> int:
     whole = draft.whole("trainer.batch_size", default=256)
-    mini = draft.whole("trainer.mini_batch_size", default=whole)
+    mini = draft.count("trainer.mini_batch_size", default=whole)
     sync = max(whole // mini, 1)
     ahead = draft.number("pipeline.n_step_off.step_off", default=2)
     kind = draft.take("pipeline.scheduling_mode", default="n_step_off")
@@ -95,8 +95,8 @@ def _sizes(draft: Draft) -> int:
         draft.ours["async.on_sync"] = "finish"
     draft.ours["rollout.n"] = 1
     batches(draft, mini, sync, 0 if kind == "fused_hybrid_sync" else ahead)
-    steps = draft.take("trainer.total_steps")
-    epochs(draft, steps and int(steps) * sync, draft.take("trainer.total_epochs", default=1))
+    steps = draft.given("trainer.total_steps")
+    epochs(draft, steps and int(steps) * sync, draft.number("trainer.total_epochs", default=1))
     if steps and sync > 1:
         draft.differs.append(
             f"trainer.total_steps: a step there has {sync} optimizer steps, which are steps here"
@@ -105,17 +105,17 @@ def _sizes(draft: Draft) -> int:
     total = draft.ours.get("train.steps")
     draft.ours["train.warmup_steps"] = round(ratio * total) if total else 0
     lowest = draft.number("trainer.optim.min_lr")
-    rate = draft.theirs.get("trainer.optim.lr", 1e-5)
-    if draft.ours.get("train.schedule", "constant") == "cosine":
-        draft.ours["train.min_lr_ratio"] = round(lowest / float(rate), 6)
+    rate = draft.number("trainer.optim.lr", default=1e-5)
+    if draft.ours.get("train.schedule", "constant") == "cosine" and rate:
+        draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6)
     return sync
 
 
 def _pools(draft: Draft) -> None:
-    parallel = draft.whole("teacher.vllm.tensor_parallel_size", default=1)
+    parallel = draft.count("teacher.vllm.tensor_parallel_size", default=1)
     draft.ours["teachers.teacher.tensor_parallel"] = parallel
     draft.ours["teachers.teacher.replicas"] = max(_gpus(draft, "teacher") // parallel, 1)
-    engines = draft.whole("rollout.vllm.tensor_parallel_size", default=1)
+    engines = draft.count("rollout.vllm.tensor_parallel_size", default=1)
     draft.ours["rollout.replicas"] = max(_gpus(draft, "rollout") // engines, 1)
     draft.ours["train.ranks"] = max(_gpus(draft, "trainer"), 1)
 

@@ -36,8 +36,9 @@ def batches(draft: Draft, batch: int, sync: int, threshold: float) -> None:
     )
 
 
-def epochs(draft: Draft, steps: Any, count: Any) -> None:
+def epochs(draft: Draft, steps: float | None, count: float | None) -> None:
     """The length of the run: optimizer steps, or passes over the data."""
+    count = int(count) if count is not None and count.is_integer() else count
     if steps is not None and int(steps) > 0:
         draft.ours["train.steps"] = int(steps)
     elif count is not None and importable("train.epochs", count) is not ABSENT:
@@ -46,7 +47,7 @@ def epochs(draft: Draft, steps: Any, count: Any) -> None:
         draft.fill_in.append(f"train.steps: {count} epochs of your rows, divided by the batch")
 
 
-def evaluation_every(draft: Draft, evaluate: Any, save: Any, sync: int) -> None:
+def evaluation_every(draft: Draft, evaluate: float | None, save: float | None, sync: int) -> None:
     """Evaluations and checkpoints: every so many steps there, every so many versions here."""
     for key, steps in (("eval.every", evaluate), ("checkpoint.every", save)):
         if steps is not None:

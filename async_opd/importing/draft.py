@@ -6,6 +6,7 @@ used is unmapped, and is named in the result.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -75,18 +76,38 @@ class Draft:
                 found = value
         return found
 
-    def number(self, *keys: str, default: float = 0) -> float:
-        """``take`` as a number; a value that is none is named, and the default counts."""
-        found = self.take(*keys, default=default)
+    def given(self, *keys: str) -> float | None:
+        """``take`` as a number; None if it is not given, or is none, which is named."""
+        found = self.take(*keys)
+        if found is None:
+            return None
         try:
-            return float(default if found is None else found)
-        except (TypeError, ValueError):
-            self.unmapped[keys[0]] = f"{found!r} is no number"
-            return float(default)
+            number = float(found)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            return number
+        named = next(key for key in keys if self.theirs.get(key) is found)
+        self.unmapped[named] = f"{found!r} is no number"
+        return None
+
+    def number(self, *keys: str, default: float = 0) -> float:
+        """``given``, or else the default."""
+        found = self.given(*keys)
+        return float(default) if found is None else found
 
     def whole(self, *keys: str, default: int = 0) -> int:
         """``number``, cut to an integer."""
         return int(self.number(*keys, default=default))
+
+    def count(self, *keys: str, default: int = 1) -> int:
+        """``whole`` of a size that others are divided by; below 1 it is named, and is 1."""
+        found = self.whole(*keys, default=default)
+        if found < 1:
+            self.unmapped[next((one for one in keys if self.has(one)), keys[0])] = (
+                f"{found} is below 1: 1 is used"
+            )
+        return max(found, 1)
 
     def put(self, key: str, value: Any) -> None:
         """Sets one of our keys, unless the value is our default."""
@@ -124,7 +145,7 @@ class Draft:
             return
         try:
             found = entry.value(value)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
             cause = str(error) if isinstance(error, Unmapped) else f"{value!r} does not fit"
             self.unmapped[key] = cause
             return

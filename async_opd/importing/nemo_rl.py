@@ -23,8 +23,8 @@ def together(draft: Draft) -> None:
     draft.put("eval.temperature", temperature)
     draft.put("eval.n", answers if temperature else None)
     saved = draft.take("checkpointing.enabled", default=True)
-    save = draft.take("checkpointing.save_period", default=10) if saved else -1
-    evaluation_every(draft, draft.take("distillation.val_period", default=20), save, sync)
+    save = draft.number("checkpointing.save_period", default=10) if saved else -1
+    evaluation_every(draft, draft.number("distillation.val_period", default=20), save, sync)
     names = ("wandb", "tensorboard", "mlflow")
     log_to(draft, [name for name in names if draft.take(f"logger.{name}_enabled")] or ["console"])
     draft.take("logger.swanlab_enabled")
@@ -37,13 +37,13 @@ def _loss(draft: Draft) -> None:
     """Both sides are scaled to sum to 1 over the teacher's top-k, unless zero_outside_topk."""
     kind = draft.take("loss_fn.kl_type", default="mixed")
     zero = draft.take("loss_fn.zero_outside_topk", default=False)
-    weight = draft.take("loss_fn.mixed_kl_weight", default=0.5)
+    weight = draft.number("loss_fn.mixed_kl_weight", default=0.5)
     ours = {"forward": "forward_kl", "reverse": "reverse_kl", "mixed": "reverse_kl"}
     draft.ours["loss.kind"] = ours.get(str(kind), "reverse_kl")
     draft.ours["loss.support"], draft.ours["loss.tail"] = "teacher_topk", "renormalize"
     if kind == "mixed":
         draft.differs.append(
-            f"loss_fn.kl_type: mixed is {weight} forward + {1 - float(weight):g} reverse KL, which "
+            f"loss_fn.kl_type: mixed is {weight:g} forward + {1 - weight:g} reverse KL, which "
             "no objective here is: reverse_kl is written, jsd is the other choice"
         )
     if zero:
@@ -56,11 +56,11 @@ def _loss(draft: Draft) -> None:
 def _sizes(draft: Draft) -> int:
     prompts = draft.whole("distillation.num_prompts_per_step", default=128)
     samples = prompts * draft.whole("distillation.num_generations_per_prompt", default=1)
-    batch = draft.whole("policy.train_global_batch_size", default=samples)
+    batch = draft.count("policy.train_global_batch_size", default=samples)
     sync = max(samples // batch, 1)
     batches(draft, batch, sync, 0)
-    steps = draft.take("distillation.max_num_steps")
-    epochs(draft, steps and int(steps) * sync, draft.take("distillation.max_num_epochs"))
+    steps = draft.given("distillation.max_num_steps")
+    epochs(draft, steps and int(steps) * sync, draft.given("distillation.max_num_epochs"))
     if steps and sync > 1:
         draft.differs.append(
             f"distillation.max_num_steps: a step there has {sync} optimizer steps, which are steps "
@@ -76,7 +76,7 @@ def _sizes(draft: Draft) -> int:
 def _pools(draft: Draft) -> None:
     node = draft.whole("cluster.gpus_per_node", default=1)
     gpus = node * draft.whole("cluster.num_nodes", default=1)
-    parallel = draft.whole(f"{GENERATION}.vllm_cfg.tensor_parallel_size", default=1)
+    parallel = draft.count(f"{GENERATION}.vllm_cfg.tensor_parallel_size", default=1)
     resources = f"{GENERATION}.colocated.resources"
     own = draft.whole(f"{resources}.gpus_per_node") * draft.whole(
         f"{resources}.num_nodes", default=1

@@ -43,15 +43,15 @@ def together(draft: Draft) -> None:
     _optimizer(draft)
     _data(draft)
     draft.put("rollout.replicas", _engines(draft))
-    interval = draft.take("orchestrator.eval.interval")
-    draft.ours["eval.every"] = 0 if interval is None else int(interval)
+    interval = draft.number("orchestrator.eval.interval")
+    draft.ours["eval.every"] = int(interval)
     draft.put("eval.before", not draft.take("orchestrator.eval.skip_first_step", default=False))
     named = draft.has("wandb.project") or draft.has("monitors.wandb.project")
     log_to(draft, ["wandb"] if named else ["console"])
 
 
 def _engines(draft: Draft) -> int:
-    parallel = int(draft.theirs.get("inference.parallel.tp", 1))
+    parallel = draft.count("inference.parallel.tp")
     return max(draft.whole("deployment.num_infer_gpus", default=1) // parallel, 1)
 
 
@@ -147,8 +147,8 @@ def _optimizer(draft: Draft) -> None:
     draft.ours["train.schedule"] = "cosine" if schedule == "cosine" else "constant"
     draft.ours["train.warmup_steps"] = 0 if schedule == "constant" else warmup
     if schedule == "cosine":
-        rate = float(draft.theirs.get("trainer.optim.lr", 1e-6))
-        draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6)
+        rate = draft.number("trainer.optim.lr", default=1e-6)
+        draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6) if rate else 0.0
     elif schedule != "constant":
         draft.differs.append(f"trainer.scheduler.type: {schedule}; constant is used here")
     if draft.number("trainer.model.lora.dropout"):

@@ -78,8 +78,8 @@ def together(draft: Draft) -> None:
 def _class(draft: Draft) -> str:
     """The config class: as the script names it, else by keys that only one of them has."""
     named = draft.take("config_class")
-    if named in DEFAULTS:
-        return str(named)
+    if isinstance(named, str) and named in DEFAULTS:
+        return named
     if draft.has("max_staleness") or draft.below("teacher_server_urls"):
         return "AsyncDistillationConfig"
     if draft.has("loss_top_k") or draft.has("use_teacher_server"):
@@ -173,12 +173,14 @@ def _sizes(draft: Draft, kind: str) -> int:
     draft.put("train.ranks", processes)
     batch = draft.whole("per_device_train_batch_size", default=8) * processes
     batch *= draft.whole("gradient_accumulation_steps", default=1)
-    sync = draft.whole("weight_sync_steps", "vllm_sync_frequency", default=1)
-    lag = draft.take("max_staleness", default=4 if kind.startswith("Async") else None)
-    batches(draft, batch, sync, 0 if lag is None else int(lag))
-    draft.put("async.max_version_lag", lag)
-    steps = draft.take("max_steps", default=-1)
-    epochs(draft, steps, draft.take("num_train_epochs", default=3))
+    sync = draft.count("weight_sync_steps", "vllm_sync_frequency", default=1)
+    lag = draft.given("max_staleness")
+    if lag is None and kind.startswith("Async"):
+        lag = 4
+    batches(draft, batch, sync, int(lag or 0))
+    draft.put("async.max_version_lag", None if lag is None else int(lag))
+    steps = draft.number("max_steps", default=-1)
+    epochs(draft, steps, draft.number("num_train_epochs", default=3))
     again = draft.take("gradient_checkpointing", default=True)
     draft.ours["train.gradient_checkpointing"] = "full" if again else "none"
     return sync

@@ -56,7 +56,7 @@ def together(draft: Draft) -> None:
     cut = draft.take("data.truncation", default="error")
     names = {"error": "refuse", "left": "truncate_left"}
     draft.put(
-        "data.overlong", importable("data.overlong", "filter" if overlong else names.get(cut))
+        "data.overlong", importable("data.overlong", "filter" if overlong else names.get(str(cut)))
     )
     for key in (f"{ACTOR}.use_kl_loss", f"{ACTOR}.entropy_coeff", "algorithm.use_kl_in_reward"):
         if draft.take(key):
@@ -66,14 +66,14 @@ def together(draft: Draft) -> None:
 def _sizes(draft: Draft) -> int:
     """Batch and staleness; returns the optimizer steps of a weight version."""
     n = draft.whole(f"{ROLLOUT}.n", default=1)
-    mini = draft.whole(f"{ACTOR}.ppo_mini_batch_size", default=256)
+    mini = draft.count(f"{ACTOR}.ppo_mini_batch_size", default=256)
     whole = draft.whole("data.train_batch_size", default=1024)
-    trigger = draft.take("async_training.trigger_parameter_sync_step")
-    threshold = draft.take("async_training.staleness_threshold")
+    trigger = draft.given("async_training.trigger_parameter_sync_step")
+    threshold = draft.number("async_training.staleness_threshold")
     partial = draft.take("async_training.partial_rollout")
     require = draft.whole("async_training.require_batches", default=1)
     sync = max(int(trigger or 1) * require if trigger else whole // mini, 1)
-    batches(draft, mini * n, sync, float(threshold or 0))
+    batches(draft, mini * n, sync, threshold)
     if partial is False:
         draft.put("async.on_sync", "finish")
     if require > 1:
@@ -85,10 +85,10 @@ def _sizes(draft: Draft) -> int:
     draft.put("train.tokens_per_micro_batch", tokens * parallel)
     epochs(
         draft,
-        draft.take("trainer.total_training_steps"),
-        draft.take("trainer.total_epochs", "rollout.total_epochs", default=30),
+        draft.given("trainer.total_training_steps"),
+        draft.number("trainer.total_epochs", "rollout.total_epochs", default=30),
     )
-    rollouts = draft.take("rollout.total_rollout_steps")
+    rollouts = draft.given("rollout.total_rollout_steps")
     if rollouts:
         draft.ours.pop("train.epochs", None)
         draft.put("train.steps", max(int(rollouts) // mini, 1))
@@ -100,8 +100,8 @@ def _pools(draft: Draft) -> None:
         "trainer.nnodes", default=1
     )
     draft.put("train.ranks", ranks)
-    parallel = draft.whole(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
-    own = draft.take("rollout.n_gpus_per_node")
+    parallel = draft.count(f"{ROLLOUT}.tensor_model_parallel_size", default=2)
+    own = draft.given("rollout.n_gpus_per_node")
     if draft.take("actor_rollout_ref.hybrid_engine", default=True) is False or own:
         gpus = int(own or ranks) * draft.whole("rollout.nnodes", default=1)
         draft.put("rollout.replicas", max(gpus // parallel, 1))
@@ -135,7 +135,7 @@ def _teacher(draft: Draft, theirs: str, name: str, gpus: int) -> None:
     draft.take(f"{theirs}.inference.name")
     if key is not None:
         draft.ours[f"{ours}.sources"] = [key]
-    parallel = draft.whole(f"{theirs}.inference.tensor_model_parallel_size", default=2)
+    parallel = draft.count(f"{theirs}.inference.tensor_model_parallel_size", default=2)
     replicas = draft.whole(f"{theirs}.num_replicas") or max(int(gpus or parallel) // parallel, 1)
     draft.ours[f"{ours}.tensor_parallel"], draft.ours[f"{ours}.replicas"] = parallel, replicas
     draft.take(f"{theirs}.inference.gpu_memory_utilization")
@@ -246,5 +246,5 @@ def _evaluation(draft: Draft, sync: int) -> None:
     draft.put("eval.n", answers if sampled else ABSENT)
     before = draft.take("trainer.val_before_train", default=True)
     draft.put("eval.before", before)
-    every = draft.take("trainer.test_freq", "rollout.test_freq", default=-1)
-    evaluation_every(draft, every, draft.take("trainer.save_freq", default=-1), sync)
+    every = draft.number("trainer.test_freq", "rollout.test_freq", default=-1)
+    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), sync)
