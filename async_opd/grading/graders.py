@@ -7,6 +7,7 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Self
@@ -131,10 +132,11 @@ def _function(name: str) -> Any:
         raise ValueError(f"{name!r} is none of {known}, module:function and file.py:function")
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), function)
-    spec = spec_from_file_location("grader_of_the_config", place)
+    spec = spec_from_file_location(f"grader_of_{place.replace('.', '_')}", place)
     if spec is None or spec.loader is None:
         raise ImportError(f"{place} cannot be imported")
     module = module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look a class's module up there
     spec.loader.exec_module(module)
     return getattr(module, function)
 

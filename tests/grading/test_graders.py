@@ -129,3 +129,13 @@ def test_verls_functions_grade_with_the_ground_truth_as_the_file_has_it(
 def test_a_grader_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises((ValueError, OSError)):
         load_grader(name)
+
+
+def test_a_graders_file_may_have_dataclasses(tmp_path: Path) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Found:\n    score: float = 1.0\n"
+        "def compute_score(solution_str):\n    return Found().score\n"
+    )
+    assert load_grader(f"{file}")("4", row("4")) == 1.0
