@@ -70,7 +70,10 @@ def parse(path: Path) -> Parsed:
     """The keys of a script or config. ConfigError if it cannot be read or has none."""
     try:
         parsed = _parse(path)
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        remedy = "give a .sh, .py, .toml or .yaml file: this one is no text"
+        raise _refused(path, f"is not UTF-8: {error}", remedy) from error
+    except OSError as error:
         raise _refused(path, f"cannot be read: {error}", "check the path") from error
     except (YamlError, tomllib.TOMLDecodeError, SyntaxError) as error:
         remedy = "give a .sh, .py, .toml or .yaml file"
