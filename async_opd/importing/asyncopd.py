@@ -6,7 +6,7 @@ Facts: ``docs/configuration.md``, ``docs/training-modes.md``, ``opd/utils/config
 
 from __future__ import annotations
 
-from async_opd.importing.common import batches, epochs, evaluation_every, log_to
+from async_opd.importing.common import batches, epochs, evaluation_every, joined_files, log_to
 from async_opd.importing.draft import Draft
 from async_opd.importing.tables.asyncopd import OPD
 
@@ -27,6 +27,7 @@ def together(draft: Draft) -> None:
         draft.differs.append(f"algorithm.mode is {mode}: only opd is distillation with a teacher")
     _loss(draft)
     sync = _sizes(draft)
+    joined_files(draft)
     _pools(draft)
     answers = draft.whole("eval.n_samples", default=32)
     temperature = draft.number("eval.temperature", default=1.0)

@@ -54,6 +54,16 @@ def evaluation_every(draft: Draft, evaluate: float | None, save: float | None, s
             draft.ours[key] = max(round(int(steps) / sync), 1) if int(steps) > 0 else 0
 
 
+def joined_files(draft: Draft) -> None:
+    """Several files are one list of rows there: here each is a source, mixed by its size."""
+    if len(draft.ours.get("data.train") or ()) > 1:
+        draft.ours["data.size_temperature"] = 1
+        draft.differs.append(
+            "data.train_files: their rows are joined and shuffled together there; here each file "
+            "is a source whose share is its size, so the order differs"
+        )
+
+
 def log_to(draft: Draft, destinations: Any) -> None:
     """Loggers by their names there; what is not known is left out."""
     names = paths(destinations) if destinations else []

@@ -8,7 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.importing.common import batches, epochs, evaluation_every, importable, log_to
+from async_opd.importing.common import (
+    batches,
+    epochs,
+    evaluation_every,
+    importable,
+    joined_files,
+    log_to,
+)
 from async_opd.importing.draft import Draft
 from async_opd.importing.entries import (
     ABSENT,
@@ -44,6 +51,7 @@ def together(draft: Draft) -> None:
     if draft.take("distillation.enabled", default=True) is False:
         draft.differs.append("distillation is off there: without a teacher there is no run here")
     sync = _sizes(draft)
+    joined_files(draft)
     _pools(draft)
     _teachers(draft)
     _loss(draft)

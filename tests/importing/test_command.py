@@ -60,6 +60,14 @@ def test_a_file_that_is_none_of_theirs_is_refused(
     assert cause in capsys.readouterr().err
 
 
+def test_a_binary_file_is_answered_with_the_kinds_of_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a.sh").write_bytes(b"\xff\xfe\x00")
+    assert main(["import", str(tmp_path / "a.sh")]) == 2
+    assert "this one is no text" in capsys.readouterr().err
+
+
 def test_a_result_that_does_not_pass_is_written_and_ends_with_exit_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,3 +126,15 @@ def test_the_command_needs_neither_torch_nor_ray_vllm_or_transformers() -> None:
         [sys.executable, "-c", f"import sys;{heavy}{call}"], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("framework", "mark"),
+    [("verl", "actor_rollout_ref: {model: {path: s}}"), ("asyncopd", "algorithm: {mode: opd}")],
+)
+def test_several_files_are_mixed_by_their_sizes(framework: str, mark: str, tmp_path: Path) -> None:
+    several = text_of(tmp_path, f"{mark}\ndata: {{train_files: [a.parquet, b.parquet]}}\n")
+    one = text_of(tmp_path, f"{mark}\ndata: {{train_files: [a.parquet]}}\n")
+    assert "size_temperature: 1" in several
+    assert "the order differs" in " ".join(several.replace("#", "").split())
+    assert "size_temperature" not in one
