@@ -40,6 +40,7 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
+from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
 from async_opd.files.safe_open import private_files, read_text, write_atomically
@@ -59,7 +60,7 @@ from async_opd.waiting.deadline import Deadline
 
 RUN_OUTPUTS = (
     *(SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS),
-    *("model", "best", EVALS, MICROSCOPE),
+    *("model", "best", EVALS, MICROSCOPE, KEPT),
 )
 """The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130

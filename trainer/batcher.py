@@ -251,14 +251,15 @@ class Batcher:
 
     async def _receive(self) -> None:
         """Waits for more samples and holds them."""
+        fetching = self._fetch_ahead()
         try:
-            fetching = self._fetch_ahead()
             if (returning := self._returning) is not None and not returning.done():
                 await asyncio.wait((fetching, returning), return_when=asyncio.FIRST_COMPLETED)
                 if returning.done():
                     returning.result()  # samples that cannot come back would be waited for
             fetched = await fetching
         finally:
+            fetching.cancel()  # if this wait was cancelled, or no sample can come back
             self._next = None
         duplicates, dropped = [], []
         self._open.update({one.lease.id: len(one.lease) for one in fetched})

@@ -287,10 +287,11 @@ class Rank:
         if self._context is not None:
             packed = self._context.share(packed)
         metrics: Metrics = {}
+        there = packed.to(self.device)
         # Without rows there is nothing to compute, but of several ranks each runs every collective.
         if self.ranks > 1 or len(packed.rows):
             with self.precision():
-                loss, metrics = self._student_loss(packed.to(self.device), micro_batch.supervised)
+                loss, metrics = self._student_loss(there, micro_batch.supervised)
             # FSDP averages gradients over the ranks; the token weights divide by the whole batch.
             torch.autograd.backward(loss * self.ranks)
         if self.recorder is not None:
@@ -298,7 +299,7 @@ class Rank:
         self.tokens += packed.input_ids.numel()
         if not (micro_batch.counts and metrics):
             return {}
-        return token_sums(metrics, packed.tokens.owners, packed.owners)
+        return token_sums(metrics, there.tokens.owners, packed.owners)
 
     def record(self, step: int, version: int, skipped: str) -> dict[str, float]:
         """Writes what was recorded of the step; see ``Recorder.finish``."""

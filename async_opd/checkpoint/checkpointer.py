@@ -13,6 +13,7 @@ import asyncio
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
 
@@ -110,6 +111,7 @@ class Checkpointer:
     async def _write(self, cut: Cut) -> None:
         started = self.clock()
         part: Path | None = None
+        late = False
         try:
             async with asyncio.timeout(self.timeout_s):
                 part = await in_thread(self.store.begin, cut.step)
@@ -118,7 +120,9 @@ class Checkpointer:
                 folder = await in_thread(self._commit, part, cut, files)
         except Exception as error:  # of any kind: the run goes on
             # A commit that its timeout cancelled may have ended well: see ``in_thread``.
-            if cut.step in await asyncio.to_thread(self.store.steps):
+            with suppress(OSError):  # of the disk that is the cause
+                late = cut.step in await asyncio.to_thread(self.store.steps)
+            if late:
                 self.notify(f"checkpoint of step {cut.step}, though: {str(error) or 'it was late'}")
                 return
             self.metrics["checkpoint/failures"] += 1

@@ -84,7 +84,8 @@ async def _logs_kept(
     finally:
         if streaming is not None:
             ended.set()
-            await asyncio.wait({streaming})
+            await asyncio.wait({streaming}, timeout=config.timeouts.shutdown_s)
+            streaming.cancel()  # the run's disk hangs
         if kept and folder is not None and config.run_dir is not None:
             with suppress(OSError):  # the run's own error is the one to raise
                 await asyncio.to_thread(folder.keep_logs, Path(config.run_dir), kept)

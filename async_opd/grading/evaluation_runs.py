@@ -89,16 +89,18 @@ class EvaluationRuns:
         if self._evaluation is None:
             return
         first, self.measured = self._version(), step
-        work = self._evaluation.run(self._stages.rollouter.generate, prefix)
-        measured = await self._bounded("the evaluation", work, endless=endless)
-        # no replica answers with an older version; the newest one may be on some of them only
-        oldest = measured.versions[0] if measured.versions else first
-        if oldest > first:
-            step = self._schedule.step_of(oldest)
-        await self._record(measured, of_step(step))
-        if self._noted is not None:
-            await self._noted(step, measured.metrics)
-        self.measured = None
+        try:
+            work = self._evaluation.run(self._stages.rollouter.generate, prefix)
+            measured = await self._bounded("the evaluation", work, endless=endless)
+            # no replica answers with an older version; the newest one may be on some of them only
+            oldest = measured.versions[0] if measured.versions else first
+            if oldest > first:
+                step = self._schedule.step_of(oldest)
+            await self._record(measured, of_step(step))
+            if self._noted is not None:
+                await self._noted(step, measured.metrics)
+        finally:
+            self.measured = None
         self._publish(measured, step, max(first, oldest))
 
     async def measure_teachers(self, least_s: float) -> None:

@@ -16,7 +16,8 @@ from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row, answer_in
 
 REGEX = "regex"
-NUMBER = re.compile(r"(?<![\d.,])-?(?:\d+(?:,\d{3})*(?:\.\d+)?|\.\d+)")
+THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d)"
+NUMBER = re.compile(rf"(?<![\d.])-?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 RETURNS = "a grader must return a number from 0 to 1 for every response"
 """Or that and the extracted answer, as a pair; docs/evaluation.md."""
 

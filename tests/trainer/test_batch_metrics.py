@@ -14,9 +14,12 @@ from async_opd.config.sections.train import TrainConfig
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Sample
 from tests.trainer.models import random_sample, tiny_model
+from trainer import rank
 from trainer.batches.batch_metrics import batch_metrics
+from trainer.batches.packing import Packed
 from trainer.learner import CPU_ROW_TOKENS, Learner
 from trainer.losses import build_objective
+from trainer.losses.report import Metrics, token_sums
 from trainer.rank import Rank
 
 SIZES = [5, 1, 0, 9, 3, 7]
@@ -68,6 +71,28 @@ def test_each_source_has_its_lengths_truncations_and_grades() -> None:
     assert found["source/b/truncated_share"] == 0
     assert found["source/a/accuracy"] == pytest.approx(1 / 3)
     assert "source/b/accuracy" not in found
+
+
+def test_sums_of_tokens_are_made_where_the_loss_is_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, owners left in host memory would be an error; ``to`` copies nothing on a CPU."""
+    there: list[Packed] = []
+    summed: list[torch.Tensor | None] = []
+
+    def moved(packed: Packed, device: torch.device) -> Packed:
+        tokens = packed.tokens
+        there.append(replace(packed, tokens=replace(tokens, owners=tokens.owners.clone())))
+        return there[-1]
+
+    def sums(values: Metrics, owners: torch.Tensor | None, names: Any) -> Metrics:
+        summed.append(owners)
+        return token_sums(values, owners, names)
+
+    monkeypatch.setattr(Packed, "to", moved)
+    monkeypatch.setattr(rank, "token_sums", sums)
+    learner().train_batch(samples())
+    assert [id(owners) for owners in summed] == [id(packed.tokens.owners) for packed in there]
 
 
 def test_each_source_and_each_teacher_has_the_loss_of_its_own_tokens() -> None:

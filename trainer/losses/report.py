@@ -156,9 +156,10 @@ def _of_owners(found: Metrics, owners: torch.Tensor, names: Sequence[tuple[str, 
     parts = [part for name in OF_TEACHERS if name in found for part in _measured(name, found[name])]
     every = {"tokens": torch.ones_like(found["importance"]), **dict(parts)}
     values = torch.stack(list(every.values()))
-    grouped = values.new_zeros(len(every), len(names)).index_add_(1, owners, values)
     sums: Metrics = {}
-    for (teacher, source), own in zip(names, grouped.unbind(1), strict=True):
+    for index, (teacher, source) in enumerate(names):
+        # Not index_add: CUDA adds with atomics there, in another order each time.
+        own = torch.where(owners == index, values, 0.0).sum(1)
         for name, value in zip(every, own.unbind(), strict=True):
             keys = [f"{OF}{name}/{teacher}"]
             if name == "tokens" or name in OF_SOURCES:
