@@ -1,11 +1,18 @@
-"""async_opd: fully asynchronous, streaming on-policy distillation for language models."""
+"""async_opd: fully asynchronous, streaming on-policy distillation for language models.
+
+``async_opd.distil`` is the Python API (docs/extending.md); its names are imported when they are
+used, so that ``import async_opd`` imports no other package.
+"""
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 __version__ = "0.1.0"
+__all__ = ["Callback", "Summary", "__version__", "distil"]
 
 
 def _guard_top_level_packages() -> None:
@@ -28,3 +35,10 @@ def _guard_top_level_packages() -> None:
 
 
 _guard_top_level_packages()
+
+
+def __getattr__(name: str) -> Any:
+    """The names of the API, which its module imports with all that it needs."""
+    if name in ("Callback", "Summary", "distil"):
+        return getattr(importlib.import_module("async_opd.api"), name)
+    raise AttributeError(f"module 'async_opd' has no attribute {name!r}")

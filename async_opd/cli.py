@@ -162,6 +162,7 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 def _check(arguments: argparse.Namespace) -> int:
     from rich.table import Table
 
+    from async_opd.api import user_loss_problems
     from async_opd.checks.preflight import preflight
     from async_opd.checks.resources import pools, resolve_device
     from async_opd.config.device_defaults import resolved
@@ -174,7 +175,8 @@ def _check(arguments: argparse.Namespace) -> int:
     config = _load(arguments)
     named = naming_faults(config, arguments.config)
     inputs = preflight(config, arguments.config)
-    _refuse(named + inputs.problems or check_endpoints(config, arguments.config))
+    problems = named + inputs.problems + user_loss_problems(config, arguments.config)
+    _refuse(problems or check_endpoints(config, arguments.config))
     config = with_steps(config, inputs.train)
     device = resolve_device(config)
     print(escaped(arguments.redacted(dump_config(resolved(config, device)))))
@@ -253,25 +255,16 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import resolve_device
-    from async_opd.config.device_defaults import resolved
-    from async_opd.data.hub import fetched_data
-    from async_opd.data.mixture import with_steps
-    from async_opd.models.hub import localize
-    from teachers.endpoint.check import check_endpoints
+    from async_opd.api import prepared
 
     config = _load(arguments)
     if arguments.resume and config.run_dir is None:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
-    config = fetched_data(localize(config, arguments.config), arguments.config)
-    inputs = preflight(config, arguments.config)
-    _refuse(inputs.problems or check_endpoints(config, arguments.config))
+    config, inputs = prepared(config, arguments.config)
     from async_opd.run import run
 
-    config = with_steps(config, inputs.train)
-    return run(resolved(config, resolve_device(config)), inputs, arguments.resume)
+    return run(config, inputs, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,8 +66,13 @@ RUN_OUTPUTS = (
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
-def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
-    """Runs to the end, from the beginning or from the newest checkpoint; returns the exit code."""
+def run(
+    config: RunConfig, inputs: Inputs, resume: bool = False, viewers: Sequence[Sink] = ()
+) -> int:
+    """Runs to the end, from the beginning or from the newest checkpoint; returns the exit code.
+
+    ``viewers`` are shown the run besides those of the config.
+    """
     name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
@@ -78,10 +83,12 @@ def run(config: RunConfig, inputs: Inputs, resume: bool = False) -> int:
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), run_lock(run_dir):
-        return _run_in(run_dir, config, inputs, resume)
+        return _run_in(run_dir, config, inputs, resume, viewers)
 
 
-def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> int:
+def _run_in(
+    run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool, viewers: Sequence[Sink] = ()
+) -> int:
     """Runs in a directory whose run lock is held."""
     notes: list[str] = []
     start = _start(config, inputs, run_dir, resume, notes.append)
@@ -94,7 +101,9 @@ def _run_in(run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool) -> i
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
     with (
-        RunLog(config, run_dir, before=before, viewers=_viewers(config, run_dir)) as log,
+        RunLog(
+            config, run_dir, before=before, viewers=[*_viewers(config, run_dir), *viewers]
+        ) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
         for note in [*inputs.notes, *notes]:

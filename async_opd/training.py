@@ -212,6 +212,7 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         timeout_s=state_s(job.config),
         keep_best=job.config.checkpoint.keep_best,
         notify=job.message,
+        written=job.log.checkpoint,
         sizes=job.sizes,
         sync=job.journal.sync,
     )

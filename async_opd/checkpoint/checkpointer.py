@@ -32,7 +32,8 @@ class Checkpointer:
     """Takes checkpoints of ``trainer`` and the driver's state into ``store``.
 
     ``keep_best`` is ``checkpoint.keep_best``; ``config`` is the identity that a resumed run is
-    compared with; ``notify`` gets a message about every checkpoint; ``sizes()`` gives the sizes of
+    compared with; ``notify`` gets a message about every checkpoint, ``written`` the step and
+    the folder of every complete one; ``sizes()`` gives the sizes of
     the run directory's append-only files now, ``sync()`` flushes them to the disk. A checkpoint of
     the step ``evaluating()`` stays: its value is not known yet.
     """
@@ -44,6 +45,7 @@ class Checkpointer:
     timeout_s: float
     keep_best: str | None = None
     notify: Callable[[str], None]
+    written: Callable[[int, Path], None] = lambda step, folder: None
     sizes: Callable[[], dict[str, int]] = dict
     sync: Callable[[], None] = lambda: None
     evaluating: Callable[[], int | None] = lambda: None
@@ -140,6 +142,7 @@ class Checkpointer:
         self.metrics["checkpoint/write_s"] = self.clock() - started
         self.metrics["checkpoint/step"] = float(cut.step)
         self.notify(f"checkpoint of step {cut.step}: {folder}")
+        self.written(cut.step, folder)
 
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from async_opd.checks.adapters import check_adapters
 from async_opd.checks.cold_start import cold_start_rows, given_answers
@@ -22,6 +23,9 @@ from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.log import LOGGERS
+from async_opd.config.user_code import LOGGERS as GROUP
+from async_opd.config.user_code import UserCodeError, fits, user_object
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
@@ -70,7 +74,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     complete = None if "student.model" in partial else models.files.get("student.model")
     check_adapters(config, complete, found)
     for name in config.log.loggers:
-        if importlib.util.find_spec(name) is None:
+        if name not in LOGGERS:
+            _logger(name, found)
+        elif importlib.util.find_spec(name) is None:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
     check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
@@ -101,6 +107,14 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
+
+
+def _logger(name: str, found: Findings) -> None:
+    """Imports a logger of a user's package."""
+    try:
+        fits(user_object(name, GROUP), name, {}, Path())
+    except UserCodeError as error:
+        found.add("log.loggers", str(error), "a function of the config and the run directory")
 
 
 def _prompts(

@@ -5,10 +5,11 @@ defaults  <  YAML  <  command line
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,9 +46,10 @@ MAX_CONFIG_BYTES = 1 << 20
 """Bound of a config file's size, in bytes."""
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Reads a config, applies overrides, validates. Raises ConfigError with all problems.
 
+    A mapping is the content of a file in the working directory.
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory.
     """
@@ -78,10 +80,13 @@ def load_recorded_config(
     raise ConfigError(_without_secrets(source))
 
 
-def _prepared(path: str | Path, overrides: Sequence[str]) -> _Source:
+def _prepared(path: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
-    file = Path(path)
-    source = _Source(str(file), _read(file))
+    if isinstance(path, Mapping):
+        file, source = Path("the config"), _Source("the config", copy.deepcopy(dict(path)))
+    else:
+        file = Path(path)
+        source = _Source(str(file), _read(file))
     source.check_secrets()
     for override in overrides:
         source.override(override)

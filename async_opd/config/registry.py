@@ -23,6 +23,7 @@ SOURCES = {
     "file": "async_opd.data.files:FileSource",
     "hub": "async_opd.data.hub:HubSource",
     "reasoning_gym": "async_opd.data.reasoning_gym:ReasoningGymSource",
+    "user": "async_opd.data.user:UserSource",
 }
 """Classes of prompt sources, by their ``kind``."""
 TRANSPORTS = {

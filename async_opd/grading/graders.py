@@ -12,6 +12,7 @@ from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from typing import Any, Self
 
+from async_opd.config.user_code import GRADERS, names_user_code, user_object
 from async_opd.core.errors import RolloutFault
 from async_opd.core.row import Row, answer_in
 
@@ -120,7 +121,7 @@ def _pattern(text: str) -> re.Pattern[str]:
 
 def is_function(name: str) -> bool:
     """Whether a user's function grades, which may need no answer."""
-    return name.endswith(".py") or (":" in name and not name.startswith(f"{REGEX}:"))
+    return not (name in BUILT_IN or name == "math_verify" or name.startswith(f"{REGEX}:"))
 
 
 def _function(name: str) -> Any:
@@ -128,9 +129,14 @@ def _function(name: str) -> Any:
     place, colon, function = name.rpartition(":")
     if not colon and name.endswith(".py"):
         place, function = name, "compute_score"
+    if not place and names_user_code(name, GRADERS):
+        return user_object(name, GRADERS)
     if not place:
         known = ", ".join([*BUILT_IN, "math_verify", "regex:PATTERN"])
-        raise ValueError(f"{name!r} is none of {known}, module:function and file.py:function")
+        raise ValueError(
+            f"{name!r} is none of {known}, module:function, file.py:function and an entry point of "
+            f"{GRADERS}"
+        )
     if not place.endswith(".py"):
         return getattr(importlib.import_module(place), function)
     spec = spec_from_file_location(f"grader_of_{place.replace('.', '_')}", place)

@@ -6,7 +6,7 @@
 
 All methods are called from the driver's event loop. A file that cannot be written ends the run with
 StageError, and a run whose record is incomplete never ends as completed. A sink that fails is
-reported once, counted (``log/sink_failures``), and never ends the run.
+reported once, counted (``log/sink_failures``), and ends the run only if it is ``required``.
 """
 
 from __future__ import annotations
@@ -79,6 +79,7 @@ class RunLog:
         self._steps = 0
         self._dead_letter_stages: set[str] = set()
         self._status: Status | None = None
+        self._unwritten: str | None = None
 
     def __enter__(self) -> Self:
         """Opens the files (appending) and starts the sinks, which may take a while."""
@@ -136,6 +137,10 @@ class RunLog:
     def summarize(self, metrics: Mapping[str, float]) -> None:
         """Keeps the values for the summary, where they replace logged ones."""
         self._summarized |= metrics
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Passes to the sinks that a checkpoint is complete."""
+        self._each(lambda sink: sink.checkpoint(step, folder))
 
     def waits(self, waits: Mapping[str, str]) -> None:
         """Passes to the sinks what each pool waits for ('' if it computes)."""
@@ -207,7 +212,7 @@ class RunLog:
                 file.close()
         if self.failures != summary.metrics[SINK_FAILURES] or self._status != status:
             with self._failing_if_unwritten():
-                self._write_summary(self._status, error)
+                self._write_summary(self._status, error or self._unwritten)
         return self._status
 
     @contextmanager
@@ -216,7 +221,7 @@ class RunLog:
         try:
             yield
         except (OSError, StageError) as error:
-            self._status = "failed"
+            self._status, self._unwritten = "failed", str(error)
             write_stderr(indented(f"failed: {error}"))
 
     def give_up(self, status: Status, error: str) -> None:
@@ -277,6 +282,10 @@ class RunLog:
             call(sink)
         except Exception as error:
             self.failures += 1
+            if getattr(sink, "required", False):
+                cause = f"{type(error).__name__}: {error}"
+                remedy = "mend the code that was given to the run"
+                raise StageError(sink.name, cause, remedy) from error
             if sink.name not in self._reported:
                 self._reported.add(sink.name)
                 self.message(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 from async_opd.core.reports import Interval
 
@@ -32,8 +32,11 @@ class Sink(Protocol):
     """A receiver that may fail: RunLog reports the errors of its methods, and the run goes on.
 
     ``start`` is called first and ``close`` last. A sink whose ``start`` raised is not called again.
-    A class that inherits from this one ignores what it does not override.
+    A class that inherits from this one ignores what it does not override. The errors of a sink that
+    is ``required`` end the run.
     """
+
+    required: ClassVar[bool] = False
 
     @property
     def name(self) -> str:
@@ -62,6 +65,10 @@ class Sink(Protocol):
 
     def message(self, text: str) -> None:
         """Receives a line of ``run.log``."""
+        return
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Called when a checkpoint is complete."""
         return
 
     def close(self, summary: Summary) -> str | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from trainer.losses.base import DivergenceFunction
+from trainer.losses.base import DivergenceFunction, user_divergence
 from trainer.losses.estimators import SampledEstimator
 from trainer.losses.forward_kl import ForwardKL
 from trainer.losses.jsd import jsd
@@ -54,6 +54,8 @@ def _term(loss: Loss) -> Term:
         return _over(ReverseKL(loss.teacher_floor), loss)
     if loss.kind == "jsd":
         return _over(jsd(loss.beta, loss.teacher_floor), loss)
+    if loss.kind == "user":
+        return _over(user_divergence(loss.function, loss.options), loss)
     floor = -math.inf if loss.teacher_floor is None else loss.teacher_floor
     if loss.kind == "k1":
         return Sampled(K1(loss.clamp), floor)

@@ -6,11 +6,14 @@ under its current weights, ``p`` the teacher, ``mu`` the distribution that was s
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 
+from async_opd.config.user_code import LOSSES, UserCodeError, fits, user_object
 from trainer.recording.rows import Recorded
 
 Slopes = tuple[torch.Tensor, torch.Tensor]
@@ -22,6 +25,46 @@ class DivergenceFunction(Protocol):
     """A divergence of two distributions over the same K outcomes, log p and log q [n, K]."""
 
     def __call__(self, log_p: torch.Tensor, log_q: torch.Tensor) -> Slopes: ...
+
+
+def user_divergence(name: str, options: Mapping[str, Any]) -> DivergenceFunction:
+    """The divergence of a user's package, whose slopes are those of its values.
+
+    Two rows of three outcomes are evaluated in float64, and the slopes compared with central
+    differences. UserCodeError for what cannot be loaded or called, and for wrong shapes or slopes.
+    """
+    function = user_object(name, LOSSES)
+    log_p = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.2, 0.7]], dtype=torch.float64).log()
+    log_q = torch.tensor([[0.2, 0.7, 0.1], [0.6, 0.3, 0.1]], dtype=torch.float64).log()
+    fits(function, name, log_p, log_q, **options)
+    divergence = partial(function, **options)
+    try:
+        value, slope = divergence(log_p.clone(), log_q.clone())
+        shapes = (tuple(value.shape), tuple(slope.shape))
+        if shapes != ((2,), (2, 3)):
+            raise UserCodeError(
+                f"{name} returned shapes {shapes} for two rows of three outcomes, "
+                "expected values [2] and slopes [2, 3]"
+            )
+        expected = torch.empty_like(slope)
+        for outcome in range(3):
+            moved = torch.zeros_like(log_q)
+            moved[:, outcome] = 1e-5
+            above, _ = divergence(log_p.clone(), log_q + moved)
+            below, _ = divergence(log_p.clone(), log_q - moved)
+            expected[:, outcome] = (above - below) / 2e-5
+    except UserCodeError:
+        raise
+    except Exception as error:  # of the user's code, which can raise anything
+        raise UserCodeError(
+            f"{name} failed on two rows: {type(error).__name__}: {error}"
+        ) from error
+    if not torch.allclose(slope, expected, rtol=1e-4, atol=1e-6):
+        raise UserCodeError(
+            f"{name} returned slopes {slope.tolist()}, but its values change by "
+            f"{expected.tolist()} per unit of log q: return the partial derivative by each log q"
+        )
+    return divergence
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from async_opd.config.sections.section import Section
+from async_opd.config.user_code import LOGGERS as GROUP
+from async_opd.config.user_code import names_user_code
 from async_opd.core.level import Level
 
-Logger = Literal["tensorboard", "mlflow", "trackio"]
+LOGGERS = ("tensorboard", "mlflow", "trackio")
 
 
 class MicroscopeConfig(Section):
@@ -40,11 +42,13 @@ class LogConfig(Section):
     """``auto``: online if you are logged in, else offline."""
     project: str = "async_opd"
     """wandb project; the project or experiment of the other loggers."""
-    loggers: tuple[Logger, ...] = ()
+    loggers: tuple[str, ...] = ()
     """Further loggers, which get the same metrics: ``tensorboard`` (event files in ``tensorboard/``
     of the run directory), ``mlflow`` (MLFLOW_TRACKING_URI, else ``mlflow/`` there), ``trackio``
     (TRACKIO_DIR, else its own folder). Each needs the extra of its name: ``pip install
-    'async-opd[mlflow]'``. One that fails does not end the run: ``run.log`` says so."""
+    'async-opd[mlflow]'``. Also ``module:function``, or an entry point of the group
+    ``async_opd.loggers`` (docs/extending.md). One that fails does not end the run: ``run.log`` says
+    so."""
 
     microscope: MicroscopeConfig = MicroscopeConfig()
     replay: bool = False
@@ -56,9 +60,13 @@ class LogConfig(Section):
 
     @field_validator("loggers")
     @classmethod
-    def _each_once(cls, value: tuple[Logger, ...]) -> tuple[Logger, ...]:
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         if len(set(value)) < len(value):
             raise ValueError("a logger is named twice; name each once")
+        for name in value:
+            if name not in LOGGERS and not names_user_code(name, GROUP):
+                known = ", ".join(LOGGERS)
+                raise ValueError(f"{known}, module:function or an entry point, not {name!r}")
         return value
 
     @field_validator("console", "wandb", mode="before")

@@ -5,7 +5,7 @@ The objectives are computed in ``trainer/losses``; docs/objectives.md helps to c
 
 from __future__ import annotations
 
-from typing import Literal, Self, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 from pydantic import Field, PositiveInt, model_validator
 
@@ -135,7 +135,29 @@ class SampledConfig(ObjectiveConfig):
         return self
 
 
-Loss = ForwardKLConfig | ReverseKLConfig | JSDConfig | K1Config | SampledConfig
+class UserDivergenceConfig(DivergenceConfig):
+    """A divergence of an installed package of yours. See docs/extending.md."""
+
+    kind: Literal["user"]
+    function: str = Field(min_length=1)
+    """``module:function``, or an entry point of the group ``async_opd.losses``: a function of
+    log p and log q [n, K] that returns its values [n] and their slopes by log q [n, K]."""
+    options: dict[str, Any] = Field(default={})
+    """Keyword arguments of the function."""
+
+    @model_validator(mode="after")
+    def _bounds_its_own_logarithms(self) -> Self:
+        if self.teacher_floor is not None:
+            raise ValueError(
+                "teacher_floor is not applied to a function of yours: bound log p inside of it, "
+                "and remove teacher_floor"
+            )
+        return self
+
+
+Loss = (
+    ForwardKLConfig | ReverseKLConfig | JSDConfig | UserDivergenceConfig | K1Config | SampledConfig
+)
 
 
 class RewardConfig(Section):

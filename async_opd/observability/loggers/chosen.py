@@ -6,6 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.log import LOGGERS
+from async_opd.config.user_code import LOGGERS as GROUP
+from async_opd.config.user_code import user_object
 from async_opd.observability.loggers.logged_run import LoggedRun
 from async_opd.observability.loggers.mlflow import MLflow
 from async_opd.observability.loggers.tensorboard import TensorBoard
@@ -22,7 +25,8 @@ def logger_sinks(config: RunConfig, run_dir: Path, resumed: bool) -> list[Thread
 
 
 def _sink(name: str, config: RunConfig, run_dir: Path, resumed: bool) -> ThreadedSink:
-    at = LoggedRun.of(run_dir, name) if resumed and name != "mlflow" else LoggedRun.new()
+    continued = resumed and name != "mlflow" and name in LOGGERS
+    at = LoggedRun.of(run_dir, name) if continued else LoggedRun.new()
     made: dict[str, Callable[[], Recorder]] = {
         "tensorboard": lambda: TensorBoard(run_dir),
         "mlflow": lambda: MLflow(config, run_dir),
@@ -30,6 +34,16 @@ def _sink(name: str, config: RunConfig, run_dir: Path, resumed: bool) -> Threade
     }
 
     def noted(at: LoggedRun) -> None:
-        at.write(run_dir, name)
+        if name in LOGGERS:
+            at.write(run_dir, name)
 
-    return ThreadedSink(name, made[name], config.timeouts.shutdown_s, at, noted)
+    opened = made.get(name, lambda: _of_user(name, config, run_dir))
+    return ThreadedSink(name, opened, config.timeouts.shutdown_s, at, noted)
+
+
+def _of_user(name: str, config: RunConfig, run_dir: Path) -> Recorder:
+    """What a user's function makes of the config, as plain data, and the run directory."""
+    made: Recorder = user_object(name, GROUP)(
+        config.model_dump(mode="json", by_alias=True), run_dir
+    )
+    return made

@@ -1,0 +1,1 @@
+"""A loss and a prompt source for async_opd; config.yaml beside the package uses both."""
