@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from async_opd import __version__, evaluate
+from async_opd import __version__, evaluate, export
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
@@ -118,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     inspecting.add_arguments(commands)
     dashboard.add_arguments(commands)
     evaluate.add_arguments(commands)
+    export.add_arguments(commands)
     importing.add_arguments(commands)
     replay.add_arguments(commands)
     for name in ("run", "check"):

@@ -129,20 +129,12 @@ def _model_in(target: str) -> str:
 
 def _exported(checkpoint: Path, target: Path) -> str:
     """Writes the checkpoint's model to ``target``, by the config of its run. ConfigError."""
-    from async_opd.checkpoint.store import load
-    from async_opd.config.load import load_config
-    from async_opd.files.run_format import refuse_other_formats
     from async_opd.files.safe_open import private_files
+    from trainer.saving.checkpoint_model import export_verified
 
-    run_dir = checkpoint.absolute().parents[1]
-    refuse_other_formats(run_dir)
-    config = load_config(run_dir / "config.yaml")
     try:
-        verified = load(checkpoint.absolute())
-        from trainer.saving.checkpoint_model import export_checkpoint
-
         with private_files():
-            export_checkpoint(config, verified.folder, target)
+            export_verified(checkpoint, target)
     except StageError as error:
         raise _refused("MODEL", error.cause, error.remedy or "name another checkpoint") from error
     return str(target)

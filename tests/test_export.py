@@ -1,0 +1,209 @@
+"""``async_opd export``: the directory, its card, and its upload to a hub on this machine."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from async_opd.checkpoint.store import Checkpoints
+from async_opd.cli import main
+from async_opd.config.load import dump_config
+from async_opd.files.durable import written_file
+from async_opd.files.origin import add_origin
+from async_opd.files.run_format import write_run_format
+from tests.checkpoint.test_store import cut
+from tests.trainer.models import tiny_model
+from tests.trainer.test_checkpoint_model import LORA, checkpoint_of, config_of, trained
+
+
+def run_of(folder: Path, **train: Any) -> Path:
+    """A run directory with a checkpoint of step 2 and its model."""
+    tiny_model().save_pretrained(folder / "student")
+    (folder / "student" / "chat_template.jinja").write_text("{{ messages }}")
+    run_dir = folder / "run"
+    (run_dir / "checkpoints").mkdir(parents=True)
+    config = config_of(folder / "student", **train)
+    data = folder / "none.jsonl"
+    data.write_text('{"prompt": "x"}\n')
+    config = config.model_copy(
+        update={"data": type(config.data).model_validate({"train": str(data)})}
+    )
+    write_run_format(run_dir)
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    add_origin(run_dir, ["run", "config.yaml"])
+    (run_dir / "summary.json").write_text('{"status": "completed", "eval/a/accuracy": 0.75}')
+    learner = trained(config)
+    learner.save(str(folder / "student"), str(run_dir / "model"))
+    store = Checkpoints(run_dir / "checkpoints", 2)
+    part = store.begin(2)
+    files = {}
+    for file in checkpoint_of(learner, folder / "made").iterdir():
+        file.rename(part / file.name)
+        files[file.name] = written_file(part / file.name)
+    store.commit(part, cut(2), json.dumps({"config": {}, "data": "d1g35t"}), files)
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run_of(tmp_path_factory.mktemp("full"))
+
+
+def test_a_checkpoint_in_float32_is_the_models_weights(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", f"{run_dir}/checkpoints/step_2", str(out), "--dtype", "float32"]) == 0
+    found = load_file(out / "model.safetensors")
+    expected = load_file(run_dir / "model" / "model.safetensors")
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(tensor) for name, tensor in expected.items())
+    assert (out / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert (out / "generation_config.json").is_file()
+
+
+def test_a_checkpoint_in_bfloat16_is_rounded(run_dir: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", f"{run_dir}/checkpoints/step_2", str(out), "--dtype", "bfloat16"]) == 0
+    expected = load_file(run_dir / "model" / "model.safetensors")
+    for name, tensor in load_file(out / "model.safetensors").items():
+        assert tensor.equal(expected[name].bfloat16())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_the_card_names_student_teachers_data_results_versions_and_no_folder(
+    run_dir: Path, tmp_path: Path
+) -> None:
+    assert main(["export", str(run_dir), str(tmp_path / "out")]) == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    rows = [line for line in card.splitlines() if line.startswith("| ")]
+    assert "| student | student |" in rows
+    assert "| teacher t | student |" in rows
+    assert any(row.startswith("| data | none.jsonl, SHA-256 ") for row in rows)
+    assert any("d1g35t" in row for row in rows)
+    assert "| eval/a/accuracy | 0.75 |" in rows
+    assert any(row.startswith("| torch | ") for row in rows)
+    assert "max_tokens: 16" in card
+    assert str(run_dir.parent) not in card
+
+
+def test_adapters_are_written_alone(tmp_path: Path) -> None:
+    made = run_of(tmp_path, lora=LORA)
+    out = tmp_path / "out"
+    assert main(["export", f"{made}/checkpoints/step_2", str(out), "--adapter"]) == 0
+    names = {path.name for path in out.iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    assert not (tmp_path / "out.export").exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "options", "cause"),
+    [
+        ("", ["--dtype", "bfloat16"], "model is float32"),
+        ("", ["--adapter"], "the run has no adapters"),
+        ("model", [], "is neither a run directory nor one of its checkpoints"),
+        ("checkpoints/step_3", [], "is neither a run directory nor one of its checkpoints"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    run_dir: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    source: str,
+    options: list[str],
+    cause: str,
+) -> None:
+    assert main(["export", str(run_dir / source), str(tmp_path / "out"), *options]) == 2
+    assert cause in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_exists_stays_as_it_is(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run_dir), str(tmp_path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+class Hub(BaseHTTPRequestHandler):
+    """Takes commits of small files."""
+
+    server: Any
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.server.asked.append(self.path)
+        if self.path == "/api/repos/create":
+            self.server.created = json.loads(body)
+            self.answer({"url": f"{self.server.url}/me/student", "name": "me/student"})
+        elif "/preupload/" in self.path:
+            files = json.loads(body)["files"]
+            modes = [
+                {"path": one["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for one in files
+            ]
+            self.answer({"files": modes, "commitOid": "a" * 40})
+        elif "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    content = base64.b64decode(line["value"]["content"])
+                    self.server.files[line["value"]["path"]] = content
+            url = f"{self.server.url}/me/student/commit/{'a' * 40}"
+            self.answer({"commitUrl": url, "commitOid": "a" * 40, "success": True})
+        else:
+            self.answer({"errors": [], "warnings": []})
+
+    def do_GET(self) -> None:
+        self.answer({"id": "me/student", "sha": "a" * 40, "siblings": [], "tags": []})
+
+    def answer(self, content: Any) -> None:
+        status = self.server.status
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.asked, server.files, server.status = [], {}, 200
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setenv("HF_TOKEN", "hf_" + "a" * 34)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join(10)
+    server.server_close()
+
+
+def test_all_files_are_pushed_to_a_private_repository(
+    run_dir: Path, tmp_path: Path, hub: Any
+) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run_dir), str(out), "--push", "me/student"]) == 0
+    assert hub.created["visibility"] == "private"
+    assert hub.files == {path.name: path.read_bytes() for path in out.iterdir()}
+
+
+def test_a_hub_that_refuses_fails_the_command_and_leaves_the_directory(
+    run_dir: Path, tmp_path: Path, hub: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hub.status = 403
+    assert main(["export", str(run_dir), str(tmp_path / "out"), "--push", "me/student"]) == 1
+    said = capsys.readouterr().err
+    assert "me/student was not pushed" in said
+    assert "403" in said
+    assert (tmp_path / "out" / "model.safetensors").is_file()
