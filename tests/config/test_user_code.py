@@ -1,0 +1,128 @@
+"""Graders, loggers, sources and transports of an installed package, by name or by entry point."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from async_opd.config.load import load_config
+from async_opd.config.user_code import LOGGERS, UserCodeError, user_object
+from async_opd.core.errors import ConfigError, SourceError
+from async_opd.core.row import Row
+from async_opd.data.user import UserSource
+from async_opd.grading.graders import load_grader
+from async_opd.observability.loggers.chosen import logger_sinks
+from async_opd.observability.sinks import Summary
+from tests.checks.inputs import EXAMPLE, FEW, config, one
+
+PACKAGE = """
+WRITTEN = []
+
+def short(response, row):
+    return 1.0 if len(response) < 3 else 0.0
+
+class Kept:
+    def __init__(self, config, run_dir):
+        self.name = config["name"]
+    def write(self, step, metrics):
+        WRITTEN.append((self.name, step, dict(metrics)))
+    def end(self, summary):
+        WRITTEN.append(summary.status)
+
+def alone(config):
+    return None
+
+def rows(count):
+    yield {"prompt": "a", "data_source": "s"}
+    yield "no mapping"
+    if count > 2:
+        raise RuntimeError("the database is closed")
+    yield {"prompt": "b", "data_source": "s"}
+"""
+ENTRY_POINTS = """
+[async_opd.graders]
+brief = package_of_a_user:short
+[async_opd.loggers]
+kept = package_of_a_user:Kept
+"""
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "package_of_a_user.py").write_text(PACKAGE)
+    info = tmp_path / "package_of_a_user-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: package-of-a-user\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "package_of_a_user", raising=False)
+
+
+@pytest.mark.parametrize("name", ["brief", "package_of_a_user:short"])
+def test_a_grader_is_named_by_entry_point_or_by_function(name: str) -> None:
+    grader = load_grader(name)
+    row = Row("0:0", "s", "p", None, {})
+    assert (grader("ab", row), grader("abc", row)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize("name", ["kept", "package_of_a_user:Kept"])
+def test_a_logger_gets_rows_and_the_end(name: str, tmp_path: Path) -> None:
+    (sink,) = logger_sinks(config(f"log.loggers=['{name}']"), tmp_path, resumed=False)
+    sink.log(1, {"loss/total": 0.5})
+    sink.close(Summary("completed", None, 1, 1.0, tmp_path))
+    import package_of_a_user  # type: ignore[import-not-found]
+
+    assert package_of_a_user.WRITTEN == [("quickstart", 1, {"loss/total": 0.5}), "completed"]
+
+
+def test_an_unknown_logger_is_refused_while_the_config_is_read() -> None:
+    with pytest.raises(ConfigError, match="module:function or an entry point, not 'wandbb'"):
+        load_config(EXAMPLE, [*FEW, "log.loggers=[wandbb]"])
+
+
+@pytest.mark.parametrize(
+    ("name", "cause"),
+    [
+        ("package_of_a_user:nothing", "AttributeError"),
+        ("no_such_package:kept", "ModuleNotFoundError"),
+        ("package_of_a_user:alone", "does not fit: too many positional arguments"),
+        ("package_of_a_user:WRITTEN", "is list, which cannot be called"),
+    ],
+)
+def test_a_logger_that_cannot_be_made_is_refused_before_a_run(name: str, cause: str) -> None:
+    problem = one(f"log.loggers=['{name}']")
+    assert problem.key == "log.loggers"
+    assert cause in problem.message
+
+
+def test_a_name_without_an_entry_point_is_told_those_that_are_installed() -> None:
+    with pytest.raises(UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"):
+        user_object("keptt", LOGGERS)
+
+
+def source(**options: int) -> UserSource:
+    return UserSource(kind="user", function="package_of_a_user:rows", options=dict(options))
+
+
+def test_a_source_begins_at_any_position_and_names_bad_rows() -> None:
+    data = config().data
+    first, bad, last = source(count=2).rows(4, data)
+    assert isinstance(first, Row)
+    assert (first.uid, first.prompt) == ("4:0", "a")
+    assert isinstance(bad, SourceError)
+    assert (bad.row, bad.message) == (2, "is str, not a mapping")
+    assert list(source(count=2).rows(4, data, start=2)) == [last]
+
+
+@pytest.mark.parametrize(
+    ("options", "cause"),
+    [
+        ({"count": 3}, "failed after 2 rows: RuntimeError: the database is closed"),
+        ({"most": 3}, "does not fit: missing a required argument: 'count'"),
+    ],
+)
+def test_a_source_that_fails_says_why(options: dict[str, int], cause: str) -> None:
+    with pytest.raises(SourceError, match=cause):
+        list(source(**options).rows(0, config().data))
