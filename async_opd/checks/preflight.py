@@ -22,10 +22,11 @@ from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_devi
 from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
+from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
 from async_opd.config.user_code import LOGGERS as GROUP
-from async_opd.config.user_code import UserCodeError, fits, user_object
+from async_opd.config.user_code import UserCodeError, fits, user_object, user_transport
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
@@ -79,6 +80,11 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         elif importlib.util.find_spec(name) is None:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
+    if config.sync.backend not in ("auto", *TRANSPORTS):
+        try:
+            user_transport(config.sync.backend)
+        except UserCodeError as error:
+            found.add("sync.backend", str(error), "auto, or a module as CONTRIBUTING.md has one")
     check_routing(config, resolve_device(config, gpus), models.files.get("student.model"), found)
     data.renders = check_templates(config, models.files, found)
     check_shared_rows(config, models.files.get("student.model"), found)

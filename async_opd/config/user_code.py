@@ -6,15 +6,18 @@ the names of entry points, and imports nothing.
 
 from __future__ import annotations
 
+import importlib
 import inspect
 from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
 from pkgutil import resolve_name
+from types import ModuleType
 from typing import Any
 
 LOSSES, SOURCES = "async_opd.losses", "async_opd.sources"
 GRADERS, LOGGERS = "async_opd.graders", "async_opd.loggers"
-"""The groups of entry points."""
+TRANSPORTS = "async_opd.transports"
+"""The groups of entry points; one of a transport names a module."""
 
 
 class UserCodeError(Exception):
@@ -49,6 +52,20 @@ def user_object(name: str, group: str) -> Callable[..., Any]:
         raise UserCodeError(f"{name} is {type(found).__name__}, which cannot be called")
     called: Callable[..., Any] = found
     return called
+
+
+def user_transport(name: str) -> ModuleType:
+    """Imports ``module:`` or an entry point. UserCodeError for what is no transport's module."""
+    place = name.removesuffix(":")
+    try:
+        points = _entry_points(name, TRANSPORTS)
+        found = points[0].load() if points else importlib.import_module(place)
+    except Exception as error:  # a user's module can raise anything while it is imported
+        raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
+    lacks = [part for part in ("DEVICES", "sender", "receiver") if not hasattr(found, part)]
+    if lacks or not isinstance(found, ModuleType):
+        raise UserCodeError(f"{name} is no module with {', '.join(lacks) or 'both ends'}")
+    return found
 
 
 def fits(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> None:

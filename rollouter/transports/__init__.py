@@ -40,9 +40,12 @@ class Transport(Protocol):
 
 
 def transport(name: str) -> Transport:
-    """The module of a transport. KeyError for a name that is not registered."""
+    """The module of a transport. UserCodeError for a user's one that cannot be loaded."""
     from async_opd.config.registry import TRANSPORTS  # needs pydantic, a transport does not
+    from async_opd.config.user_code import user_transport
 
+    if name not in TRANSPORTS:
+        return cast("Transport", user_transport(name))
     return cast("Transport", importlib.import_module(TRANSPORTS[name]))
 
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
+from async_opd.config.run_config import RunConfig
 from async_opd.config.user_code import LOGGERS, UserCodeError, user_object
 from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
@@ -15,6 +17,7 @@ from async_opd.data.user import UserSource
 from async_opd.grading.graders import load_grader
 from async_opd.observability.loggers.chosen import logger_sinks
 from async_opd.observability.sinks import Summary
+from rollouter.transports import chosen, transport
 from tests.checks.inputs import EXAMPLE, FEW, config, one
 
 PACKAGE = """
@@ -46,6 +49,8 @@ ENTRY_POINTS = """
 brief = package_of_a_user:short
 [async_opd.loggers]
 kept = package_of_a_user:Kept
+[async_opd.transports]
+copied = rollouter.transports.gloo
 """
 
 
@@ -126,3 +131,24 @@ def test_a_source_begins_at_any_position_and_names_bad_rows() -> None:
 def test_a_source_that_fails_says_why(options: dict[str, int], cause: str) -> None:
     with pytest.raises(SourceError, match=cause):
         list(source(**options).rows(0, config().data))
+
+
+@pytest.mark.parametrize("name", ["copied", "rollouter.transports.gloo:"])
+def test_a_transport_is_named_by_entry_point_or_by_module(name: str) -> None:
+    made = config(f"sync.backend='{name}'")
+    assert preflight(made, "c.yaml", 0).problems == []
+    assert RunConfig.model_validate(made.model_dump(by_alias=True)) == made
+    assert transport(chosen(made.sync.backend, "cpu")).__name__ == "rollouter.transports.gloo"
+
+
+def test_a_module_that_is_no_transport_is_refused_before_a_run() -> None:
+    problem = one("sync.backend='package_of_a_user:'")
+    assert (problem.key, problem.message) == (
+        "sync.backend",
+        "package_of_a_user: is no module with DEVICES, sender, receiver",
+    )
+
+
+def test_an_unknown_transport_is_refused_while_the_config_is_read() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.backend.*'glo'"):
+        load_config(EXAMPLE, [*FEW, "sync.backend=glo"])

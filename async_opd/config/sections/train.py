@@ -4,18 +4,37 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import (
+    Field,
+    PlainSerializer,
+    PositiveInt,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.sections.section import Section
+from async_opd.config.user_code import TRANSPORTS as GROUP
+from async_opd.config.user_code import names_user_code
+
+
+def _or_of_user(value: Any, known: Callable[[Any], Any]) -> Any:
+    """A transport of a user's package as it is, without an import of it."""
+    if isinstance(value, str) and names_user_code(value, GROUP):
+        return value
+    return known(value)
+
 
 if TYPE_CHECKING:
     Backend = str
 else:
-    Backend = Literal["auto", *TRANSPORTS]
+    Backend = Annotated[
+        Literal["auto", *TRANSPORTS], WrapValidator(_or_of_user), PlainSerializer(str)
+    ]
 
 MAX_BFLOAT16_BETA = 0.99
 """A bfloat16 has 8 significant bits. With a decay rate above it, an entry whose gradients vanish
@@ -261,7 +280,8 @@ class SyncConfig(Section):
     """Weight syncs from the trainer to the rollout engines."""
 
     backend: Backend = "auto"
-    """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs."""
+    """Collective library; ``auto`` is nccl on GPUs and gloo on CPUs. Also a module of a package of
+    yours (``package.module:``), or an entry point of the group ``async_opd.transports``."""
     chunk_mib: PositiveInt = 256
     """Size of the messages that weights are packed into, in MiB."""
     rolling: bool = False
