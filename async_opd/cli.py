@@ -13,6 +13,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
 from async_opd.core.printable import escaped, indented
+from async_opd.doctor import command as doctor
 from async_opd.importing import command as importing
 from async_opd.inspecting import command as inspecting
 from async_opd.live_view import command as watch
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--staleness-threshold", metavar="F", help=what)
         what = "async.sync_steps: optimizer steps between two weight syncs"
         sub.add_argument("--sync-steps", metavar="N", help=what)
+    doctor.add_arguments(commands)
     watch.add_arguments(commands)
     report.add_arguments(commands)
     inspecting.add_arguments(commands)

