@@ -27,13 +27,14 @@ from async_opd.cluster.proxies import (
     RollouterProxy,
     ScorerProxy,
     StudentProxy,
+    TeacherProxy,
     TrainerProxy,
 )
 from async_opd.cluster.rollouter_replicas import RollouterActor
 from async_opd.cluster.session import ray_session
 from async_opd.cluster.singleton_actors import SingletonActors
 from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.teachers import SelfTeacher
+from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher
 from async_opd.core.errors import StageError, first_cause
 from async_opd.core.stages import WeightSync
 from async_opd.memory.pools import EVAL
@@ -41,6 +42,7 @@ from async_opd.models.engine_args import Device
 from async_opd.waiting.race import gather_or_cancel, race
 from async_opd.weight_sync.teacher_refresh import RefreshingSync, WeightCopies
 from rollouter.stage import RollouterStage
+from teachers.endpoint.replica import EndpointReplica
 from teachers.protocols import TeacherWeights
 
 
@@ -176,6 +178,41 @@ async def launch_replayer(
                 reaper.track_descendants()
             yield ReplayerProxy(replayer.remote)
         finally:
+            await actor_factory.close()
+
+
+@asynccontextmanager
+async def launch_teacher(
+    config: RunConfig,
+    name: str,
+    *,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    notify: Callable[[str], None] = discard,
+) -> AsyncIterator[list[TeacherProxy | EndpointReplica]]:
+    """Starts Ray and the replicas of one teacher, on GPUs of its own, and no other part of a run.
+
+    Raises as ``launch`` does.
+    """
+    pool = {f"teachers.{name}"}
+    engines = not isinstance(config.teachers[name], EndpointTeacher)
+    async with ray_session(config) as reaper:
+        wanted = device == "cuda" and engines
+        bundles = await reserve(config, notify, pool) if wanted else GpuBundles()
+        actor_factory = ActorFactory(config, device, eos_ids, Factories(), notify, bundles)
+        replicas: list[TeacherProxy | EndpointReplica] = []
+        try:
+            indices = range(config.teachers[name].replicas)
+            starting = (actor_factory.teacher(name, index) for index in indices)
+            replicas += await gather_or_cancel(*starting)
+            await gather_or_cancel(*(replica.ready() for replica in replicas))
+            if reaper is not None:
+                reaper.track_descendants()
+            yield replicas
+        finally:
+            for replica in replicas:
+                if isinstance(replica, EndpointReplica):
+                    await replica.close()
             await actor_factory.close()
 
 

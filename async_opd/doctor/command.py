@@ -7,22 +7,30 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from async_opd.core.errors import ConfigError
 from async_opd.core.printable import escaped, indented
+from async_opd.doctor.finding import Finding
+from async_opd.processes.output import write_stderr
 
 if TYPE_CHECKING:
+    from async_opd.config.run_config import RunConfig
     from async_opd.doctor.examination import Examination
+    from async_opd.doctor.prompts import ShownPrompt
 
 ABOUT = """\
 Examines what a run of a config would meet on this machine: versions, devices, vocabularies, chat
 templates, prompts as the models read them, lengths, memory, network, disk, wandb. Each line is ok,
-a warning or an error, with its remedy. Starts no engine and downloads nothing.
+a warning or an error, with its remedy. Starts no engine and downloads nothing, unless --engines is
+given: then it starts all pools, measures how far trainer, rollout and scoring engines are apart,
+and the replicas of each teacher, and pushes one update through every replica.
 
   async_opd doctor config.yaml
   async_opd doctor config.yaml --prompts 10 --json
+  async_opd doctor config.yaml --engines
 """
 WORKS, COULD_NOT = 0, 2
 SHOWN = 3
@@ -37,6 +45,8 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
     what = f"training prompts to show (default {SHOWN})"
     parser.add_argument("--prompts", type=int, default=SHOWN, metavar="N", help=what)
+    what = "also start the engines, measure how far they are apart, and push one update"
+    parser.add_argument("--engines", action="store_true", help=what)
     parser.add_argument("--json", action="store_true", help="print one JSON document instead")
     parser.set_defaults(command=_doctor)
 
@@ -47,6 +57,7 @@ def _doctor(given: argparse.Namespace) -> int:
     from async_opd.doctor.environment import environment
     from async_opd.doctor.examination import Examination, examine, of_problem
 
+    shown = 0
     try:
         config = load_config(given.config, given.overrides)
     except ConfigError as error:
@@ -58,27 +69,48 @@ def _doctor(given: argparse.Namespace) -> int:
     else:
         given.redacted = Redactor(config.model_dump(mode="json", by_alias=True))
         found = examine(config, given.config, max(given.prompts, 0))
-    print(given.redacted(_document(found) if given.json else _text(found)))
+        if given.engines:
+            early = "" if given.json else _lines(found.findings, found.prompts)
+            print(given.redacted(early), end="", flush=True)  # engines take minutes
+            shown = 0 if given.json else len(found.findings)
+            _start(config, given.config, found)
+    prompts = [] if shown else found.prompts
+    rest = _lines(found.findings[shown:], prompts) + _summary(found)
+    print(given.redacted(_document(found) if given.json else rest))
     return WORKS if found.works else COULD_NOT
+
+
+def _start(config: RunConfig, where: str, found: Examination) -> None:
+    """Adds what the engines show, unless a run could not start them."""
+    from async_opd.doctor.engines import run_engines
+
+    if found.works:
+        found.add("engines", lambda: run_engines(config, where, _say))
+    else:
+        message = "not started: the errors above come first"
+        found.findings.append(Finding("engines", "warning", message, "mend them, then try again"))
+
+
+def _say(text: str) -> None:
+    write_stderr(indented(text))
 
 
 def _document(found: Examination) -> str:
     return json.dumps({"works": found.works} | asdict(found), indent=2, allow_nan=False)
 
 
-def _text(found: Examination) -> str:
-    """The lines, the prompts, and the number of errors and warnings."""
-    lines = [indented(one.line) for one in found.findings]
-    for prompt in found.prompts:
-        head = f"{prompt.uid} ({prompt.data_source}) read by {prompt.reader}"
-        lines += [
-            "",
-            escaped(f"prompt {head}, {prompt.tokens} tokens:"),
-            indented(repr(prompt.text)),
-        ]
-    count = {
-        name: sum(one.status == name for one in found.findings) for name in ("error", "warning")
-    }
+def _lines(findings: Sequence[Finding], prompts: Sequence[ShownPrompt]) -> str:
+    """The findings, and the prompts below them; every line ends."""
+    lines = [indented(one.line) for one in findings]
+    for one in prompts:
+        head = f"{one.uid} ({one.data_source}) read by {one.reader}, {one.tokens} tokens:"
+        lines += ["", escaped(f"prompt {head}"), indented(repr(one.text))]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _summary(found: Examination) -> str:
+    """Whether the run could work, with the number of errors and warnings."""
+    has = [one.status for one in found.findings]
     could = "could work" if found.works else "could not work"
-    said = f"a run {could} here: {count['error']} errors, {count['warning']} warnings"
-    return "\n".join([*lines, "", said])
+    counted = f"{has.count('error')} errors, {has.count('warning')} warnings"
+    return f"\na run {could} here: {counted}"

@@ -34,7 +34,7 @@ from async_opd.models.tokenizer import Text
 
 ORDER = (
     *("config", "environment", "devices", "models", "vocabulary", "templates", "data", "prompts"),
-    *("lengths", "teachers", "memory", "network", "disk", "wandb"),
+    *("lengths", "teachers", "memory", "network", "disk", "wandb", "engines"),
 )
 TOPIC_OF_KEY = {
     r".*(template|system_prompt|response_prefix)": "templates",

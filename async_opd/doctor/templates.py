@@ -28,8 +28,8 @@ def templates(
     for name in config.teachers:
         row = next((one for one in rows if config.teacher_of(one.data_source) == name), None)
         if row is None:
-            message = f"teachers.{name}: no prompt of its sources was sampled"
-            yield Finding(TOPIC, "warning", message, "sample more with --prompts N")
+            remedy = f"give it data, or remove it: see teachers.{name}.sources"
+            yield Finding(TOPIC, "warning", f"teachers.{name}: no prompt of its sources", remedy)
             continue
         yield _as_configured(config, name, text, row)
         if _has_own_template(config, files, name):

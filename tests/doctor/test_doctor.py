@@ -18,7 +18,8 @@ from async_opd.doctor.wandb_login import wandb_login
 from async_opd.processes.listening import listening_socket
 from tests.checks.inputs import EXAMPLE, FEW, GOOD, config, rows
 
-WITHOUT_SERVERS = {"teachers"}
+NOT_ASKED = {"teachers", "engines"}
+"""Topics of teachers' servers, and of ``--engines``."""
 
 
 def examined(*overrides: str, prompts: int = 2) -> Examination:
@@ -32,7 +33,7 @@ def errors(found: Examination) -> dict[str, str]:
 def test_every_topic_of_a_working_run_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(EXAMPLE), *FEW, "log.wandb=off", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert {one["topic"] for one in document["findings"]} == set(ORDER) - WITHOUT_SERVERS
+    assert {one["topic"] for one in document["findings"]} == set(ORDER) - NOT_ASKED
     assert {one["status"] for one in document["findings"]} == {"ok"}
     assert (document["works"], len(document["prompts"])) == (True, 3)
 

@@ -1,0 +1,321 @@
+"""``doctor --engines``: starts what a run starts, and measures how far its parts are apart.
+
+    all pools ──► responses of the student, one update pushed and proven ──► student's floor
+    one scoring engine with the student's weights ──► the same tokens ──┘
+    each teacher's replicas, one teacher after the other ──► disagreement of its replicas
+
+Nothing of the run is kept: the pools have a directory that is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from async_opd.checks.preflight import preflight
+from async_opd.checks.resources import resolve_device
+from async_opd.config.device_defaults import resolved
+from async_opd.config.run_config import RunConfig
+from async_opd.config.sections.loss import K1Config
+from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher, VllmTeacher
+from async_opd.core.arrays import Float32, Int32
+from async_opd.core.batch import Batch
+from async_opd.core.errors import ConfigError, StageError
+from async_opd.core.samples import Prompt, Rollout, Sample
+from async_opd.core.scores import SampledLogprobs
+from async_opd.core.stages import SamplingSpec
+from async_opd.core.uid import Uid, rollout_uid
+from async_opd.data.answers import supervised
+from async_opd.data.hub import fetched_data
+from async_opd.doctor.agreement import Agreement
+from async_opd.doctor.finding import Finding
+from async_opd.doctor.prompts import sampled
+from async_opd.files.safe_open import private_files
+from async_opd.models.engine_args import Device
+from async_opd.models.hub import localize
+from async_opd.models.model_files import is_hub_id
+from async_opd.models.tokenizer import Text
+from async_opd.waiting.deadline import Deadline
+from async_opd.waiting.race import gather_or_cancel, race
+
+if TYPE_CHECKING:
+    from async_opd.cluster.launch import LaunchedStages
+    from async_opd.weight_sync.layout import WeightMeta
+
+TOPIC = "engines"
+ITSELF = "student"
+"""The name of the teacher that is the student itself."""
+PROMPTS, RESPONSE_TOKENS = 32, 64
+BOUND = "four times the rounding that the first weight sync measured"
+DTYPES = "give rollout.engine and teachers.*.engine the same dtype and head_dtype as the trainer"
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The student's responses under its first weights, and what its syncs proved.
+
+    ``responses`` were sampled at temperature 1. ``first`` and ``update`` are the metrics of the
+    first sync and of that of one changed version; ``meta`` is the first one's.
+    """
+
+    responses: list[Rollout]
+    meta: WeightMeta
+    first: Mapping[str, float]
+    update: Mapping[str, float]
+
+
+async def examine_engines(
+    config: RunConfig,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    prompts: Sequence[Prompt],
+    folder: Path,
+    notify: Callable[[str], None],
+) -> list[Finding]:
+    """Findings of all measurements; an error of one ends it alone, except that of the pools.
+
+    ``folder`` is the run directory of the pools.
+    """
+    quick = _measuring(config, folder)
+    notify("starting all pools")
+    try:
+        measured = await _of_pools(quick, device, eos_ids, prompts)
+    except StageError as error:
+        return [_failed("the pools of the run", error)]
+    found = [*_synced(measured)]
+    bound = measured.first.get("sync/freshness_limit_nats", 0.0)
+    notify("starting a scoring engine with the student's weights")
+    found += await _scored_by_itself(quick, device, eos_ids, measured, bound)
+    for name in config.teachers:
+        notify(f"starting teacher {name}")
+        found += await _of_teacher(quick, name, device, eos_ids, measured.responses, bound)
+    return found
+
+
+def _measuring(config: RunConfig, folder: Path) -> RunConfig:
+    """The config with every sync proven, and teachers on their own that score sampled tokens."""
+    sync = config.sync.model_copy(update={"verify_every": 1, "on_wrong_weights": "stop"})
+    teachers = {
+        name: teacher.model_copy(update={"refresh_every": 0})
+        if isinstance(teacher, SelfTeacher)
+        else teacher
+        for name, teacher in config.teachers.items()
+    }
+    parts = {"sync": sync, "teachers": teachers, "run_dir": str(folder)}
+    return config.model_copy(update=parts)
+
+
+async def _of_pools(
+    config: RunConfig, device: Device, eos_ids: tuple[int, ...], prompts: Sequence[Prompt]
+) -> Measured:
+    """Starts all pools, as the run does, and measures them. StageError."""
+    from async_opd.cluster.launch import launch
+
+    async with launch(config, device=device, eos_ids=eos_ids) as stages:
+        work = _measure(config, stages, prompts)
+        bounded = Deadline("doctor").within(
+            config.timeouts.stall_s, "measuring the pools", work, "raise timeouts.stall_s"
+        )
+        return await race(bounded, _ended(stages))
+
+
+async def _ended(stages: LaunchedStages) -> Any:
+    """Runs the rollout stage, which serves requests; it ends with an error only."""
+    await stages.rollouter.run()
+    raise StageError("rollouter", "it ended while the doctor measured")
+
+
+async def _measure(
+    config: RunConfig, stages: LaunchedStages, prompts: Sequence[Prompt]
+) -> Measured:
+    meta = await stages.rollouter.snapshot(0, True)
+    first = await stages.rollouter.push()
+    tokens = min(RESPONSE_TOKENS, config.rollout.max_tokens)
+    asked = SamplingSpec(max_tokens=tokens, temperature=1.0, top_p=1.0, n=1)
+    responses = await stages.rollouter.generate(prompts, asked)
+    responses = [one for one in responses if len(one.rollout_logprobs)]
+    samples = list(Batch.packed(list(map(supervised, responses))))
+    await stages.trainer.supervise(samples, config.train.lr)
+    await stages.rollouter.snapshot(1)
+    update = await stages.rollouter.push()
+    return Measured(responses, meta, first.metrics, update.metrics)
+
+
+def _synced(measured: Measured) -> Iterator[Finding]:
+    """What the two syncs proved: trainer and rollout engines on held rows; one update."""
+    for what, metrics in (("first weights", measured.first), ("one update", measured.update)):
+        replicas = sum(key.endswith("/freshness_nats") for key in metrics if "student" in key)
+        if "sync/freshness_nats" not in metrics:
+            message = f"{what}: the trainer and the rollout engines were not compared"
+            yield Finding(TOPIC, "warning", message, "set sync.verify_every")
+            continue
+        found, bound = metrics["sync/freshness_nats"], metrics["sync/freshness_limit_nats"]
+        message = (
+            f"{what}, rollout engines against trainer: mean |Δ| {found:.2g} nats on held rows, "
+            f"bound {bound:.2g} ({BOUND}); {replicas} replicas have the trainer's weights"
+        )
+        fresh = found <= bound and not metrics.get("sync/wrong_weights")
+        yield Finding(TOPIC, "ok" if fresh else "error", message, "" if fresh else DTYPES)
+
+
+async def _scored_by_itself(
+    config: RunConfig,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    measured: Measured,
+    bound: float,
+) -> list[Finding]:
+    """The floor: the student in a scoring engine against the rollout engine and the trainer."""
+    settings = next(
+        (one.engine for one in config.teachers.values() if not isinstance(one, EndpointTeacher)),
+        config.rollout.engine,
+    )
+    itself = SelfTeacher(kind="self", sources=[ITSELF], engine=settings)
+    alone = config.model_copy(update={"teachers": {ITSELF: itself}})
+    reference = measured.meta.reference
+    held = [] if reference is None else [_row(at, ids) for at, ids in enumerate(reference.rows)]
+    try:
+        (scores,) = await _scores(alone, ITSELF, device, eos_ids, [*measured.responses, *held])
+    except StageError as error:
+        return [_failed("the scoring engine with the student's weights", error)]
+    count = len(measured.responses)
+    answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
+    lines = [_floor("its responses, rollout engine against scoring engine", answered, bound)]
+    if reference is not None:
+        rows = Agreement.of(list(reference.logprobs), scores[count:])
+        lines.append(_floor("held rows, trainer against scoring engine", rows, bound))
+    return lines
+
+
+def _floor(what: str, found: Agreement, bound: float) -> Finding:
+    message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
+    fits = found.mean <= bound
+    return Finding(TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES)
+
+
+async def _of_teacher(
+    config: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    responses: Sequence[Rollout],
+    bound: float,
+) -> list[Finding]:
+    """How far a teacher's replicas are apart, and a served one from weights on this machine."""
+    teacher, own = config.teachers[name], _alone(config, name)
+    model = teacher.model if isinstance(teacher, EndpointTeacher) else None
+    try:
+        scores = await _scores(own, name, device, eos_ids, responses)
+        weights: list[list[Float32]] = []
+        if model is not None and not is_hub_id(model):
+            local = VllmTeacher(model=model, sources=teacher.sources)
+            loaded = own.model_copy(update={"teachers": {name: local}})
+            weights = await _scores(loaded, name, device, eos_ids, responses)
+    except StageError as error:
+        return [_failed(f"teachers.{name}", error)]
+    signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
+    pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
+    if pairs:
+        worst = max(pairs, key=lambda one: one.mean)
+        who = f"the two of its {len(scores)} replicas that are farthest apart"
+        lines = [_apart(name, who, worst, signal, bound)]
+    else:
+        message = f"teachers.{name}: one replica; from the student it is {signal:.2g} nats"
+        lines = [Finding(TOPIC, "ok", message)]
+    for one in weights:
+        served = Agreement.of(scores[0], one)
+        lines.append(_apart(name, "its server and its weights", served, signal, bound))
+    return lines
+
+
+def _apart(name: str, who: str, found: Agreement, signal: float, bound: float) -> Finding:
+    """``signal``: mean absolute difference in nats between teacher and student."""
+    message = f"teachers.{name}: {who}: {found}; from the student it is {signal:.2g} nats"
+    if found.mean <= bound:
+        return Finding(TOPIC, "ok", message)
+    remedy = "give all of them the same weights, dtype, quantization and version of the server"
+    return Finding(TOPIC, "warning", f"{message}; bound {bound:.2g}", remedy)
+
+
+def _alone(config: RunConfig, name: str) -> RunConfig:
+    """The config with one teacher, on GPUs of its own: no other pool is there."""
+    teacher = config.teachers[name]
+    own = {} if isinstance(teacher, EndpointTeacher) else {"placement": "dedicated", "with_": None}
+    return config.model_copy(update={"teachers": {name: teacher.model_copy(update=own)}})
+
+
+async def _scores(
+    config: RunConfig,
+    name: str,
+    device: Device,
+    eos_ids: tuple[int, ...],
+    rollouts: Sequence[Rollout],
+) -> list[list[Float32]]:
+    """For each replica of a teacher the log-probabilities of each rollout's tokens. StageError."""
+    from async_opd.cluster.launch import launch_teacher
+
+    plain = config.model_copy(update={"loss": K1Config(kind="k1")})
+    async with launch_teacher(plain, name, device=device, eos_ids=eos_ids) as replicas:
+        batch = Batch.pack(rollouts)
+        asked = gather_or_cancel(*(replica.score(batch) for replica in replicas))
+        answers = await Deadline(f"teachers.{name}").within(
+            config.timeouts.stall_s, "scoring", asked, "raise timeouts.stall_s"
+        )
+    return [[_logprobs(sample) for sample in answer.unpack()] for answer in answers]
+
+
+def _logprobs(sample: Any) -> Float32:
+    assert isinstance(sample, Sample)
+    assert isinstance(sample.scores, SampledLogprobs), "k1 asks for sampled tokens only"
+    return sample.scores.logprobs
+
+
+def _row(at: int, ids: Int32) -> Rollout:
+    """A held row as a rollout: its first token is the prompt."""
+    uid = Uid(f"held:{at}")
+    prompt = Prompt(uid, ITSELF, ITSELF, ids[:1])
+    return Rollout.answer(rollout_uid(uid, 0), prompt, ids[1:].tolist(), "stop")
+
+
+def _failed(what: str, error: StageError) -> Finding:
+    message = f"{what} could not be measured: {error.stage}: {error.cause}"
+    return Finding(TOPIC, "error", message, error.remedy or "see its last lines above")
+
+
+def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) -> list[Finding]:
+    """Downloads what the config names on the hub, and measures. ConfigError before an engine.
+
+    ``notify`` gets a line when something is started.
+    """
+    import uvloop
+
+    config = fetched_data(localize(config, where), where)
+    inputs = preflight(config, where)
+    if inputs.problems:
+        raise ConfigError(inputs.problems)
+    device, text = resolve_device(config), Text.of(config)
+    limit = inputs.max_prompt_tokens
+    rows = sampled(config, inputs.checked, PROMPTS)
+    ids = [(row, text.encode(row.prompt)) for row in rows]
+    prompts = [
+        Prompt(
+            Uid(row.uid),
+            row.data_source,
+            config.teacher_of(row.data_source) or "",
+            np.array(tokens, np.int32),
+        )
+        for row, tokens in ids
+        if limit is None or len(tokens) <= limit
+    ]
+    place = None if config.cluster.address is None else Path(config.run_dir or ".").parent
+    with private_files(), TemporaryDirectory(prefix=".doctor-", dir=place) as folder:
+        work = examine_engines(
+            resolved(config, device), device, text.response_ends(), prompts, Path(folder), notify
+        )
+        return list(uvloop.run(work))
