@@ -86,7 +86,7 @@ async def examine_engines(
     notify("starting all pools")
     try:
         measured = await _of_pools(quick, device, eos_ids, prompts)
-    except StageError as error:
+    except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the pools of the run", error)]
     found = [*_synced(measured)]
     bound = measured.first.get("sync/freshness_limit_nats", 0.0)
@@ -182,7 +182,7 @@ async def _scored_by_itself(
     held = [] if reference is None else [_row(at, ids) for at, ids in enumerate(reference.rows)]
     try:
         (scores,) = await _scores(alone, ITSELF, device, eos_ids, [*measured.responses, *held])
-    except StageError as error:
+    except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed("the scoring engine with the student's weights", error)]
     count = len(measured.responses)
     answered = Agreement.of([one.rollout_logprobs for one in measured.responses], scores[:count])
@@ -217,7 +217,7 @@ async def _of_teacher(
             local = VllmTeacher(model=model, sources=teacher.sources)
             loaded = own.model_copy(update={"teachers": {name: local}})
             weights = await _scores(loaded, name, device, eos_ids, responses)
-    except StageError as error:
+    except Exception as error:  # Ray raises the bare class if it cannot start
         return [_failed(f"teachers.{name}", error)]
     signal = Agreement.of(scores[0], [one.rollout_logprobs for one in responses]).mean
     pairs = [Agreement.of(one, other) for one, other in combinations(scores, 2)]
@@ -283,9 +283,11 @@ def _row(at: int, ids: Int32) -> Rollout:
     return Rollout.answer(rollout_uid(uid, 0), prompt, ids[1:].tolist(), "stop")
 
 
-def _failed(what: str, error: StageError) -> Finding:
-    message = f"{what} could not be measured: {error.stage}: {error.cause}"
-    return Finding(TOPIC, "error", message, error.remedy or "see its last lines above")
+def _failed(what: str, error: Exception) -> Finding:
+    said = f"{error.stage}: {error.cause}" if isinstance(error, StageError) else str(error)
+    remedy = error.remedy if isinstance(error, StageError) else ""
+    message = f"{what} could not be measured: {said}"
+    return Finding(TOPIC, "error", message, remedy or "see what was printed while it started")
 
 
 def run_engines(config: RunConfig, where: str, notify: Callable[[str], None]) -> list[Finding]:

@@ -193,6 +193,13 @@ def test_pools_that_do_not_start_are_an_error_with_the_cause(
     assert "student/0: out of memory" in error.found
 
 
+def test_what_was_measured_stays_when_a_later_start_fails(cluster: Cluster, tmp_path: Path) -> None:
+    del cluster.teachers["sort"]
+    lines = found(tmp_path)
+    assert [one.status for one in lines] == ["ok"] * 4 + ["error", "ok"]
+    assert lines[4].found == "teachers.sort could not be measured: 'sort'"
+
+
 def test_the_command_starts_engines_when_asked(
     cluster: Cluster, capsys: pytest.CaptureFixture[str]
 ) -> None:
