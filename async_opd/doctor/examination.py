@@ -111,7 +111,10 @@ def examine(
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
-    local = with_cached_data(with_cached(config, [])[0], [])
+    try:
+        local = with_cached_data(with_cached(config, [])[0], where, [])
+    except ConfigError:  # ``checked`` has named its problems
+        return found
     device = resolve_device(local, gpus)
     set_up = resolved(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))
