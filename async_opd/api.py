@@ -19,6 +19,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import ConfigError, Problem
 from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
+from async_opd.data.template_date import with_template_date
 from async_opd.models.hub import localize
 from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.sinks import Summary
@@ -51,7 +52,7 @@ def distil(
     if resume and loaded.run_dir is None:
         remedy = "set run_dir"
         raise ConfigError([Problem(where, "run_dir", "resume needs the run's directory", remedy)])
-    ready, inputs = prepared(loaded, where)
+    ready, inputs = prepared(loaded, where, resume)
     ended = CallbackSink(callbacks)
     code = run(ready, inputs, resume, viewers=[ended])
     if ended.summary is None:
@@ -63,11 +64,14 @@ def distil(
     return ended.summary
 
 
-def prepared(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:
-    """The config with local models and data and all defaults, and its rows. ConfigError."""
+def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunConfig, Inputs]:
+    """The config with local models and data and all defaults, and its rows. ConfigError.
+
+    With ``resume`` what depends on the day is as in the run directory.
+    """
     from teachers.endpoint.check import check_endpoints
 
-    config = fetched_data(localize(config, where), where)
+    config = with_template_date(fetched_data(localize(config, where), where), resume)
     inputs = preflight(config, where)
     problems = inputs.problems + user_loss_problems(config, where)
     problems = problems or check_endpoints(config, where)

@@ -264,7 +264,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run_dir is None:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
-    config, inputs = prepared(config, arguments.config)
+    config, inputs = prepared(config, arguments.config, arguments.resume)
     from async_opd.run import run
 
     return run(config, inputs, arguments.resume)

@@ -32,6 +32,8 @@ SPECIAL_TOKENS = tuple(
 )
 RESERVED = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
 """Variables of templates that ``chat_template_kwargs`` may not set."""
+DATED = "strftime_now"
+"""The function of templates that gives the present date."""
 THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]")
 PROBE = [{"role": "user", "content": "6 * 7"}]
 
@@ -43,6 +45,7 @@ class ChatTemplate:
     ``folder`` is the model's directory: its template, and the texts of special tokens in it.
     ``file`` is a template in place of the model's. ``values`` are further variables, ``system`` is
     the system message of all prompts, ``prefix`` replaces the opening of the generation prompt.
+    ``date``, as 2026-11-22, is what the template reads as the present one; None: today.
     """
 
     folder: Path
@@ -50,6 +53,7 @@ class ChatTemplate:
     values: Mapping[str, Any] = field(default_factory=dict)
     system: str | None = None
     prefix: str | None = None
+    date: str | None = None
 
     @cached_property
     def text(self) -> str | None:
@@ -75,7 +79,7 @@ class ChatTemplate:
     def variables(self) -> frozenset[str]:
         """The names that the template reads. ValueError if it is no template."""
         try:
-            names = _environment().parse(str(self.text)).find_all(nodes.Name)
+            names = _environment(self.date).parse(str(self.text)).find_all(nodes.Name)
         except TemplateError as error:
             raise ValueError(f"{self.place} is no chat template: {error}") from error
         return frozenset(name.name for name in names if name.ctx == "load")
@@ -122,7 +126,7 @@ class ChatTemplate:
     @cached_property
     def _compiled(self) -> Template:
         """The chat template, compiled in the same environment as in transformers."""
-        return _environment().from_string(str(self.text))
+        return _environment(self.date).from_string(str(self.text))
 
     def _rendered(self, messages: list[dict[str, Any]], generate: bool) -> str:
         values = {"tools": None, "documents": None, **self.values, **self.named}
@@ -189,10 +193,6 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _strftime_now(format: str) -> str:  # noqa: A002
-    return datetime.now().strftime(format)
-
-
 def _tojson(
     value: Any,
     ensure_ascii: bool = False,
@@ -211,12 +211,16 @@ def _raise(message: str) -> None:
     raise ValueError(f"the chat template refuses these messages: {message}")
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _environment(date: str | None) -> ImmutableSandboxedEnvironment:
+    def strftime_now(format: str) -> str:  # noqa: A002
+        now = datetime.now() if date is None else datetime.fromisoformat(date)
+        return now.strftime(format)
+
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", _Generation],
     )
-    environment.globals |= {"raise_exception": _raise, "strftime_now": _strftime_now}
+    environment.globals |= {"raise_exception": _raise, DATED: strftime_now}
     environment.filters["tojson"] = _tojson
     return environment

@@ -53,7 +53,8 @@ class Text:
     def of(cls, config: RunConfig) -> Self:
         """The student's tokenizer, with the settings of the run's data. ValueError."""
         data, folder = config.data, Path(config.student.model)
-        return cls(folder, data.chat_template, data.special_tokens, chat_of(config.student, folder))
+        chat = chat_of(config.student, folder, data.template_date)
+        return cls(folder, data.chat_template, data.special_tokens, chat)
 
     def of_teacher(self, config: RunConfig, name: str) -> Self:
         """How a teacher reads prompts, with this tokenizer, which is the student's.
@@ -75,7 +76,7 @@ class Text:
         teacher = config.teachers[name]
         values, system = teacher.chat_template_kwargs, teacher.system_prompt or self.chat.system
         if teacher.own_template:
-            own = chat_of(teacher, Path(config.teacher_model(name)))
+            own = chat_of(teacher, Path(config.teacher_model(name)), self.chat.date)
             return replace(own, system=system)
         file = teacher.chat_template_file
         return ChatTemplate(
@@ -84,6 +85,7 @@ class Text:
             (self.chat.values if file is None else {}) if values is None else values,
             system,
             teacher.response_prefix,
+            self.chat.date,
         )
 
     def encode(self, prompt: PromptText) -> list[int]:
@@ -182,8 +184,8 @@ class Text:
         return SpecialTokens(self._tokenizer, self.chat.named.values())
 
 
-def chat_of(section: Rendering, folder: Path) -> ChatTemplate:
-    """The template of a section of the config, for a model in ``folder``."""
+def chat_of(section: Rendering, folder: Path, date: str | None = None) -> ChatTemplate:
+    """The template of a section of the config, for a model in ``folder``, on a date."""
     file = section.chat_template_file
     return ChatTemplate(
         folder,
@@ -191,6 +193,7 @@ def chat_of(section: Rendering, folder: Path) -> ChatTemplate:
         section.chat_template_kwargs or {},
         section.system_prompt,
         section.response_prefix,
+        date,
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import date
 from functools import reduce
 from operator import or_
 from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt, model_validator
+from pydantic import Field, PositiveInt, field_validator, model_validator
 
 from async_opd.config.paths import HUB, hub_source_of
 from async_opd.config.registry import SOURCES, PromptSource
@@ -42,6 +43,9 @@ class DataConfig(Section):
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """Whether prompts go through the tokenizer's chat template; ``auto``: if it has one."""
+    template_date: str | None = None
+    """The date, as 2026-11-22, that chat templates write into prompts (``strftime_now``). By
+    default it is that of the run's start, also after a resume on another day."""
     special_tokens: Literal["text", "parse"] = "text"
     """Special tokens that a prompt spells (``<|im_end|>``): ``text`` reads them as any other text,
     so that a row cannot forge the roles of a chat; ``parse`` reads them as tokens, for data whose
@@ -58,6 +62,13 @@ class DataConfig(Section):
     to the sizes, larger values more equally; by default sizes do not matter."""
     shuffle: bool = True
     """Reorders the rows of each source in every epoch, by the seed."""
+
+    @field_validator("template_date")
+    @classmethod
+    def _is_a_date(cls, value: str | None) -> str | None:
+        if value is not None and date.fromisoformat(value).isoformat() != value:
+            raise ValueError("expected a date as 2026-11-22")
+        return value
 
     @model_validator(mode="before")
     @classmethod
