@@ -22,9 +22,13 @@ class SupportRows:
         picked, sampled = logits.gather(-1, ids), logits.gather(-1, targets)
         logits.scatter_(-1, ids, -torch.inf)
         # exp(z - peak) with the rest's own peak: with the support's, a small rest would round to 0.
-        peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
-        logits.sub_(peak).exp_()
+        lowest = torch.finfo(logits.dtype).min
+        peak = logits.amax(-1, keepdim=True).clamp_min(lowest)
+        shifted = (logits - peak).clamp_min_(lowest)  # finite: times exp(-inf) = 0 it adds 0
+        torch.exp(shifted, out=logits)
         mass = logits.sum(-1, keepdim=True)
+        # -Σ w log w of w = exp(z - peak), without a logarithm of each w
+        self._outside = -shifted.mul_(logits).sum(-1, keepdim=True)
         rest = peak + mass.log()
         total = torch.logaddexp(rest, picked.logsumexp(-1, keepdim=True))
         self.log_q = picked - total
@@ -36,8 +40,7 @@ class SupportRows:
 
     def entropy(self) -> torch.Tensor:
         """-Σ q log q over the whole vocabulary, [n], nats; before ``close``."""
-        outside: torch.Tensor = torch.special.entr(self._logits).sum(-1, keepdim=True)
-        rest = self._scale * outside - self.log_rest.exp() * self._log_scale
+        rest = self._scale * self._outside - self.log_rest.exp() * self._log_scale
         return (rest + entropy_of(self.log_q))[:, 0]
 
     def close(
