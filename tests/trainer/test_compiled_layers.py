@@ -112,12 +112,14 @@ class Restarted(Follower):
         super().__init__(rank_of(name, backend, self._mesh))
 
 
-def on_ranks(cases: list[str], backend: str, file: Path) -> dict[str, tuple[Seen, list[str]]]:
-    """What two ranks that share the student found, by case."""
+def on_ranks(
+    cases: list[str], backend: str, file: Path, replicate: int = 1
+) -> dict[str, tuple[Seen, list[str]]]:
+    """What two ranks that share the student, or have a copy each, found by case."""
 
     def lead(spec: RankSpec | None, rank_group: RankGroup) -> None:
         assert spec is not None
-        mesh, found = join_mesh(spec, CPU), {}
+        mesh, found = join_mesh(spec, CPU, replicate), {}
         for name in cases:
             begun = rank_group.dispatch("begin", [(name, backend)])
             rank = rank_of(name, backend, mesh)
@@ -125,7 +127,7 @@ def on_ranks(cases: list[str], backend: str, file: Path) -> dict[str, tuple[Seen
             found[name] = found_by(rank, rank_group)
         torch.save(found, file)
 
-    in_processes(RANKS, lead, lambda spec: Restarted(join_mesh(spec, CPU)), 500)
+    in_processes(RANKS, lead, lambda spec: Restarted(join_mesh(spec, CPU, replicate)), 500)
     return torch.load(file, weights_only=True)  # type: ignore[no-any-return]
 
 
@@ -152,6 +154,13 @@ def test_inductors_kernels_have_them_on_one_rank_and_on_two(tmp_path: Path) -> N
     for found, notes in (found_by(rank_of("recomputed", "inductor")), ranks):
         assert close(found, expected)
         assert notes == []
+
+
+@pytest.mark.long
+def test_two_copies_with_compiled_layers_have_those_of_one_with_eager_ones(tmp_path: Path) -> None:
+    [(found, notes)] = on_ranks(["all kept"], TRACED, tmp_path / "found.pt", 2).values()
+    assert close(found, found_by(rank_of())[0])
+    assert notes == []
 
 
 @pytest.mark.long
