@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cluster.test_run import Run, Running
+from tests.cluster.test_run import ONE_TEACHER, Run, Running
 from tests.examples.test_quickstart_assets import QUICKSTART, accuracy
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
@@ -47,7 +47,7 @@ def as_adapter(tmp_path_factory: pytest.TempPathFactory) -> Run:
     few = ("train.steps=8", "async.sync_steps=2", "train.batch_size=16", "train.lora.rank=4")
     directory = tmp_path_factory.mktemp("runs") / "as_adapter"
     exact = ("train.export_dtype=float32", "log.wandb=off", "eval.every=0", "eval.max_prompts=4")
-    options = ("train.lora.sync=adapter", *few, *exact)
+    options = ("train.lora.sync=adapter", ONE_TEACHER, "eval.teachers=false", *few, *exact)
     return Running(directory, *options, example=EXAMPLE).end(300)
 
 
