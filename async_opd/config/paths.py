@@ -14,6 +14,8 @@ PYTHON_FILE = re.compile(r"\.py(:\w+)?$")
 """Ends a grader that is in a file."""
 SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 """How names of splits begin."""
+URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
+"""Begins a path in a store that is not a directory of this machine: ``s3://bucket/file``."""
 VARIABLE = re.compile(r"\$\{(\w+)\}")
 Add = Callable[[str, str, str], None]
 """Adds a problem: key, message, remedy."""
@@ -35,11 +37,18 @@ def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
             section[name] = os.path.expanduser(text)
         elif name in ("model", "id"):
             section[name] = _model(os.path.expanduser(text), folder)
+        elif is_url(text):
+            section[name] = text
         elif text.startswith(HUB):
             named = os.path.expanduser(text.removeprefix(HUB))
             section[name] = HUB + _model(named, folder)
         else:
             section[name] = str(folder / os.path.expanduser(text))
+
+
+def is_url(text: str) -> bool:
+    """Whether the text names a file or a folder by a URL."""
+    return URL.match(text) is not None
 
 
 def _model(model: str, folder: Path) -> str:

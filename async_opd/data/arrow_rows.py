@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os.path
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
+
+from async_opd.files.remote import RemoteFile
 
 AT_A_TIME = 64
 """Rows that become Python objects together, while they are small."""
@@ -29,9 +32,12 @@ MAX_STATE_BYTES = 1 << 20
 """Bytes of the JSON file that names the others."""
 
 
-def parquet_rows(path: Path, start: int = 0) -> Iterator[dict[str, Any]]:
+def parquet_rows(path: Path | RemoteFile, start: int = 0) -> Iterator[dict[str, Any]]:
     """Rows of a parquet file from position ``start`` on; row groups before it are not read."""
-    with pyarrow.parquet.ParquetFile(path, buffer_size=BUFFER, pre_buffer=False) as file:
+    with ExitStack() as opened:
+        place = path if isinstance(path, Path) else opened.enter_context(path.open("rb"))
+        whole = pyarrow.parquet.ParquetFile(place, buffer_size=BUFFER, pre_buffer=False)
+        file = opened.enter_context(whole)
         groups = list(range(file.num_row_groups))
         while groups and start >= (rows := file.metadata.row_group(groups[0]).num_rows):
             start -= rows

@@ -1,4 +1,7 @@
-"""Prompts from files: jsonl, parquet, and directories of Hugging Face ``datasets``."""
+"""Prompts from files: jsonl, parquet, and directories of Hugging Face ``datasets``.
+
+jsonl and parquet may be behind a URL; then they are read as they come, and nothing is kept of them.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
+from async_opd.config.paths import is_url
 from async_opd.core.errors import SourceError
 from async_opd.core.row import Row
 from async_opd.data.fields import MAX_ROW_BYTES, RowSource, too_large
+from async_opd.files.remote import RemoteFile, only_os_errors
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -25,7 +30,7 @@ class FileSource(RowSource):
     kind: Literal["file"] = "file"
     path: str = Field(min_length=1)
     """``*.jsonl``, ``*.parquet``, or a directory written by ``Dataset.save_to_disk``. Relative
-    paths are relative to the config file."""
+    paths are relative to the config file; a URL (``s3://bucket/train.jsonl``) is read by fsspec."""
 
     @property
     def label(self) -> str:
@@ -34,6 +39,9 @@ class FileSource(RowSource):
 
     def rows(self, index: int, data: DataConfig, start: int = 0) -> Iterator[Row | SourceError]:
         """See PromptSource.rows; in jsonl a row's number is that of its line, from 0."""
+        if is_url(self.path):
+            yield from self._remote_rows(index, data, start)
+            return
         path = Path(self.path)
         if not os.path.exists(path):
             raise SourceError(str(path), "does not exist")
@@ -41,9 +49,27 @@ class FileSource(RowSource):
             raise SourceError(str(path), "is no file")  # reading a pipe might never end
         yield from file_rows(self, path, index, data, start)
 
+    def _remote_rows(self, index: int, data: DataConfig, start: int) -> Iterator[Row | SourceError]:
+        file = RemoteFile(self.path)
+        if file.suffix not in (".jsonl", ".parquet"):
+            message = "is neither *.jsonl nor *.parquet: other data must be on this machine"
+            raise SourceError(self.path, message)
+        try:
+            if not file.exists():
+                raise SourceError(self.path, "does not exist")
+            with only_os_errors(self.path):
+                yield from file_rows(self, file, index, data, start)
+        except OSError as error:
+            raise SourceError(self.path, f"cannot be read: {error}") from error
+
 
 def file_rows(
-    source: RowSource, path: Path, index: int, data: DataConfig, start: int = 0, before: int = 0
+    source: RowSource,
+    path: Path | RemoteFile,
+    index: int,
+    data: DataConfig,
+    start: int = 0,
+    before: int = 0,
 ) -> Iterator[Row | SourceError]:
     """The rows of a source's file from position ``start`` on; see PromptSource.rows.
 
@@ -75,7 +101,7 @@ def rows_and_numbers(path: Path) -> tuple[int, int]:
     return rows, last + 1
 
 
-def _entries(path: Path, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:
+def _entries(path: Path | RemoteFile, start: int) -> Iterator[tuple[int, str | dict[str, Any]]]:
     """Lines or fields, with their numbers from 0."""
     if path.suffix == ".jsonl":
         yield from islice(_lines(path), start, None)
@@ -87,16 +113,19 @@ def _entries(path: Path, start: int) -> Iterator[tuple[int, str | dict[str, Any]
         raise SourceError(str(path), "is neither *.jsonl, *.parquet nor a datasets directory")
 
 
-def _arrow(path: Path, start: int, fault: str) -> Iterator[dict[str, Any]]:
+def _arrow(path: Path | RemoteFile, start: int, fault: str) -> Iterator[dict[str, Any]]:
     from async_opd.data.arrow_rows import datasets_rows, parquet_rows
 
     try:
-        yield from (parquet_rows if path.suffix == ".parquet" else datasets_rows)(path, start)
+        if isinstance(path, RemoteFile) or path.suffix == ".parquet":
+            yield from parquet_rows(path, start)
+        else:
+            yield from datasets_rows(path, start)
     except Exception as error:  # broken files find their way deep into pyarrow
         raise SourceError(str(path), f"{fault}: {type(error).__name__}: {error}") from error
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
+def _lines(path: Path | RemoteFile) -> Iterator[tuple[int, str]]:
     """Lines that are not blank; of one that is too large the beginning."""
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_ROW_BYTES + 1), "")):
