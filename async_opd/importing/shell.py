@@ -18,8 +18,8 @@ VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]((?:[^{}]|\{[^{}]*\})*))?\})"
 ARRAY = re.compile(r"^\$\{(\w+)\[@\]\}$")
 OPENS = ("if", "for", "while", "until", "case")
 CLOSES = ("fi", "done", "esac")
-MAX_DEPTH = 20
-"""Bound of variables whose values name variables."""
+MAX_CHARACTERS = 1 << 16
+"""Bound of a value, and of an array, with variables in place."""
 OPERATIONS: dict[type[ast.AST], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -41,7 +41,8 @@ class Script:
 def read_shell(text: str) -> Script:
     """The commands of a script, with variables and arrays expanded as far as the script sets them.
 
-    ``$NAME`` of the environment stays ``${NAME}``.
+    ``$NAME`` of the environment stays ``${NAME}``. SyntaxError for a value, or an array, of more
+    than MAX_CHARACTERS: a few lines can double it beyond all memory.
     """
     script, names, arrays = Script(), dict[str, str](), dict[str, list[str]]()
     depth = 0
@@ -70,12 +71,18 @@ def _read_line(
     if found and found[3].startswith("("):
         words = _words(found[3].strip()[1:-1], names, arrays)
         arrays[found[1]] = [*(arrays.get(found[1], []) if found[2] else []), *words]
+        _bound(sum(map(len, arrays[found[1]])), found[1])
         return
     words = _words(line, names, arrays)
     if found and len(words) == 1 + line.startswith(("export ", "local ", "readonly ")):
         names[found[1]] = words[-1].partition("=")[2]
     elif words:
         script.commands.append(words)
+
+
+def _bound(characters: int, what: str) -> None:
+    if characters > MAX_CHARACTERS:
+        raise SyntaxError(f"{what[:80]} has more than {MAX_CHARACTERS:,} characters")
 
 
 def _words(text: str, names: dict[str, str], arrays: dict[str, list[str]]) -> list[str]:
@@ -90,18 +97,20 @@ def _words(text: str, names: dict[str, str], arrays: dict[str, list[str]]) -> li
     return words
 
 
-def _expanded(text: str, names: dict[str, str], depth: int = 0) -> str:
+def _expanded(text: str, names: dict[str, str]) -> str:
     """The text with the script's variables; an unset one without a default stays ``${NAME}``."""
 
     def value(found: re.Match[str]) -> str:
         name, otherwise = found[1] or found[2], found[3]
-        if name in names and depth < MAX_DEPTH:
-            return _expanded(names[name], {k: v for k, v in names.items() if k != name}, depth + 1)
-        if otherwise is not None and depth < MAX_DEPTH:
-            return _expanded(otherwise, names, depth + 1)
+        if name in names:
+            return names[name]
+        if otherwise is not None:
+            return _expanded(otherwise, names)
         return f"${{{name}}}" if not name.isdigit() else ""
 
-    return VARIABLE.sub(value, text)
+    expanded = VARIABLE.sub(value, text)
+    _bound(len(expanded), text)
+    return expanded
 
 
 def _with_sums(text: str, names: dict[str, str]) -> str:

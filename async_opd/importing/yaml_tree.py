@@ -10,24 +10,25 @@ import re
 from pathlib import Path
 from typing import Any
 
-from async_opd.config.yaml_text import load_yaml
+from async_opd.config.yaml_text import YamlError, load_yaml
 from async_opd.files.safe_open import read_text
 from async_opd.importing.draft import flat
 
 REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
 PRODUCT = re.compile(r"\$\{mul:\s*([\d.]+)\s*,\s*([\d.]+)\s*\}")
-MAX_PASSES = 8
-"""Bound of references to values that are references."""
+MAX_CHARACTERS = 1 << 16
+"""Bound of a value with its references in place."""
 MAX_PARENTS = 8
 
 
 def read_yaml(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The leaves by dotted key, and the parents that are missing. YamlError, OSError."""
+    """The leaves by dotted key, and the parents that are missing. YamlError, OSError.
+
+    A value that refers to itself, or is longer than MAX_CHARACTERS, raises YamlError.
+    """
     tree, missing = _with_parents(path, 0)
-    leaves = flat(tree)
-    for _ in range(MAX_PASSES):
-        leaves = {key: _resolved(key, value, leaves) for key, value in leaves.items()}
-    return leaves, missing
+    leaves, known = flat(tree), dict[str, Any]()
+    return {key: _resolved(key, leaves, known, ()) for key in leaves}, missing
 
 
 def _with_parents(path: Path, depth: int) -> tuple[dict[str, Any], list[str]]:
@@ -52,19 +53,35 @@ def _merged(above: Any, tree: Any) -> Any:
     return {**above, **tree, **both}
 
 
-def _resolved(key: str, value: Any, leaves: dict[str, Any]) -> Any:
-    if not isinstance(value, str) or "${" not in value:
-        return value
+def _resolved(
+    key: str, leaves: dict[str, Any], known: dict[str, Any], above: tuple[str, ...]
+) -> Any:
+    """The value of a key that the keys ``above`` refer to; ``known`` are those resolved before."""
+    if key in above:
+        raise YamlError([(1, key, f"{key} refers to itself: {' → '.join((*above, key))}")])
+    if key not in known:
+        value = leaves[key]
+        found = isinstance(value, str) and "${" in value
+        known[key] = _filled(key, value, leaves, known, (*above, key)) if found else value
+    return known[key]
 
-    def replaced(found: re.Match[str]) -> str:
-        target = _target(key, found[1], found[2])
-        return str(leaves[target]) if target in leaves else found[0]
 
-    whole = REFERENCE.fullmatch(value)
-    if whole:
-        return leaves.get(_target(key, whole[1], whole[2]), value)
-    value = REFERENCE.sub(replaced, value)
+def _filled(
+    key: str, value: str, leaves: dict[str, Any], known: dict[str, Any], above: tuple[str, ...]
+) -> Any:
+    """The value with its references in place; one to no key stays as it is."""
+
+    def target(found: re.Match[str]) -> Any:
+        name = _target(key, found[1], found[2])
+        return _resolved(name, leaves, known, above) if name in leaves else found[0]
+
+    if whole := REFERENCE.fullmatch(value):
+        return target(whole)
+    value = REFERENCE.sub(lambda found: str(target(found)), value)
     value = PRODUCT.sub(lambda found: f"{float(found[1]) * float(found[2]):g}", value)
+    if len(value) > MAX_CHARACTERS:
+        fault = f"{key} has more than {MAX_CHARACTERS:,} characters with its references"
+        raise YamlError([(1, key, fault)])
     return float(value) if re.fullmatch(r"\d+(\.\d+)?(e\+\d+)?", value) else value
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.config.yaml_text import YamlError
 from async_opd.importing.draft import Expression
 from async_opd.importing.hydra import flags, overrides
 from async_opd.importing.python_script import read_python
@@ -100,3 +101,38 @@ def test_parents_of_a_yaml_file_are_merged_and_references_resolved(tmp_path: Pat
 def test_a_parent_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "child.yaml").write_text("defaults: ../none.yaml\na: 1")
     assert read_yaml(tmp_path / "child.yaml") == ({"a": 1}, ["../none.yaml"])
+
+
+def test_references_whose_text_doubles_with_each_line_are_refused_and_take_no_memory(
+    tmp_path: Path,
+) -> None:
+    lines = ["k0: abcdefgh", *(f"k{n + 1}: ${{k{n}}}${{k{n}}}" for n in range(60))]
+    (tmp_path / "grows.yaml").write_text("\n".join(lines))
+    with pytest.raises(YamlError, match=r"k14 has more than 65,536 characters"):
+        read_yaml(tmp_path / "grows.yaml")
+
+
+@pytest.mark.parametrize("text", ["a: x${a}", "a: ${a}", "a: {b: '${..c}'}\nc: ${a.b}"])
+def test_a_value_that_refers_to_itself_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "self.yaml").write_text(text)
+    with pytest.raises(YamlError, match="refers to itself"):
+        read_yaml(tmp_path / "self.yaml")
+
+
+def test_references_to_references_are_followed_however_many_there_are(tmp_path: Path) -> None:
+    lines = ["k0: 7", *(f"k{n + 1}: ${{k{n}}}" for n in range(30))]
+    (tmp_path / "long.yaml").write_text("\n".join(lines))
+    assert read_yaml(tmp_path / "long.yaml")[0]["k30"] == 7
+
+
+def test_a_scripts_variables_that_double_with_each_line_are_refused() -> None:
+    lines = ["a=abcdefgh", *(["a=$a$a"] * 60), "run x=$a"]
+    with pytest.raises(SyntaxError, match="65,536 characters"):
+        read_shell("\n".join(lines))
+    with pytest.raises(SyntaxError, match="65,536 characters"):
+        read_shell("\n".join(["A=(abcdefgh)", *(['A+=("${A[@]}")'] * 60)]))
+
+
+def test_a_variable_has_the_value_that_it_had_when_its_line_was_run() -> None:
+    assert words("a=$b\nb=5\nrun $a") == ["run", "${b}"]
+    assert words("a='$b'\nb=5\nrun $b") == ["run", "5"]
