@@ -20,7 +20,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.data.hub import fetched_data
 from async_opd.data.mixture import with_steps
 from async_opd.data.template_date import with_template_date
-from async_opd.models.hub import localize
+from async_opd.models.hub import localize, naming_faults
 from async_opd.observability.callbacks import Callback, CallbackSink
 from async_opd.observability.sinks import Summary
 
@@ -69,16 +69,24 @@ def prepared(config: RunConfig, where: str, resume: bool = False) -> tuple[RunCo
 
     With ``resume`` what depends on the day is as in the run directory.
     """
+    config = with_template_date(fetched_data(localize(config, where), where), resume)
+    config, inputs = checked(config, where)
+    return resolved(config, resolve_device(config)), inputs
+
+
+def checked(config: RunConfig, where: str) -> tuple[RunConfig, Inputs]:
+    """The config with its number of steps, and its rows; nothing is downloaded.
+
+    ConfigError with all problems of the config, models, data and endpoints.
+    """
     from teachers.endpoint.check import check_endpoints
 
-    config = with_template_date(fetched_data(localize(config, where), where), resume)
     inputs = preflight(config, where)
-    problems = inputs.problems + user_loss_problems(config, where)
+    problems = naming_faults(config, where) + inputs.problems + user_loss_problems(config, where)
     problems = problems or check_endpoints(config, where)
     if problems:
         raise ConfigError(problems)
-    config = with_steps(config, inputs.train)
-    return resolved(config, resolve_device(config)), inputs
+    return with_steps(config, inputs.train), inputs
 
 
 def user_loss_problems(config: RunConfig, where: str) -> list[Problem]:

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from async_opd import __version__, evaluate, export
+from async_opd.config.overrides import add_overrides
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.core.errors import AsyncOPDError, ConfigError, Problem
-from async_opd.core.printable import escaped, indented
+from async_opd.core.printable import indented
 from async_opd.doctor import command as doctor
+from async_opd.first_steps import command as first_steps
 from async_opd.importing import command as importing
 from async_opd.inspecting import command as inspecting
 from async_opd.live_view import command as watch
@@ -21,9 +23,6 @@ from async_opd.observability.dashboard import command as dashboard
 from async_opd.processes.output import write_stderr
 from async_opd.replay import command as replay
 from async_opd.report import command as report
-
-if TYPE_CHECKING:
-    from async_opd.models.engine_args import Device
 
 OK, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 EXIT_CODES = "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted by a signal"
@@ -70,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-") or "overrides" not in arguments:
             parser.error(Redactor()(f"unrecognized arguments: {text}"))
-    if rest:
-        arguments.overrides += rest
+    if "overrides" in arguments:
+        arguments.overrides = [*arguments.overrides, *rest, *getattr(arguments, "set", [])]
     arguments.redacted = Redactor()
     try:
         return int(arguments.command(arguments))
@@ -108,12 +107,12 @@ def _parser() -> argparse.ArgumentParser:
             "YAML file with a plan section, or a run directory" if name == "plan" else "YAML file"
         )
         sub.add_argument("config", help=given)
-        what = "config keys to override, for example train.steps=100"
-        sub.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+        add_overrides(sub)
         what = "async.staleness_threshold: how far rollouts may run ahead of training, in versions"
         sub.add_argument("--staleness-threshold", metavar="F", help=what)
         what = "async.sync_steps: optimizer steps between two weight syncs"
         sub.add_argument("--sync-steps", metavar="N", help=what)
+    first_steps.add_arguments(commands, _run)
     doctor.add_arguments(commands)
     watch.add_arguments(commands)
     report.add_arguments(commands)
@@ -128,6 +127,8 @@ def _parser() -> argparse.ArgumentParser:
         commands.choices[name].add_argument("--run-dir", metavar="D", help=what)
     what = "continue the run in --run-dir after its newest checkpoint"
     commands.choices["run"].add_argument("--resume", action="store_true", help=what)
+    what = "check everything that the run needs, without writing or starting anything"
+    commands.choices["run"].add_argument("--dry-run", action="store_true", help=what)
     plan = commands.choices["plan"]
     what = "GPUs to split among the pools (default: as many as the config uses)"
     plan.add_argument("--gpus", type=int, metavar="N", help=what)
@@ -135,12 +136,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--out", metavar="DIR", help=what)
     plan.add_argument("--json", action="store_true", help="print one JSON document instead")
     return parser
-
-
-def _refuse(problems: list[Problem]) -> None:
-    """ConfigError with the problems, if there are any."""
-    if problems:
-        raise ConfigError(problems)
 
 
 def _load(arguments: argparse.Namespace) -> RunConfig:
@@ -163,85 +158,10 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _check(arguments: argparse.Namespace) -> int:
-    from rich.table import Table
+    from async_opd.check import check
 
-    from async_opd.api import user_loss_problems
-    from async_opd.checks.preflight import preflight
-    from async_opd.checks.resources import pools, resolve_device
-    from async_opd.config.device_defaults import resolved
-    from async_opd.config.load import dump_config
-    from async_opd.data.mixture import with_steps
-    from async_opd.models.hub import naming_faults
-    from async_opd.observability.terminal import terminal_on
-    from teachers.endpoint.check import check_endpoints
-
-    config = _load(arguments)
-    named = naming_faults(config, arguments.config)
-    inputs = preflight(config, arguments.config)
-    problems = named + inputs.problems + user_loss_problems(config, arguments.config)
-    _refuse(problems or check_endpoints(config, arguments.config))
-    config = with_steps(config, inputs.train)
-    device = resolve_device(config)
-    print(escaped(arguments.redacted(dump_config(resolved(config, device)))))
-    table = Table("pool", "replicas", "device each", "model", title="pools")
-    for pool in pools(config):
-        each = f"{pool.gpus_per_replica} GPU" if device == "cuda" else "CPU"
-        each += f", {pool.shares}'s" if pool.shares else ""
-        table.add_row(pool.name, str(pool.replicas), each, pool.model)
-    terminal_on(None).print(table)
-    _print_memory(config, device)
-    for note in inputs.notes:
-        print(indented(arguments.redacted(f"note: {note}")))
-    print(escaped(_payload(config, device, inputs.max_prompt_tokens)))
-    training, evaluation = (sum(map(len, rows)) for rows in (inputs.checked, inputs.eval))
-    print(f"{training} training prompts, {evaluation} evaluation prompts")
+    check(_load(arguments), arguments.config, arguments.redacted)
     return OK
-
-
-def _print_memory(config: RunConfig, device: Device) -> None:
-    """A table with the bytes of each pool's processes, as far as models are on this machine."""
-    from rich.table import Table
-
-    from async_opd.checks.memory_fit import in_gib, memory_rows, this_machine
-    from async_opd.models.hub import with_cached
-    from async_opd.models.model_files import ModelError
-    from async_opd.observability.terminal import terminal_on
-
-    machine = this_machine(config, device)
-    title = "memory of each process at its peak"
-    if machine.total is not None:
-        title += f" ({'each GPU' if device == 'cuda' else 'this host'}: {in_gib(machine.total)})"
-    table = Table("pool", "processes", "of", "bytes", "terms", title=title)
-    try:
-        for row in memory_rows(with_cached(config, [])[0], machine):
-            table.add_row(*row)
-    except ModelError as error:  # of the hub, and not in its cache
-        print(escaped(f"memory: unknown, {error.message}"))
-        return
-    terminal_on(None).print(table)
-
-
-def _payload(config: RunConfig, device: Device, prompt_tokens: int | None) -> str:
-    """The bytes that a step moves and that the queue holds, in words."""
-    from async_opd.queue.sizes import in_mib, kept_in_words, payloads, traffic
-
-    found = payloads(config, device)
-    unknown = sorted(config.teachers.keys() - {one.teacher for one in found})
-    most = traffic(config, found, prompt_tokens or 0)
-    lines = [
-        *(
-            f"teacher {one.teacher}: {one.kind}, {one.rollout} bytes a response token of a "
-            f"rollout, {one.sample} of a sample"
-            for one in found
-        ),
-        *(f"teacher {name}: its model is not on this machine: payload unknown" for name in unknown),
-        f"at most, with {config.rollout.max_tokens} response tokens: a rollout "
-        f"{in_mib(most.rollout)}, a sample {in_mib(most.sample)}; a step moves "
-        f"{in_mib(most.step_rollouts)} of rollouts and {in_mib(most.step_samples)} of samples "
-        f"through the queue, which holds {in_mib(most.queue)}",
-        *([kept_in_words(config, most)] if config.log.replay else []),
-    ]
-    return "\n".join(lines)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -264,6 +184,11 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.resume and config.run_dir is None:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+    if arguments.dry_run:
+        from async_opd.check import check
+
+        check(config, arguments.config, arguments.redacted)
+        return OK
     config, inputs = prepared(config, arguments.config, arguments.resume)
     from async_opd.run import run
 

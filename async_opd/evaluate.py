@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_opd.config.overrides import add_overrides
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
 from async_opd.config.sections.teachers import EndpointTeacher
@@ -49,8 +50,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("config", help="YAML file, whose data.eval and eval sections count")
     what = "directory of a model, a run or a checkpoint; by default the config's student"
     parser.add_argument("model", nargs="?", metavar="MODEL|RUN_DIR", help=what)
-    what = "config keys to override, for example eval.n=4"
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+    add_overrides(parser, "eval.n=4")
     parser.add_argument("--teacher", metavar="NAME", help="evaluates this teacher of the config")
     what = "directory for the results (default: runs/NAME-eval-DATE)"
     parser.add_argument("--out", metavar="DIR", help=what)

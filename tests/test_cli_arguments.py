@@ -47,3 +47,37 @@ def test_help_says_what_the_command_does_with_an_example_and_the_exit_codes(
     assert f"  async_opd {arguments[0] if arguments else 'check'} " in shown
     assert "exit codes: 0 done, 1 failed, 2 bad config or usage, 130 interrupted" in shown
     assert max(map(len, shown.splitlines())) <= 100
+
+
+def test_set_is_an_override_as_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--set", "train.steps=8", "--set", "seed=5", "seed=4", "rollout.n=4"]
+    assert main(["check", CONFIG, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "steps: 8\n" in shown
+    assert "seed: 5\n" in shown
+    assert "  n: 4\n" in shown
+
+
+@pytest.mark.parametrize("form", [[], ["--set"]])
+def test_a_wrong_override_is_told_alike_in_both_forms(
+    form: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["check", CONFIG, *form, "train.stps=8"]) == 2
+    assert "command line: train.stps: unknown key (value 8)" in capsys.readouterr().err
+
+
+def test_every_command_with_overrides_takes_set(capsys: pytest.CaptureFixture[str]) -> None:
+    for command in ("run", "check", "plan", "doctor", "report", "eval", "init", "quickstart"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        assert "--set a.b.c=value" in capsys.readouterr().out, command
+
+
+def test_a_dry_run_checks_and_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["run", CONFIG, "--dry-run"]) == 0
+    assert "6000 training prompts" in capsys.readouterr().out
+    assert main(["run", CONFIG, "--dry-run", "student.model=/no/such"]) == 2
+    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
@@ -63,6 +64,23 @@ def default_of(key: str) -> Any:
         if field == name and not info.is_required() and not isinstance(info.default, BaseModel):
             return info.default
     return None
+
+
+def meaning_of(key: str) -> str:
+    """The first sentence of a key's docstring, else of its section's; of a ``kind`` all kinds."""
+    parent, _, name = key.rpartition(".")
+    if name == "kind":
+        choices = (one for place in _annotations(parent) for one in sections(place))
+        return ", ".join(kind for one in choices for kind in _kinds(one))
+    for field, info in _fields(_annotations(parent)):
+        inner = sections(info.annotation)
+        if field == name and (info.description or len(inner) == 1):
+            return _first_sentence(info.description or inner[0].__doc__ or "")
+    return ""
+
+
+def _first_sentence(text: str) -> str:
+    return re.split(r"\.(?:\s|$)", " ".join(text.split()).replace("``", "`"), maxsplit=1)[0]
 
 
 def why_removed(key: str) -> str | None:

@@ -6,7 +6,6 @@ defaults  <  YAML  <  command line
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 import reprlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,12 +19,11 @@ from async_opd.config.foreign_keys import name_here
 from async_opd.config.keys import (
     default_of,
     key_of,
-    keys_below,
-    keys_called,
     kinds_with,
     new_name,
     why_removed,
 )
+from async_opd.config.nearest import nearest, nearest_key
 from async_opd.config.paths import resolve_paths
 from async_opd.config.run_config import RunConfig, SizesError
 from async_opd.config.secrets import HIDDEN, Redactor, names_secret, take_out
@@ -35,7 +33,6 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.core.nesting import MAX_DEPTH
 
 COMMAND_LINE = "command line"
-MAX_SUGGESTED = 12
 MAX_SHOWN_CHARACTERS = 200
 
 _short = reprlib.Repr()
@@ -46,14 +43,18 @@ MAX_CONFIG_BYTES = 1 << 20
 """Bound of a config file's size, in bytes."""
 
 
-def load_config(path: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    folder: Path | None = None,
+) -> RunConfig:
     """Reads a config, applies overrides, validates. Raises ConfigError with all problems.
 
-    A mapping is the content of a file in the working directory.
+    A mapping is the content of a file in ``folder``, by default the working directory.
     Relative paths of models, data and graders, in the file or in overrides, are relative to the
     file's folder; ``run_dir`` stays relative to the working directory.
     """
-    source = _prepared(path, overrides)
+    source = _prepared(path, overrides, folder)
     found = _validated(source)
     if source.problems or not isinstance(found, RunConfig):
         raise ConfigError(_without_secrets(source))
@@ -80,19 +81,30 @@ def load_recorded_config(
     raise ConfigError(_without_secrets(source))
 
 
-def _prepared(path: str | Path | Mapping[str, Any], overrides: Sequence[str]) -> _Source:
+def with_overrides(tree: Mapping[str, Any], overrides: Sequence[str]) -> dict[Any, Any]:
+    """A config's content with overrides. ConfigError for those that are no overrides."""
+    source = _Source(COMMAND_LINE, copy.deepcopy(dict(tree)))
+    for override in overrides:
+        source.override(override)
+    if source.problems:
+        raise ConfigError(_without_secrets(source))
+    return source.tree
+
+
+def _prepared(
+    path: str | Path | Mapping[str, Any], overrides: Sequence[str], folder: Path | None = None
+) -> _Source:
     """The file with its overrides, before it is validated. ConfigError if it cannot be read."""
     if isinstance(path, Mapping):
-        file, source = Path("the config"), _Source("the config", copy.deepcopy(dict(path)))
+        source = _Source("the config", copy.deepcopy(dict(path)))
     else:
-        file = Path(path)
-        source = _Source(str(file), _read(file))
+        source, folder = _Source(str(path), _read(Path(path))), Path(path).resolve().parent
     source.check_secrets()
     for override in overrides:
         source.override(override)
     source.check_secrets()
     source.check_names()
-    resolve_paths(source.tree, file.resolve().parent, source.add)
+    resolve_paths(source.tree, (folder or Path()).resolve(), source.add)
     return source
 
 
@@ -272,7 +284,7 @@ def _message(entry: Any, key: str) -> tuple[str, str]:
         return "is missing", f"add {key}"
     if kind == "union_tag_invalid":
         named, allowed = found["kind"], entry["ctx"]["expected_tags"]
-        return f"found {named!r}, expected one of {allowed}", _nearest(named, allowed)
+        return f"found {named!r}, expected one of {allowed}", nearest(named, allowed)
     if key == "loss" and isinstance(found, str):
         return f"found {found!r}, expected a section", f"write loss: {{kind: {found}}}"
     expected = str(entry["msg"]).removeprefix("Value error, ")
@@ -280,7 +292,7 @@ def _message(entry: Any, key: str) -> tuple[str, str]:
     default = default_of(key)
     remedy = f"the default is {default!r}" if default is not None else ""
     if kind == "literal_error":
-        remedy = _nearest(found, entry["ctx"]["expected"]) or remedy
+        remedy = nearest(found, entry["ctx"]["expected"]) or remedy
     shown = "a value that is not shown" if found == HIDDEN else _shown(found)
     return f"found {shown}, expected {expected}", remedy
 
@@ -305,7 +317,7 @@ def _unknown(loc: Sequence[int | str], key: str, found: Any) -> tuple[str, str]:
             f"write {ours}",
         )
     if not others:
-        return f"unknown key (value {_shown(found)})", _nearest_key(key)
+        return f"unknown key (value {_shown(found)})", nearest_key(key)
     return (
         f"unknown key of kind {loc[-2]} (value {_shown(found)}): {', '.join(others)} have it",
         f"remove it; an override of {section}.kind keeps the file's other keys, one of {section} "
@@ -320,21 +332,3 @@ def _without_names(key: str, found: Any) -> Any:
     if isinstance(found, dict):
         return {name: _without_names(str(name), value) for name, value in found.items()}
     return found
-
-
-def _nearest(found: Any, allowed: str) -> str:
-    """A suggestion of the closest quoted word in ``allowed``, or the empty string."""
-    near = difflib.get_close_matches(str(found).lower(), re.findall(r"'([^']+)'", allowed), n=1)
-    return f"did you mean {near[0]}?" if near else ""
-
-
-def _nearest_key(key: str) -> str:
-    parent, _, name = key.rpartition(".")
-    known = keys_below(parent)
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    if near:
-        return f"did you mean {f'{parent}.{near[0]}'.lstrip('.')}?"
-    elsewhere = keys_called(name)
-    if elsewhere:
-        return f"did you mean {' or '.join(elsewhere[:3])}?"
-    return f"known here: {', '.join(known[:MAX_SUGGESTED])}" if known else "remove it"

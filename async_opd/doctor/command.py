@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from async_opd.config.overrides import add_overrides
 from async_opd.core.errors import ConfigError
 from async_opd.core.printable import escaped, indented
 from async_opd.doctor.finding import Finding
@@ -41,8 +42,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     about = "examine what a run would meet here"
     parser = commands.add_parser("doctor", help=about, description=ABOUT)
     parser.add_argument("config", help="YAML file")
-    what = "config keys to override, for example train.steps=100"
-    parser.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+    add_overrides(parser)
     what = f"training prompts to show (default {SHOWN})"
     parser.add_argument("--prompts", type=int, default=SHOWN, metavar="N", help=what)
     what = "also start the engines, measure how far they are apart, and push one update"

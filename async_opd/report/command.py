@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from async_opd.config.overrides import add_overrides
+
 if TYPE_CHECKING:
     from async_opd.report.recorded_run import RecordedRun
 
@@ -32,8 +34,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     report = commands.add_parser("report", help="write report.html of a run", description=REPORT)
     report.set_defaults(command=_report)
     report.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
-    what = "config keys to override, for example report.gpu_hour_price=2.5"
-    report.add_argument("overrides", nargs="*", metavar="a.b.c=value", help=what)
+    add_overrides(report, "report.gpu_hour_price=2.5")
     report.add_argument("--out", metavar="FILE", help="default: RUN_DIR/report.html")
     what = "leave out the planner's prediction, which takes some seconds"
     report.add_argument("--no-plan", action="store_true", help=what)

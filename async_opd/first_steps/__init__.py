@@ -1,0 +1,7 @@
+"""``async_opd init`` and ``async_opd quickstart``: a first config, and a first run.
+
+    flags, or answers at a terminal ──draft──► keys ──config_text──► commented YAML ──check──► FILE
+    the quickstart's files, of the wheel or the repository ──copied──► DIR ──► async_opd run
+
+``command`` has the subcommands. Imports ``api``, ``config``, ``core`` and ``files``.
+"""

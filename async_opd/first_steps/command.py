@@ -1,0 +1,129 @@
+"""``async_opd init`` and ``async_opd quickstart``: their options, and what they do."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from async_opd.config.overrides import add_overrides
+from async_opd.core.printable import indented, on_one_line
+
+INIT = """\
+Writes a commented config of a student, its teachers and their prompts, after the checks of
+async_opd check. Asks for what is not given, on a terminal. Paths are those of the working
+directory; the file names them relative to itself.
+
+  async_opd init
+  async_opd init my-run.yaml --student models/student --teacher models/teacher \\
+      --data train.jsonl --eval test.jsonl --set rollout.max_tokens=512
+  async_opd init two.yaml --student models/student --teacher math=Qwen/Qwen3-8B \\
+      --teacher code=models/coder --data math=hf:openai/gsm8k:main:train --data python:code=py.jsonl
+"""
+QUICKSTART = """\
+Distils two small teachers into one student on two CPU cores, in about four minutes: the real
+pipeline, on models and data that come with async_opd. DIR then has quickstart.yaml and its inputs,
+to read and to change: what is there already is kept.
+
+  async_opd quickstart
+  async_opd quickstart first --set train.steps=50
+"""
+OK = 0
+Run = Callable[[argparse.Namespace], int]
+
+
+def add_arguments(commands: argparse._SubParsersAction[Any], run: Run) -> None:
+    """Adds both subcommands; ``run`` is that of ``async_opd run``."""
+    init = commands.add_parser("init", help="write a first config", description=INIT)
+    init.set_defaults(command=_init)
+    what = "the config (default: config.yaml)"
+    init.add_argument("file", nargs="?", default="config.yaml", metavar="FILE", help=what)
+    init.add_argument("--student", metavar="MODEL", help="directory or hub id of the student")
+    what = "directory or hub id of a teacher; with several each has a name"
+    init.add_argument("--teacher", action="append", default=[], metavar="[NAME=]MODEL", help=what)
+    form = "[SOURCE[:TEACHER]=]PATH"
+    what = (
+        "prompts to train on: a file, a directory or hf:ID[:CONFIG][:SPLIT]. SOURCE is the data "
+        "source of all its rows, which TEACHER scores (default: the teacher of that name)"
+    )
+    init.add_argument("--data", action="append", default=[], metavar=form, help=what)
+    what = "the same for prompts to evaluate on, with answers"
+    init.add_argument("--eval", action="append", default=[], metavar=form, help=what)
+    init.add_argument("--force", action="store_true", help="replace FILE if it exists")
+    add_overrides(init, bare=False)
+
+    about = "train a first run, on models and data that come along"
+    first = commands.add_parser("quickstart", help=about, description=QUICKSTART)
+    first.set_defaults(command=partial(_quickstart, run))
+    first.set_defaults(resume=False, staleness_threshold=None, sync_steps=None, run_dir=None)
+    what = "directory for the config, its inputs and runs (default: this one)"
+    first.add_argument("folder", nargs="?", default=".", metavar="DIR", help=what)
+    what = "check everything that a run needs, without writing or starting anything"
+    first.add_argument("--dry-run", action="store_true", help=what)
+    add_overrides(first, bare=False)
+
+
+def _init(given: argparse.Namespace) -> int:
+    from async_opd.core.errors import ConfigError, Problem
+    from async_opd.files.safe_open import write_atomically
+    from async_opd.first_steps.draft import Draft
+
+    target = Path(given.file)
+    if target.exists() and not given.force:
+        problem = Problem(str(target), "", "exists already", "add --force, or name another file")
+        raise ConfigError([problem])
+    if not target.parent.is_dir():
+        problem = Problem(str(target), "", "has no directory yet", f"mkdir -p {target.parent}")
+        raise ConfigError([problem])
+    draft = Draft(given.student, given.teacher, given.data, given.eval)
+    if sys.stdin.isatty() and sys.stdout.isatty():
+        draft.ask(_asked)
+    text, notes = checked_text(draft, target, given.overrides)
+    write_atomically(target, text)
+    for note in notes:
+        print(indented(given.redacted(f"note: {note}")))
+    print(on_one_line(f"wrote {target}; next: async_opd doctor {target}, async_opd run {target}"))
+    return OK
+
+
+def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, list[str]]:
+    """The text of the config, which passes the checks of ``async_opd check``, and their notes.
+
+    ConfigError with all problems.
+    """
+    from async_opd.api import checked
+    from async_opd.config.load import load_config, with_overrides
+    from async_opd.config.yaml_text import load_yaml
+    from async_opd.first_steps.config_text import completed, config_text
+
+    folder = target.resolve().parent
+    tree = with_overrides(draft.tree(target.stem, folder), overrides)
+    text = config_text(completed(tree), str(target))
+    config = load_config(load_yaml(text), folder=folder)
+    return text, checked(config, str(target))[1].notes
+
+
+def _asked(question: str, default: str) -> str:
+    from rich.prompt import Prompt
+
+    return Prompt.ask(question, default=default, show_default=False).strip()
+
+
+def _quickstart(run: Run, given: argparse.Namespace) -> int:
+    from async_opd.first_steps.quickstart import CONFIG, NAME, copy_to, packaged
+
+    folder = Path(given.folder)
+    config = folder / CONFIG
+    if given.dry_run:
+        config = config if config.exists() else packaged() / CONFIG
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in copy_to(folder):
+            print(on_one_line(f"wrote {path}"))
+    given.config = str(config)
+    given.run_dir = str(folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return run(given)

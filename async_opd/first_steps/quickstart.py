@@ -1,0 +1,44 @@
+"""The quickstart's files: in a wheel beside this package, in a checkout in ``examples``."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from async_opd.core.errors import ConfigError, Problem
+
+NAME = "quickstart"
+CONFIG, INPUTS = f"{NAME}.yaml", (f"{NAME}/models", f"{NAME}/data")
+
+
+def packaged() -> Path:
+    """The folder with the config and its inputs. ConfigError if the installation lacks them."""
+    here = Path(__file__).resolve()
+    places = (here.parents[1] / "examples", here.parents[2] / "examples")
+    found = next((place for place in places if (place / CONFIG).is_file()), None)
+    if found is None:
+        message = f"the quickstart's {CONFIG} is in none of {', '.join(map(str, places))}"
+        remedy = "install async_opd from its wheel, or run in a complete checkout"
+        raise ConfigError([Problem("installation", "", message, remedy)])
+    return found
+
+
+def copy_to(folder: Path) -> list[Path]:
+    """Copies what is not in the folder yet, the config last; returns what was written.
+
+    ConfigError if the config is missing beside inputs that are there.
+    """
+    if (folder / CONFIG).exists():
+        return []
+    if (folder / NAME).exists():
+        message = f"{folder / NAME} exists, but {CONFIG} beside it does not"
+        remedy = f"remove {folder / NAME}, or name another directory: async_opd quickstart DIR"
+        raise ConfigError([Problem("command line", "DIR", message, remedy)])
+    source, partial = packaged(), folder / f".{NAME}.partial"
+    shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
+    for name in INPUTS:
+        to = partial / Path(name).name
+        shutil.copytree(source / name, to, copy_function=shutil.copyfile)
+    partial.rename(folder / NAME)
+    shutil.copyfile(source / CONFIG, folder / CONFIG)
+    return [folder / CONFIG, folder / NAME]
