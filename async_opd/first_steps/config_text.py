@@ -73,7 +73,8 @@ def _hints(section: str, given: Mapping[str, Any]) -> Iterator[str]:
     for hint in TUNED:
         parent, _, name = hint.rpartition(".")
         kinds = kinds_with(section, name)
-        if parent == section and name not in given and given.get("kind") in (kinds or [None]):
+        is_valid = not kinds or given.get("kind") in kinds
+        if parent == section and name not in given and is_valid:
             yield hint
 
 
