@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -17,6 +18,7 @@ from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
 from async_opd.grading.accuracy import metric_names
+from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.tokenizer import Text
@@ -72,13 +74,18 @@ class DataChecks:
     )
 
     def grader(self, key: str, name: str) -> None:
-        """Checks that a grader can be imported."""
+        """Checks that a grader can be loaded: a user's in a process of its own, as in a run."""
         try:
-            load_grader(name)
-        except Exception as error:  # a user's module can raise anything while it is imported
-            message = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+            fault = ""
+            if is_function(name):
+                fault = asyncio.run(loading_fault(GraderSpec.of(self.config, name)))
+            else:
+                load_grader(name)
+        except (ImportError, ValueError) as error:  # of a built-in one
+            fault = f"{name} cannot be loaded: {type(error).__name__}: {error}"
+        if fault:
             remedy = "exact, gsm8k, math_verify, regex:PATTERN, or module:function on PYTHONPATH"
-            self.found.add(key, message, remedy)
+            self.found.add(key, fault, remedy)
 
     def best_metric(self) -> None:
         """Checks that evaluations have what ``checkpoint.keep_best`` compares."""

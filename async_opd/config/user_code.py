@@ -46,7 +46,7 @@ def user_object(name: str, group: str) -> Callable[..., Any]:
             found = installed[0].load()
     except UserCodeError:
         raise
-    except Exception as error:  # a user's module can raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise UserCodeError(f"{name} is {type(found).__name__}, which cannot be called")
@@ -60,7 +60,7 @@ def user_transport(name: str) -> ModuleType:
     try:
         points = _entry_points(name, TRANSPORTS)
         found = points[0].load() if points else importlib.import_module(place)
-    except Exception as error:  # a user's module can raise anything while it is imported
+    except (Exception, SystemExit) as error:  # a user's module can raise anything
         raise UserCodeError(f"{name} cannot be loaded: {type(error).__name__}: {error}") from error
     lacks = [part for part in ("DEVICES", "sender", "receiver") if not hasattr(found, part)]
     if lacks or not isinstance(found, ModuleType):

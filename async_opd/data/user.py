@@ -47,6 +47,6 @@ class UserSource(RowSource):
                     yield SourceError(self.label, str(error), number + 1)
         except UserCodeError as error:
             raise SourceError(self.label, str(error)) from error
-        except Exception as error:  # of the user's code, which can raise anything
+        except (Exception, SystemExit) as error:  # of the user's code: it can raise anything
             cause = f"failed after {number + 1} rows: {type(error).__name__}: {error}"
             raise SourceError(self.label, cause) from error

@@ -112,6 +112,18 @@ class Graders:
             self._idle.pop().end()
 
 
+async def loading_fault(spec: GraderSpec) -> str:
+    """Why a grader cannot be loaded in a process as a run starts it; '' if it can.
+
+    Its module may do anything, and take ``start_s`` at most.
+    """
+    try:
+        (await _Process.start(spec)).end()
+    except StageError as error:
+        return error.cause
+    return ""
+
+
 class _Answer(msgspec.Struct):
     """A grade with its extracted answer, or the cause of having none; ``to`` is the request."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -218,13 +219,31 @@ def test_a_chat_template_that_is_none_is_a_problem(tmp_path: Path) -> None:
     assert {problem.key for problem in problems} == {"data.train", "data.eval"}
 
 
-@pytest.mark.parametrize("code", ["def f(:", "x = 1 / 0"])
+@pytest.mark.parametrize(
+    "code", ["def f(:", "x = 1 / 0", "raise SystemExit", "import os; os._exit(3)"]
+)
 def test_a_grader_module_that_cannot_be_imported_is_a_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str
 ) -> None:
     (tmp_path / f"grader{len(code)}.py").write_text(code)
     monkeypatch.syspath_prepend(str(tmp_path))
     assert one(f"eval.grader=grader{len(code)}:f").key == "eval.grader"
+
+
+def test_a_graders_module_that_does_not_end_is_a_problem_after_the_bound_of_a_start(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "endless.py").write_text("while True:\n    pass\n")
+    problem = one(f"eval.grader={tmp_path}/endless.py:f", "timeouts.engine_start_s=1")
+    assert "longer than 1 s (timeouts.engine_start_s)" in problem.message
+
+
+def test_a_graders_module_is_not_imported_into_the_process_that_checks_it(tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    code = f"import os\nopen({str(marker)!r}, 'w').write(str(os.getpid()))\n"
+    (tmp_path / "leaves.py").write_text(f"{code}def f(response, row):\n    return 1\n")
+    assert found(f"eval.grader={tmp_path}/leaves.py:f") == []
+    assert int(marker.read_text()) != os.getpid()
 
 
 def test_a_missing_file_blames_no_teacher() -> None:
