@@ -21,6 +21,7 @@ THOUSANDS = r"\d{1,3}(?:,\d{3})+(?!\d)"
 NUMBER = re.compile(rf"(?<![\d.])-?(?:(?:{THOUSANDS}|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
 RETURNS = "a grader must return a number from 0 to 1 for every response"
 """Or that and the extracted answer, as a pair; docs/evaluation.md."""
+RANGE = f"{RETURNS}: scale it, or return {{'score': …, 'acc': …}} with acc from 0 to 1"
 
 
 class Grade(float):
@@ -70,8 +71,8 @@ def load_grader(name: str) -> Callable[[str, Row], Grade]:
         if not 0 <= value <= 1:
             raise GradeError(
                 "grader",
-                f"{label} returned {value} on row {row.uid}",
-                RETURNS,
+                f"{label} returned {value} on row {row.uid}, expected 0 to 1",
+                RANGE,
             )
         return value
 
@@ -79,9 +80,14 @@ def load_grader(name: str) -> Callable[[str, Row], Grade]:
 
 
 def _grade_of(returned: Any) -> Grade:
-    """TypeError or ValueError for anything but a number, or a number and an answer."""
-    if isinstance(returned, dict):  # of verl's functions
-        returned = returned["score"]
+    """TypeError or ValueError for anything but a number, or a number and an answer.
+
+    Of a dictionary, as verl's functions return, it is ``score``, or ``acc`` in place of a score
+    outside of 0 to 1: that of DAPO's function is 1 or -1.
+    """
+    if isinstance(returned, dict):
+        within = "acc" not in returned or 0 <= float(returned["score"]) <= 1
+        returned = returned["score" if within else "acc"]
     if not isinstance(returned, tuple):
         return Grade(float(returned), getattr(returned, "answer", None))
     score, answer = returned

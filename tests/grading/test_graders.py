@@ -129,6 +129,34 @@ def test_verls_functions_grade_with_the_ground_truth_as_the_file_has_it(
         assert load_grader(name)("4", made) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("returned", "grade"),
+    [
+        ("{'score': -1.0, 'acc': False}", 0.0),
+        ("{'score': 1.0, 'acc': True}", 1.0),
+        ("{'score': 2.5, 'acc': True}", 1.0),
+        ("{'score': 0.25, 'acc': False}", 0.25),
+    ],
+)
+def test_a_score_of_verls_outside_of_0_to_1_is_replaced_by_the_accuracy_beside_it(
+    tmp_path: Path, returned: str, grade: float
+) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(f"def compute_score(solution_str):\n    return {returned}\n")
+    assert load_grader(f"{file}")("4", row("4")) == grade
+
+
+@pytest.mark.parametrize("returned", ["-1", "{'score': -1}", "{'score': -1, 'acc': 2}"])
+def test_a_score_outside_of_0_to_1_without_an_accuracy_is_refused_with_a_remedy(
+    tmp_path: Path, returned: str
+) -> None:
+    file = tmp_path / "score.py"
+    file.write_text(f"def compute_score(solution_str):\n    return {returned}\n")
+    with pytest.raises(GradeError, match="expected 0 to 1") as caught:
+        load_grader(f"{file}")("4", row("4"))
+    assert "'acc'" in str(caught.value.remedy)
+
+
 @pytest.mark.parametrize("name", ["regex:(", "nothing", "/no/such/file.py:f"])
 def test_a_grader_that_does_not_exist_is_refused(name: str) -> None:
     with pytest.raises((ValueError, OSError)):

@@ -55,7 +55,7 @@ def user_divergence(name: str, options: Mapping[str, Any]) -> DivergenceFunction
             expected[:, outcome] = (above - below) / 2e-5
     except UserCodeError:
         raise
-    except Exception as error:  # of the user's code, which can raise anything
+    except (Exception, SystemExit) as error:  # of the user's code, which can raise anything
         raise UserCodeError(
             f"{name} failed on two rows: {type(error).__name__}: {error}"
         ) from error
