@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from async_opd.config.secrets import HIDDEN, looks_secret, names_secret
+
 HUB = "hf:"
 """Begins a source of prompts that is a data set of the hub."""
 PYTHON_FILE = re.compile(r"\.py(:\w+)?$")
@@ -17,6 +19,10 @@ SPLITS = ("train", "test", "validation", "valid", "val", "dev")
 URL = re.compile(r"[a-z][a-z0-9+.-]*://.")
 """Begins a path in a store that is not a directory of this machine: ``s3://bucket/file``."""
 VARIABLE = re.compile(r"\$\{(\w+)\}")
+SECRET_REMEDY = (
+    "remove it: what reads the path takes its secret from the environment by itself (HF_TOKEN, "
+    "AWS_SECRET_ACCESS_KEY), or name a variable with a path"
+)
 Add = Callable[[str, str, str], None]
 """Adds a problem: key, message, remedy."""
 
@@ -24,12 +30,18 @@ Add = Callable[[str, str, str], None]
 def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
     """Makes paths of models, data and graders absolute, relative to ``folder``, the config's.
 
-    ``run_dir`` stays relative to the working directory. Variables that are not set are added.
+    ``run_dir`` stays relative to the working directory. Variables that are not set are added, and
+    those that hold a secret, which the run directory's config.yaml would show.
     """
     for section, name, key in _paths(tree):
         text = section[name]
         for variable in VARIABLE.findall(text):
-            if variable not in os.environ:
+            value = os.environ.get(variable)
+            if names_secret(variable) or looks_secret(value or ""):
+                message = f"{text!r} names {variable}, a secret, which paths in files would show"
+                add(key, message, SECRET_REMEDY)
+                text = text.replace(f"${{{variable}}}", HIDDEN)
+            elif value is None:
                 message = f"{text!r} needs the environment variable {variable}, which is not set"
                 add(key, message, f"export {variable}, or write the path itself")
         text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)

@@ -49,3 +49,20 @@ def test_every_variable_that_is_not_set_is_refused_with_its_key(
     keys = [problem.key for problem in caught.value.problems]
     assert keys == ["student.model", "data.train[0]"]
     assert "MODELS, which is not set" in caught.value.problems[0].message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("HF_TOKEN", "hf_abcdefgh"), ("STORE", "https://user:password@host"), ("MY_API_KEY", None)],
+)
+def test_a_variable_with_a_secret_is_refused_in_a_path_and_its_value_is_not_shown(
+    file: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str | None
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    if value is not None:
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ConfigError) as caught:
+        load_config(file, [f"data.eval='${{{variable}}}/rows.jsonl'"])
+    (problem,) = caught.value.problems
+    assert (problem.key, f"names {variable}, a secret" in problem.message) == ("data.eval", True)
+    assert value is None or value not in str(caught.value)
