@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -65,6 +66,10 @@ run. Draws a chart into plan.svg.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit code."""
     parser = _parser()
+    if "_ARGCOMPLETE" in os.environ:  # a shell asks for completions (async_opd completion)
+        import argcomplete
+
+        argcomplete.autocomplete(parser)
     arguments, rest = parser.parse_known_args(argv)
     for text in rest:  # argparse leaves over the overrides that follow an option
         if text.startswith("-") or "overrides" not in arguments:

@@ -1,8 +1,11 @@
-"""Overrides on the command line: ``a.b.c=value``, alone or after ``--set``."""
+"""Overrides on the command line: ``a.b.c=value``, alone or after ``--set``; their completion."""
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
 
 METAVAR = "a.b.c=value"
 
@@ -16,8 +19,57 @@ def add_overrides(
     """
     what = f"config keys to override, for example {example}"
     if bare:
-        parser.add_argument("overrides", nargs="*", metavar=METAVAR, help=what)
+        alone = parser.add_argument("overrides", nargs="*", metavar=METAVAR, help=what)
+        alone.completer = completions  # type: ignore[attr-defined]
+        what = "the same as an option, may be given several times"
     else:
         parser.set_defaults(overrides=[])
-    what = "the same as an option, may be given several times" if bare else what
-    parser.add_argument("--set", action="append", default=[], metavar=METAVAR, help=what)
+    named = parser.add_argument("--set", action="append", default=[], metavar=METAVAR, help=what)
+    named.completer = completions  # type: ignore[attr-defined]
+
+
+def completions(prefix: str, parsed_args: argparse.Namespace, **_: Any) -> list[str]:
+    """The keys of an override that begins with ``prefix``, down to the next dot.
+
+    argcomplete calls it. Names of teachers are those of the config that is given, if it can be
+    read.
+    """
+    from async_opd.config.keys import all_keys
+
+    names = _teachers(getattr(parsed_args, "config", None))
+    keys = list(_named(all_keys(), names))
+    while True:
+        found = _next_parts(prefix, keys)
+        # The shell would put a space behind a single completion, unless it ends with "=".
+        if len(found) != 1 or not found[0].endswith("."):
+            return found
+        (prefix,) = found
+
+
+def _next_parts(prefix: str, keys: list[str]) -> list[str]:
+    """Keys that begin with the prefix: whole ones with ``=``, of longer ones a part, with ``.``."""
+    depth, found = prefix.count(".") + 1, dict[str, bool]()
+    for key in keys:
+        if key.startswith(prefix):
+            parts = key.split(".")
+            part = ".".join(parts[:depth])
+            found[part] = found.get(part, False) or len(parts) > depth
+    return [part + ("." if has_keys else "=") for part, has_keys in found.items()]
+
+
+def _named(keys: Iterable[str], names: list[str]) -> Iterable[str]:
+    for key in keys:
+        if "<name>" in key:
+            yield from (key.replace("<name>", name) for name in names)
+        else:
+            yield key
+
+
+def _teachers(config: str | None) -> list[str]:
+    """The teachers' names in a config; none if it cannot be read."""
+    from async_opd.config.yaml_text import YamlError, load_yaml
+
+    try:
+        return [str(name) for name in load_yaml(Path(str(config)).read_text())["teachers"]]
+    except (OSError, ValueError, LookupError, TypeError, YamlError):
+        return []

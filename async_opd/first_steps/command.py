@@ -1,4 +1,4 @@
-"""``async_opd init`` and ``async_opd quickstart``: their options, and what they do."""
+"""``async_opd init``, ``quickstart`` and ``completion``: their options, and what they do."""
 
 from __future__ import annotations
 
@@ -32,12 +32,19 @@ to read and to change: what is there already is kept.
   async_opd quickstart
   async_opd quickstart first --set train.steps=50
 """
+COMPLETION = """\
+Prints the script that makes a shell complete commands, options, files and config keys.
+
+  eval "$(async_opd completion bash)"                       in ~/.bashrc; the same with zsh
+  async_opd completion fish > ~/.config/fish/completions/async_opd.fish
+"""
+SHELLS = ("bash", "zsh", "fish")
 OK = 0
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_arguments(commands: argparse._SubParsersAction[Any], run: Run) -> None:
-    """Adds both subcommands; ``run`` is that of ``async_opd run``."""
+    """Adds the subcommands; ``run`` is that of ``async_opd run``."""
     init = commands.add_parser("init", help="write a first config", description=INIT)
     init.set_defaults(command=_init)
     what = "the config (default: config.yaml)"
@@ -65,6 +72,11 @@ def add_arguments(commands: argparse._SubParsersAction[Any], run: Run) -> None:
     what = "check everything that a run needs, without writing or starting anything"
     first.add_argument("--dry-run", action="store_true", help=what)
     add_overrides(first, bare=False)
+
+    about = "print a shell's completion script"
+    shell = commands.add_parser("completion", help=about, description=COMPLETION)
+    shell.set_defaults(command=_completion)
+    shell.add_argument("shell", choices=SHELLS, metavar="|".join(SHELLS))
 
 
 def _init(given: argparse.Namespace) -> int:
@@ -127,3 +139,10 @@ def _quickstart(run: Run, given: argparse.Namespace) -> int:
     given.config = str(config)
     given.run_dir = str(folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}")
     return run(given)
+
+
+def _completion(given: argparse.Namespace) -> int:
+    from argcomplete import shellcode
+
+    print(shellcode(["async_opd"], shell=given.shell))
+    return OK
