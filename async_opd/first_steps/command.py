@@ -142,7 +142,7 @@ def _quickstart(run: Run, given: argparse.Namespace) -> int:
 
 
 def _completion(given: argparse.Namespace) -> int:
-    from argcomplete import shellcode
+    from argcomplete.shell_integration import shellcode
 
     print(shellcode(["async_opd"], shell=given.shell))
     return OK
