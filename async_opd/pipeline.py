@@ -22,7 +22,7 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -41,11 +41,12 @@ from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_runs import EvaluationRuns
 from async_opd.grading.evaluation_schedule import Evaluations
-from async_opd.observability.activity import traced, trained_samples
+from async_opd.observability.activity import admitted, shown, traced
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
 from async_opd.observability.pool_report import pool_reports
 from async_opd.observability.stall import StallDetector, teachers_s
+from async_opd.observability.trace_events import ADMISSION
 from async_opd.waiting.race import endless
 
 Result = TypeVar("Result")
@@ -256,8 +257,9 @@ class Pipeline:
             return []
         return self.run_state.supply.replace(letter)
 
-    async def _issue(self, groups: Iterable[Group]) -> None:
+    async def _issue(self, groups: Sequence[Group]) -> None:
         """Groups ──► prompts, a message at a time."""
+        self.log.busy({ADMISSION: admitted(groups, self.metering.clock())})
         for batch in Batch.packed(groups):
             await self.stages.queue.put(PROMPTS, batch)
 
@@ -334,9 +336,7 @@ class Pipeline:
     async def _meter(self, report: StepReport) -> None:
         pools, topics = await pool_reports(self.stages)
         metrics = self.metering.step(report, pools, topics)
-        shown = {pool: [*found.busy, *found.spans] for pool, found in pools.items()}
-        shown["train"] += trained_samples(report, pools["train"].busy)
-        self.log.busy(shown)
+        self.log.busy(shown(report, pools))
         warnings = self.run_state.guardrail.observe(metrics)
         metrics |= self.run_state.metrics
         metrics |= {} if self.checkpointer is None else self.checkpointer.metrics

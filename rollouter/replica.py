@@ -34,6 +34,7 @@ from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.observability.activity import Activity
+from async_opd.observability.trace_events import GRADE
 from async_opd.processes.exit_watch import ExitWatch
 from async_opd.waiting.gate import Gate
 from async_opd.waiting.race import race
@@ -83,7 +84,8 @@ class StudentReplica:
         first = first_limit(spec.concurrency, adaptive.max_num_seqs)
         self._slots = slots = Slots(first, spec.sampling.n)
         self._grader = RewardGrader(spec.grader, spec.kwargs["model"]) if spec.grader else None
-        grade = self._grader.grade if self._grader else None
+        self._activity = Activity("generate", track=spec.name, causes=[*WAITS], cause=self._cause)
+        grade = self._activity.followed(GRADE, self._grader.grade) if self._grader else None
         self._worker = RolloutWorker(spec.consumer, queue, slots, self._roll, grade=grade)
         self._evaluation = EvaluationWorker(slots, self._sample)
         self._rollouts = Gate()  # inside are the engine's requests for rollouts
@@ -96,7 +98,6 @@ class StudentReplica:
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
-        self._activity = Activity("generate", track=spec.name, causes=[*WAITS], cause=self._cause)
         self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
@@ -130,8 +131,7 @@ class StudentReplica:
         begun = self._activity.clock() - self._total_paused_s
         refuse_foreign_tokens(prompt, uid, self._engine.vllm_config.model_config.get_vocab_size())
         try:
-            given = (self._spec.sampling, self._spec.top_k, self._rollouts)
-            rollout = await self._sample(prompt, uid, *given)
+            rollout = await self._sample(prompt, uid, self._spec.sampling, trains=True)
         except (VLLMClientError, ValueError) as error:
             raise RolloutFault("student", f"the engine refuses {uid}: {error}") from error
         self._counters["request_s"] += self._activity.clock() - self._total_paused_s - begun
@@ -142,15 +142,12 @@ class StudentReplica:
         return await self._evaluation.generate(prompts, sampling)
 
     async def _sample(
-        self,
-        prompt: Prompt,
-        uid: Uid,
-        sampling: SamplingSpec,
-        top_k: int = 0,
-        inside: Gate | None = None,
+        self, prompt: Prompt, uid: Uid, sampling: SamplingSpec, trains: bool = False
     ) -> Rollout:
+        """One answer: a rollout that ``trains``, or an evaluation's."""
         self._requests += 1
         name = f"{uid}#{self._requests}"  # an evaluation's prompt may have the uid of another
+        top_k = self._spec.top_k if trains else 0
         asked = self._spec.request(uid, sampling, top_k)
         params = SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY)
         max_tokens = len(prompt.token_ids) + sampling.max_tokens
@@ -158,14 +155,14 @@ class StudentReplica:
         try:
             async with self._gate:
                 await self._unpaused.wait()
-                async with inside or Gate():
-                    rollout = await self._answer(name, prompt, uid, params, top_k)
+                async with self._rollouts if trains else Gate():
+                    rollout = await self._answer(name, prompt, uid, params, top_k, trains)
         finally:
             self._pending_tokens -= max_tokens
-        return rollout or await self._sample(prompt, uid, sampling, top_k, inside)
+        return rollout or await self._sample(prompt, uid, sampling, trains)
 
     async def _answer(
-        self, name: str, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int
+        self, name: str, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int, trains: bool
     ) -> Rollout | None:
         """The engine's answer; None if a sync overtook its request: the caller repeats it.
 
@@ -182,7 +179,8 @@ class StudentReplica:
                 if output.finished:
                     rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
                     self._counters["tokens"] += len(rollout.response_ids)
-                    self._activity.sampled(uid, begun)
+                    if trains:  # an evaluation's prompt may have the uid of another
+                        self._activity.sampled(uid, begun)
                     newer = any(span.version > version for span in rollout.version_spans[:1])
                     return None if newer and output.num_cached_tokens else rollout
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")

@@ -281,7 +281,8 @@ class ScorerStage:
         for name, report in zip(self._pools, reports, strict=True):
             waits = ROOM if report.waits_for == IDLE and self._putting[name] else report.waits_for
             counters = {**report.counters, "put_s": self._put_s.pop(name, 0.0)}
-            found[name] = replace(report, waits_for=waits, counters=counters)
+            spans = (*report.spans, *self._leases.taken(rollouts_topic(name)))
+            found[name] = replace(report, waits_for=waits, counters=counters, spans=spans)
         return found
 
     async def hand_over(self) -> tuple[dict[str, list[ScoringReplica]], RebuildTeacher | None]:

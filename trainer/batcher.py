@@ -22,6 +22,7 @@ from async_opd.core.batch import Batch, cut, unpack
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import LeaseExpired, StageError
 from async_opd.core.lease import Lease
+from async_opd.core.reports import Interval
 from async_opd.core.samples import Header, Sample
 from async_opd.core.stages import SCORED, STALE, TRAINER, Queue
 from async_opd.core.uid import Uid, prompt_uid
@@ -215,6 +216,10 @@ class Batcher:
         self._dropped |= gone
         await self._settle([self._held.pop(uid) for uid in sorted(gone & self._held.keys())])
         return True
+
+    def arrivals(self) -> tuple[Interval, ...]:
+        """See LeaseHolder.taken."""
+        return self._leases.taken(SCORED)
 
     def close(self) -> None:
         """Stops the fetch under way and the renewal of leases."""

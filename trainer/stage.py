@@ -177,7 +177,7 @@ class TrainerStage:
             gauges={"version": float(self._version)},
             busy=self._activity.drain(),
             waits_for=self._waits_for,
-            spans=self._rank_group.spans(),
+            spans=(*self._rank_group.spans(), *self._batcher.arrivals()),
         )
 
     # ── checkpoints ────────────────────────────────────────────────────────────────────────────

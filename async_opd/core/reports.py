@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 
 from async_opd.core.samples import Header
 
+LEASE = "lease"
+"""What happens to a sample at the moment at which a consumer takes it from the queue."""
+
 
 @dataclass(frozen=True)
 class Interval:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import NewType
+from zlib import crc32
 
 Uid = NewType("Uid", str)
 """Names a prompt or a rollout. A prompt's may contain slashes; a rollout's last slash separates."""
@@ -16,6 +17,14 @@ def rollout_uid(prompt: Uid, member: int) -> Uid:
 def prompt_uid(rollout: Uid) -> Uid:
     """The uid of the rollout's prompt."""
     return Uid(rollout.rpartition("/")[0])
+
+
+TRACED = 100
+
+
+def is_traced(rollout: Uid | str) -> bool:
+    """Whether the trace follows the rollout: one in ``TRACED``, by its uid."""
+    return crc32(rollout.encode()) % TRACED == 0
 
 
 def member_of(rollout: Uid) -> int:

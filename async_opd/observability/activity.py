@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from async_opd.core.reports import Interval, StepReport
+from async_opd.core.reports import Interval, StageReport, StepReport
+from async_opd.core.samples import Group, Rollout
 from async_opd.core.stages import Log
-from async_opd.observability.trace_events import is_traced
+from async_opd.core.uid import is_traced, rollout_uid
+from async_opd.observability.trace_events import ADMIT
 
 
 class Activity:
@@ -89,6 +91,20 @@ class Activity:
         if is_traced(uid):
             self._spans.append(replace(self._interval(since, self.clock()), sample=uid))
 
+    def followed(
+        self, what: str, work: Callable[[Rollout], Awaitable[Rollout]]
+    ) -> Callable[[Rollout], Awaitable[Rollout]]:
+        """``work``, recorded as ``what`` happens to each rollout that the trace follows."""
+
+        async def recorded(rollout: Rollout) -> Rollout:
+            since = self.clock()
+            done = await work(rollout)
+            if is_traced(rollout.uid):
+                self._spans.append(Interval(what, since, self.clock(), self._track, rollout.uid))
+            return done
+
+        return recorded
+
     def span(self, what: str, since: float) -> float:
         """Records for the trace that ``what`` began at ``since`` and ends now; its seconds."""
         now = self.clock()
@@ -110,6 +126,22 @@ def traced(log: Log, pool: str, what: str) -> Iterator[None]:
     since = time.time()
     yield
     log.busy({pool: [Interval(what, since, time.time())]})
+
+
+def admitted(groups: Iterable[Group], now: float) -> list[Interval]:
+    """The moment at which each sample of the groups that the trace follows goes to the rollouter.
+
+    Of a sample that is sampled again its life begins again.
+    """
+    uids = (rollout_uid(group.prompt.uid, member) for group in groups for member in group.members)
+    return [Interval(ADMIT, now, now, sample=uid) for uid in uids if is_traced(uid)]
+
+
+def shown(report: StepReport, pools: Mapping[str, StageReport]) -> dict[str, list[Interval]]:
+    """What the trace shows of the pools' reports, with the samples of a step."""
+    found = {pool: [*stage.busy, *stage.spans] for pool, stage in pools.items()}
+    found["train"] += trained_samples(report, pools["train"].busy)
+    return found
 
 
 def trained_samples(report: StepReport, busy: Sequence[Interval]) -> list[Interval]:

@@ -25,7 +25,7 @@ class Metering:
     ) -> None:
         """``before`` are the last metrics of the run that is resumed."""
         self.waits: dict[str, str] = {}
-        self._clock = clock
+        self.clock = clock
         self._started = self._last = clock()
         self._sync: dict[str, float] = {}
         self._overlap_s = 0.0
@@ -33,7 +33,7 @@ class Metering:
 
     def start(self) -> None:
         """Called when training begins: time before it (evaluation) is no part of any rate."""
-        self._started = self._last = self._clock()
+        self._started = self._last = self.clock()
         self._overlap_s = 0.0
 
     def synced(self, report: SyncReport) -> None:
@@ -43,15 +43,15 @@ class Metering:
     @contextmanager
     def timed(self, metric: str) -> Iterator[None]:
         """Measures the seconds in the block, as a metric of the next step."""
-        started = self._clock()
+        started = self.clock()
         yield
-        self._sync[metric] = self._clock() - started
+        self._sync[metric] = self.clock() - started
 
     def step(
         self, report: StepReport, pools: Mapping[str, StageReport], topics: Mapping[str, TopicStats]
     ) -> dict[str, float]:
         """The metrics of a step. Rates and busy shares are since the step before."""
-        now = self._clock()
+        now = self.clock()
         elapsed = max(now - self._last, 1e-9)
         metrics = dict(report.metrics) | self._sync | self._gaps(report.metrics)
         self._sync = {}

@@ -20,6 +20,7 @@ from async_opd.processes.background import BackgroundWorker
 
 Pools = Mapping[str, Sequence[Interval]]
 
+TRACE = "trace.json"
 MAX_BYTES = 64 << 20
 """Longest file; Perfetto opens it at once. What comes later is counted in the file and dropped."""
 MAX_WAITING = 100_000
@@ -40,7 +41,7 @@ class TraceSink(Sink):
         resumed: bool = False,
         max_bytes: int = MAX_BYTES,
     ) -> None:
-        self.path = run_dir / "trace.json"
+        self.path = run_dir / TRACE
         self._clock = clock
         self._resumed = resumed
         self._max_bytes = max_bytes
@@ -62,8 +63,8 @@ class TraceSink(Sink):
 
     def busy(self, pools: Pools) -> None:
         """Passes the intervals to the writing thread. Raises the error of its last write."""
-        if not self._writer.put(pools):
-            self._behind += _count(pools)
+        if (count := _count(pools)) and not self._writer.put(pools):
+            self._behind += count
 
     def close(self, summary: Summary) -> str | None:
         """Closes the file within ``CLOSE_S``; a message if intervals are missing in it."""
@@ -80,7 +81,8 @@ class TraceSink(Sink):
 
     def _write(self, waiting: list[Pools]) -> None:
         for pools in waiting:
-            self._file.append(self._events(pools), self._max_bytes)
+            if events := list(self._events(pools)):
+                self._file.append(events, self._max_bytes)
 
     def _events(self, pools: Pools) -> Iterator[Event]:
         """Slices first: an arrow needs those that it leads from and to."""

@@ -4,7 +4,7 @@
 
 The way of one sample in ``TRACED`` is drawn as arrows: the slice in which it was generated ──► that
 in which it was scored ──► its step. The arrows are written together when the sample is trained:
-no arrow begins that does not end.
+no arrow begins that does not end. The last one has all that is known of the sample's life.
 """
 
 from __future__ import annotations
@@ -13,26 +13,22 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
-from zlib import crc32
 
-from async_opd.core.reports import Interval
+from async_opd.core.reports import LEASE, Interval
 
 Event = dict[str, Any]
-TRACED = 100
 MAX_PENDING = 10_000
 """Traced samples that are not trained yet; the oldest ones are forgotten."""
-
-
-def is_traced(uid: str) -> bool:
-    """Whether the sample is one of those whose way is drawn: one in ``TRACED``, by its uid."""
-    return crc32(uid.encode()) % TRACED == 0
+ADMISSION, ADMIT, GRADE = "admission", "admit", "grade"
+SLICELESS = (ADMIT, LEASE, GRADE)
+"""Parts of a sample's way that are no slices of a thread: no arrow leads to them."""
 
 
 class SampleFlows:
     """Collects the intervals of traced samples until they are trained."""
 
     def __init__(self) -> None:
-        self._pending: OrderedDict[str, dict[str, Interval]] = OrderedDict()
+        self._pending: OrderedDict[str, dict[tuple[str, str], Interval]] = OrderedDict()
 
     def add(self, pool: str, interval: Interval) -> list[tuple[str, Interval]]:
         """The way of a sample that is trained now, by time; empty before, or if nothing is known.
@@ -41,15 +37,16 @@ class SampleFlows:
         """
         uid = interval.sample
         way = self._pending.setdefault(uid, {})
-        way[pool] = interval
+        way[pool, interval.what] = interval
         self._pending.move_to_end(uid)
-        if pool != "train":
+        if pool != "train" or interval.what == LEASE:
             if len(self._pending) > MAX_PENDING:
                 self._pending.popitem(last=False)
             return []
         del self._pending[uid]
-        way = {of: one for of, one in way.items() if one.end <= interval.end}
-        return sorted(way.items(), key=lambda part: part[1].end) if len(way) > 1 else []
+        known = [(of, one) for (of, _), one in way.items() if one.end <= interval.end]
+        known.sort(key=lambda part: part[1].end)
+        return known if sum(one.what not in SLICELESS for _, one in known) > 1 else []
 
 
 def named(kind: str, process: int, thread: int, name: str) -> Event:
@@ -79,6 +76,14 @@ def arrow(kind: str, number: int, interval: Interval, start: float) -> Event:
     event: Event = {"name": "sample", "cat": "sample", "ph": kind, "id": number}
     event |= {"ts": max(last - 1, first), "args": {"uid": interval.sample}}
     return event | {"bp": "e"} if kind == "f" else event
+
+
+def life(way: Sequence[tuple[str, Interval]], start: float) -> list[list[str | int]]:
+    """[pool, what, track, start, end] of each part, in microseconds of the trace."""
+    return [
+        [of, one.what, one.track, *(round((at - start) * 1e6) for at in (one.start, one.end))]
+        for of, one in way
+    ]
 
 
 class Lanes:

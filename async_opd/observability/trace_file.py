@@ -17,7 +17,15 @@ from pathlib import Path
 
 from async_opd.core.reports import Interval
 from async_opd.files.safe_open import regular_file, write_atomically
-from async_opd.observability.trace_events import Event, Lanes, arrow, complete, named
+from async_opd.observability.trace_events import (
+    SLICELESS,
+    Event,
+    Lanes,
+    arrow,
+    complete,
+    life,
+    named,
+)
 
 HEAD = '{"displayTimeUnit": "ms", "traceEvents": [\n'
 TAIL = '\n], "otherData": '
@@ -133,12 +141,15 @@ class TraceFile:
     def arrows(self, way: list[tuple[str, Interval]]) -> Iterator[Event]:
         """The arrows from each part of a sample's way to the next one."""
         self.state.arrows += 1
-        for at, (pool, interval) in enumerate(way):
+        slices = [part for part in way if part[1].what not in SLICELESS]
+        for at, (pool, interval) in enumerate(slices):
             yield from self._naming(pool, thread := interval.track or pool)
-            kind = "s" if at == 0 else "f" if at == len(way) - 1 else "t"
+            kind = "s" if at == 0 else "f" if at == len(slices) - 1 else "t"
             process, number = self._places[pool, thread]
-            place = {"pid": process, "tid": number}
-            yield arrow(kind, self.state.arrows, interval, self.state.start) | place
+            event = arrow(kind, self.state.arrows, interval, self.state.start)
+            if kind == "f":
+                event["args"]["life"] = life(way, self.state.start)
+            yield event | {"pid": process, "tid": number}
 
     def _naming(self, pool: str, thread: str) -> Iterator[Event]:
         """The events that name the pool's process and the thread, if none has yet."""

@@ -12,10 +12,14 @@ to the next consumer that asks.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
+from collections.abc import Callable
 
 from async_opd.core.lease import Ack, Lease
+from async_opd.core.reports import LEASE, Interval
 from async_opd.core.stages import Queue
+from async_opd.core.uid import is_traced
 from async_opd.waiting.deadline import Deadline, Timer
 
 RENEWALS_SHARE = 1 / 3
@@ -23,13 +27,19 @@ RENEWALS_SHARE = 1 / 3
 
 
 class LeaseHolder:
-    """A consumer of a queue. It renews its leases from its first ``get`` until ``close``."""
+    """A consumer of a queue. It renews its leases from its first ``get`` until ``close``.
+
+    ``clock`` gives seconds since the epoch.
+    """
+
+    clock: Callable[[], float] = staticmethod(time.time)
 
     def __init__(self, queue: Queue, consumer: str, timer: Timer | None = None) -> None:
         self._queue = queue
         self._consumer = consumer
         self._deadline = Deadline(f"leases of {consumer}", timer)
         self._held: defaultdict[str, set[int]] = defaultdict(set)
+        self._taken: defaultdict[str, list[Interval]] = defaultdict(list)
         self._renewing: asyncio.Task[None] | None = None
 
     async def get(
@@ -52,7 +62,13 @@ class LeaseHolder:
             topic, at_most, at_least, ack, consumer, tokens=tokens, payloads=payloads
         )
         self._held[topic].add(lease.id)
+        now, uids = self.clock(), (header.uid for part in lease.batches for header in part.headers)
+        self._taken[topic] += [Interval(LEASE, now, now, "", u) for u in uids if is_traced(u)]
         return lease
+
+    def taken(self, topic: str) -> tuple[Interval, ...]:
+        """When the samples that the trace follows arrived here, since the last call."""
+        return tuple(self._taken.pop(topic, ()))
 
     async def ack(self, topic: str, lease_id: int) -> None:
         """See Queue.ack."""

@@ -142,35 +142,63 @@ def shares_over_time(
     return Chart(key, title, note, spec, ("step", *names), rows)
 
 
+@dataclass(frozen=True)
+class Span:
+    """A bar of a timeline, in the line ``row``: thick where ``works``, thin where it waits."""
+
+    row: str
+    what: str
+    place: str
+    works: bool
+    start: float
+    end: float
+
+
 def timeline(
     key: str,
     title: str,
     note: str,
-    kinds: Sequence[str],
-    spans: Sequence[tuple[str, str, float, float]],
+    spans: Sequence[Span],
+    *,
+    places: Sequence[str],
+    x: str,
+    form: str = ",.4~g",
+    columns: tuple[str, ...],
+    rows: tuple[tuple[str, ...], ...],
 ) -> Chart:
-    """Bars from start to end; ``spans`` are (what, kind, start, end), in seconds, in order."""
+    """Bars from start to end, coloured by place; lines in the order of their first spans."""
+    lines_ = list(dict.fromkeys(span.row for span in spans))
+    values = [
+        {"n": span.row, "w": span.what, "s": span.place, "k": "work" if span.works else "waiting"}
+        | {"a": span.start, "b": span.end, "d": span.end - span.start}
+        for span in spans
+    ]
+    layers = [
+        {
+            "transform": [{"filter": {"field": "k", "equal": kind}}],
+            "mark": {"type": "bar", "cornerRadius": radius, "height": {"band": band}},
+        }
+        for kind, band, radius in (("work", 0.72, 3), ("waiting", 0.2, 0))
+    ]
+    occurring = [place for place in places if any(span.place == place for span in spans)]
     spec = {
-        "data": {
-            "values": [
-                {"n": what, "s": kind, "a": start, "b": end, "d": end - start}
-                for what, kind, start, end in spans
-            ]
-        },
-        "height": 28 * len(spans) + 4,
-        "mark": {"type": "bar", "cornerRadius": 3, "height": {"band": 0.7}},
+        "data": {"values": values},
+        "height": 28 * len(lines_) + 4,
+        "layer": layers,
         "encoding": {
-            "x": {"field": "a", "type": "quantitative", "title": "seconds since admission"},
+            "x": {"field": "a", "type": "quantitative", "title": x, "axis": {"format": form}},
             "x2": {"field": "b"},
-            "y": {"field": "n", "type": "nominal", "sort": None, "title": None},
-            "color": _colour(kinds),
-            "tooltip": [_tip("n", "where"), _tip("s", "kind"), _tip("d", "seconds", ".3~g")],
+            "y": {"field": "n", "type": "nominal", "sort": lines_, "title": None},
+            "color": _colour(places, occurring),
+            "tooltip": [
+                *(_tip("n", "sample"),) * (len(lines_) < len(spans)),
+                _tip("w", "the sample"),
+                _tip("k", "kind"),
+                _tip("d", "takes", form),
+            ],
         },
     }
-    rows = tuple(
-        (what, kind, f"{start:.3g}", f"{end - start:.3g}") for what, kind, start, end in spans
-    )
-    return Chart(key, title, note, spec, ("where", "kind", "begins (s)", "takes (s)"), rows)
+    return Chart(key, title, note, spec, columns, rows)
 
 
 def _thinned(line: Line) -> Line:
@@ -222,5 +250,5 @@ def _value(field: str, title: str, form: str) -> Spec:
 
 
 def _tip(field: str, title: str, form: str | None = None) -> Spec:
-    kind = "nominal" if field in ("s", "n") else "quantitative"
+    kind = "nominal" if field in "snwk" else "quantitative"
     return {"field": field, "title": title, "type": kind} | ({"format": form} if form else {})

@@ -2,6 +2,7 @@
 
     config.yaml   metrics.jsonl   run.log   summary.json   dead_letters.jsonl   roll_backs.json
     ─────────────────────────────── read_recorded_run ───────────────────────────────► RecordedRun
+    trace.json ─────────────────────── when it is asked for its lives ──────────────────────┘
 
 A file that a run of its age does not have yet is empty here, and a line that a kill has torn is
 left out. A resumed run cuts its metrics to the step at which it goes on, so that every step is
@@ -31,6 +32,8 @@ from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
 from async_opd.observability.sinks import Status, Summary
+from async_opd.observability.trace import TRACE
+from async_opd.report.sample_lives import Life, read_lives
 
 STEP_S = "perf/step_s"
 """The metric that every row of a training step has, and no other row."""
@@ -105,6 +108,11 @@ class RecordedRun:
     def series(self, key: str) -> list[tuple[int, float]]:
         """(step, value) of each row that has the metric."""
         return [(row.step, row.values[key]) for row in self.rows if key in row.values]
+
+    @cached_property
+    def lives(self) -> tuple[Life, ...]:
+        """The lives of the trained samples that the trace follows. OSError."""
+        return tuple(read_lives(self.folder / TRACE))
 
     def audit(self) -> Audit:
         """What became of each admitted sample. AuditError without a readable journal."""

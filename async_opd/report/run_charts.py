@@ -1,14 +1,25 @@
 """Which charts a run has: learning, teachers, staleness, pools over time, the life of a sample.
 
 RecordedRun ──metrics by key──► Line … ──charts──► Chart
+            ──lives──► Span …  ──────────────────────┘
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, pairwise
 
-from async_opd.report.charts import Chart, Line, bars, lines, shares_over_time, timeline
+from async_opd.core.uid import TRACED
+from async_opd.report.charts import (
+    Chart,
+    Line,
+    Span,
+    bars,
+    lines,
+    shares_over_time,
+    timeline,
+)
 from async_opd.report.pool_times import (
     COMPUTING,
     GPUS,
@@ -17,13 +28,12 @@ from async_opd.report.pool_times import (
     ROLLOUTS,
     SCORED,
     SYNC,
-    mean,
     pool_times,
-    steady_rows,
     total,
 )
-from async_opd.report.recorded_run import STEP_S, RecordedRun
-from async_opd.report.verdict import samples_by_place, spoken
+from async_opd.report.recorded_run import RecordedRun
+from async_opd.report.sample_lives import PARTS, WORK, Life
+from async_opd.report.verdict import spoken
 
 WINDOWS = 60
 """Points of a pool's shares over time: each is the mean of as many steps as that takes."""
@@ -173,53 +183,77 @@ def throughput(run: RecordedRun) -> Iterator[Chart | None]:
         )
 
 
-def sample_life(run: RecordedRun) -> Chart | None:
-    """The mean life of a sample: its places in order, and how long it is in each.
-
-    By Little's law a sample is in a place for (samples there) / (samples per second), where the
-    samples there are means of what was read at the ends of steps. None if nothing was measured.
-    """
-    rows = steady_rows(run)
-    seconds = total(rows, STEP_S)
-    trained = run.config.train.batch_size * len(rows)
-    finished = sum(row.values.get("rollout/rollouts_per_s", 0) * row.values[STEP_S] for row in rows)
-    if not seconds or not finished:
-        return None
-    each = {
-        place: count * seconds / trained for place, count in samples_by_place(run, rows).items()
-    }
-    each["rollout"] = total(rows, "rollout/request_s") / finished
-    step = mean(rows, "train/compute_s") or total(rows, "train/busy_s") / len(rows)
-    each["scored"] += max(each["train"] - step, 0.0)
-    each["train"] = step
-    named = [(what, kind, each[place]) for place, what, kind in PLACES if each[place] > 0]
-    spans, now = [], 0.0
-    for what, kind, takes in named:
-        spans.append((what, kind, now, now + takes))
-        now += takes
-    working = sum(takes for _, kind, takes in named if kind == WORK)
-    return timeline(
+def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
+    """The mean share of each part of a sample's life, and some single lives; none without lives."""
+    whole = sum(life.whole for life in lives)
+    if not whole:
+        return
+    ends = accumulate((sum(life.total(name) for life in lives) for name in PARTS), initial=0)
+    means = [
+        (name, *PARTS[name], start / whole, end / whole)
+        for name, (start, end) in zip(PARTS, pairwise(ends), strict=True)
+        if end > start
+    ]
+    work = sum(end - start for _, _, kind, start, end in means if kind == WORK)
+    mean_s = whole / len(lives) / 1e6
+    yield timeline(
         "life",
         "The life of a sample",
-        f"On average {now:.3g} s from admission to its training step, {working / now:.0%} of them "
-        "at work. The longest wait is before the pool that limits.",
-        (WORK, WAIT),
-        spans,
+        f"Means of {len(lives):,} trained samples, which the trace follows (one in {TRACED}): "
+        f"{mean_s:.3g} s from admission to the end of the step, {work:.0%} of them at work (thick "
+        "bars) and the others waiting (thin). The longest wait is before the pool that limits.",
+        [Span(name, name, place, kind == WORK, *at) for name, place, kind, *at in means],
+        places=PLACES,
+        x="share of its life",
+        form=".1~%",
+        columns=("the sample", "pool", "kind", "share", "mean (s)"),
+        rows=tuple(
+            (name, place, kind, f"{end - start:.1%}", f"{(end - start) * mean_s:.3g}")
+            for name, place, kind, start, end in means
+        ),
     )
+    named = _named(lives)
+    yield timeline(
+        "lives",
+        "Single samples",
+        "From admission to the end of the step, in seconds; thick bars are work. The slowest ones "
+        "show where a long wait comes from.",
+        [
+            Span(row, name, PARTS[name][0], PARTS[name][1] == WORK, start / 1e6, end / 1e6)
+            for row, life in named
+            for name, start, end in life.parts
+        ],
+        places=PLACES,
+        x="seconds since admission",
+        columns=("life", "uid", "the sample", "kind", "begins (s)", "takes (s)"),
+        rows=tuple(
+            (
+                row,
+                life.uid,
+                name,
+                PARTS[name][1],
+                f"{start / 1e6:.4g}",
+                f"{(end - start) / 1e6:.4g}",
+            )
+            for row, life in named
+            for name, start, end in life.parts
+        ),
+    )
+
+
+def _named(lives: Sequence[Life]) -> list[tuple[str, Life]]:
+    """The fastest, the median and the slowest lives, each once."""
+    found = sorted(lives, key=lambda life: life.whole)
+    last = len(found) - 1
+    places = {"fastest": 0, "median": last // 2, "third slowest": last - 2}
+    places |= {"second slowest": last - 1, "slowest": last}
+    chosen = {at: name for name, at in places.items() if at >= 0}
+    return [(chosen[at], found[at]) for at in sorted(chosen)]
 
 
 COLOURED = (COMPUTING, PROMPTS, ROLLOUTS, SCORED, SYNC, GPUS, OTHER)
 """Shares from below, so that pools have the same colours: of the waits for input each has one."""
-WORK, WAIT = "work", "waiting"
-PLACES = (
-    ("prompts", "waits for a slot", WAIT),
-    ("rollout", "is sampled", WORK),
-    ("grader", "is graded", WORK),
-    ("rollouts", "waits for its teacher", WAIT),
-    ("teachers", "is scored", WORK),
-    ("scored", "waits for its batch", WAIT),
-    ("train", "is trained", WORK),
-)
+PLACES = tuple(dict.fromkeys(place for place, _ in PARTS.values()))
 
 
 def _by_name(run: RecordedRun, pattern: re.Pattern[str], sign: int = 1) -> Iterable[Line]:

@@ -43,7 +43,7 @@ class SimulatedStudent:
         self._version = 0
         room = Slots(slots, spec.sampling.n)
         self._worker = RolloutWorker(spec.consumer, queue, room, self._roll)
-        self._activity = Activity("generate")
+        self._activity = Activity("generate", track=spec.name)
         self._random = random.Random(spec.name)
         self._tokens = 0
 
@@ -61,8 +61,9 @@ class SimulatedStudent:
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         length = self._length(prompt)
-        with self._activity.busy():
+        with self._activity.busy() as begun:
             spans = await self._decoder.decode(length)
+            self._activity.sampled(uid, begun)
         self._tokens += length
         return Rollout.plain(
             uid=uid,
@@ -93,6 +94,7 @@ class SimulatedStudent:
 
     async def pause(self, on_sync: str) -> None:
         """Stops the tokens."""
+        self._paused = self._activity.clock()
         self._decoder.pause()
 
     async def receive(self, meta: WeightMeta) -> None:
@@ -106,6 +108,7 @@ class SimulatedStudent:
     async def resume(self) -> None:
         """Tokens again."""
         self._decoder.resume(self._version)
+        self._activity.span("sync", self._paused)
 
     async def report(self) -> StageReport:
         """Tokens and busy time."""
@@ -114,6 +117,7 @@ class SimulatedStudent:
             counters={"tokens": float(tokens)},
             gauges={"in_flight": float(self._activity.depth), "version": float(self._version)},
             busy=self._activity.drain(),
+            spans=self._activity.drain_spans(),
         )
 
     async def shutdown(self) -> None:
@@ -127,7 +131,7 @@ class SimulatedTeacher:
         self._speed = speed
         self._top_k = top_k
         self._free = asyncio.Lock()
-        self._activity = Activity("score")
+        self._activity = Activity("score", track=spec.name)
         self._tokens = 0
 
     async def ready(self) -> int:
@@ -137,8 +141,10 @@ class SimulatedTeacher:
     async def score(self, batch: Batch) -> Batch:
         """Takes the time of its tokens."""
         async with self._free:
-            with self._activity.busy():
+            with self._activity.busy() as begun:
                 await asyncio.sleep(self._speed.seconds(batch.tokens))
+                for header in batch.headers:
+                    self._activity.sampled(header.uid, begun)
         self._tokens += batch.tokens
         return Batch.pack(Sample(r, self._scores(r)) for r in unpack(Rollout, [batch]))
 
@@ -161,6 +167,7 @@ class SimulatedTeacher:
             counters={"tokens": float(tokens)},
             gauges={"in_flight": float(self._activity.depth)},
             busy=self._activity.drain(),
+            spans=self._activity.drain_spans(),
         )
 
     async def shutdown(self) -> None:

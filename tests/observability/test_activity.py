@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from async_opd.core.reports import Interval
-from async_opd.observability.activity import Activity, covered, overlap_s
-from async_opd.observability.trace_events import is_traced
+from async_opd.core.samples import Group, Rollout
+from async_opd.core.uid import is_traced
+from async_opd.observability.activity import Activity, admitted, covered, overlap_s
+from tests.conftest import make_prompt, make_rollout
 
 
 def interval(start: float, end: float) -> Interval:
@@ -87,3 +91,28 @@ def test_idle_time_that_goes_on_is_asked_for_its_cause_again_and_counts_once() -
     with activity.busy():
         now[0] = 9.0
         assert activity.drain_waits() == {"wait_prompts_s": 2.0, "wait_weights_s": 0.0}
+
+
+async def test_the_grading_of_a_rollout_is_recorded_if_the_trace_follows_it() -> None:
+    now = iter(range(10))
+    activity = Activity("generate", lambda: float(next(now)), "student/0")
+
+    async def grade(rollout: Rollout) -> Rollout:
+        return replace(rollout, reward=1.0)
+
+    graded = activity.followed("grade", grade)
+    followed, other = (
+        next(uid for uid in map(str, range(1000)) if is_traced(uid) is is_one)
+        for is_one in (True, False)
+    )
+    assert (await graded(make_rollout(followed))).reward == 1.0
+    await graded(make_rollout(other))
+    assert activity.drain_spans() == (Interval("grade", 0, 1, "student/0", followed),)
+
+
+def test_each_followed_rollout_of_a_group_is_admitted() -> None:
+    groups = [Group(make_prompt(f"p{at}"), (0, 3)) for at in range(200)]
+    found = admitted(groups, 5.0)
+    uids = [f"p{at}/{member}" for at in range(200) for member in (0, 3)]
+    assert [one.sample for one in found] == [uid for uid in uids if is_traced(uid)] != []
+    assert {(one.what, one.start, one.end) for one in found} == {("admit", 5.0, 5.0)}

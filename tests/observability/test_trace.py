@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from async_opd.core.reports import Interval
+from async_opd.core.uid import TRACED, is_traced
 from async_opd.observability import trace_file as module
 from async_opd.observability.sinks import Summary
 from async_opd.observability.trace import TraceSink
-from async_opd.observability.trace_events import MAX_PENDING, TRACED, Lanes, SampleFlows, is_traced
+from async_opd.observability.trace_events import MAX_PENDING, Lanes, SampleFlows
 
 START = 1_000_000.0
 SUMMARY = Summary("completed", None, 1, 1.0, Path("run"))
@@ -221,6 +222,33 @@ def test_arrows_lead_from_the_generation_of_a_sample_through_its_scoring_to_its_
     arrows = [e for e in written(trace)["traceEvents"] if e["ph"] in "stf"]
     assert [(e["ph"], e["id"]) for e in arrows] == [("s", 1), ("t", 1), ("f", 1)]
     assert {e["args"]["uid"] for e in arrows} == {UID}
+
+
+def test_the_last_arrow_has_the_moments_of_the_life_and_no_arrow_leads_to_those_without_a_slice(
+    tmp_path: Path,
+) -> None:
+    trace, (first, last) = sink(tmp_path), way()
+    first["train"] = [interval(2.5, 2.5, "lease", sample=UID)]
+    for report in ({"admission": [interval(0, 0, "admit", sample=UID)]}, first, last):
+        trace.busy(report)
+    check_format(written(trace))
+    assert [len(events(trace, kind)) for kind in "stf"] == [1, 1, 1]
+    assert events(trace, "f")[0]["args"]["life"] == [
+        ["admission", "admit", "", 0, 0],
+        ["rollout", "generate", "student/0", 0, 1_000_000],
+        ["teacher/a", "score", "teacher a/1", 1_000_000, 2_000_000],
+        ["train", "lease", "", 2_500_000, 2_500_000],
+        ["train", "step", "trainer/0", 3_000_000, 4_000_000],
+    ]
+
+
+def test_what_adds_no_event_writes_nothing(tmp_path: Path) -> None:
+    trace = sink(tmp_path)
+    before = trace.path.stat().st_mtime_ns
+    for pools in ({"admission": []}, {"admission": [interval(0, 0, "admit", sample=UID)]}):
+        trace.busy(pools)
+    assert written(trace)["traceEvents"] == []
+    assert trace.path.stat().st_mtime_ns == before
 
 
 def test_a_sample_that_is_not_trained_yet_has_no_arrow(tmp_path: Path) -> None:

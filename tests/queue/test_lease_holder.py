@@ -8,6 +8,8 @@ import pytest
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import StageError
+from async_opd.core.reports import Interval
+from async_opd.core.uid import is_traced
 from async_opd.queue.lease_holder import LeaseHolder
 from async_opd.queue.message_queue import MessageQueue
 from tests.conftest import make_rollout
@@ -82,6 +84,19 @@ async def test_what_is_acknowledged_with_the_next_get_is_renewed_no_longer() -> 
     second = await holder.get("t", 1, ack=first.id)
     await passes(timer, 4)
     assert renewed[-1] == {"t": (second.id,)}
+    holder.close()
+
+
+async def test_the_arrival_of_the_samples_that_the_trace_follows_is_told_once() -> None:
+    queue = MessageQueue(("t", "u"), 1000, 1 << 30, 10.0, ManualTimer())
+    holder = LeaseHolder(queue, "x", ManualTimer())
+    holder.clock = lambda: 7.0
+    followed = [uid for uid in map(str, range(300)) if is_traced(uid)]
+    await queue.put("t", batch(*map(str, range(300))))
+    await holder.get("t", 300)
+    assert holder.taken("u") == ()
+    assert holder.taken("t") == tuple(Interval("lease", 7, 7, "", uid) for uid in followed)
+    assert holder.taken("t") == ()
     holder.close()
 
 

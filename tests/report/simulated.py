@@ -25,6 +25,7 @@ from async_opd.observability.activity import Activity
 from async_opd.observability.metering import Metering
 from async_opd.observability.run_log import RunLog
 from async_opd.observability.trace import TraceSink
+from async_opd.observability.trace_events import GRADE
 from async_opd.pipeline import Pipeline
 from async_opd.plan.setting import Setting, TeacherPoolSpec
 from async_opd.queue.message_queue import MessageQueue
@@ -60,11 +61,11 @@ class Student(SimulatedStudent):
 
     def watch(self, clock: Any, limit: int, grader: Grader | None) -> None:
         self._clock, self._limit = clock, limit
-        self._activity = Activity("generate", clock)
+        self._activity = Activity("generate", clock, self.consumer)
         self._counts: Counter[str] = Counter()
         self._paused_s = self._pausing = 0.0
         if grader is not None:
-            self._worker._grade = grader.grade
+            self._worker._grade = self._activity.followed(GRADE, grader.grade)
 
     async def _roll(self, prompt: Prompt, uid: str) -> Rollout:
         begun = self._clock() - self._paused_s
@@ -143,7 +144,7 @@ class Trainer(virtual.Trainer):
         return StepReport(len(self.ends), taken.headers, staleness, metrics, taken.requeued)
 
     async def report(self) -> StageReport:
-        return StageReport(busy=self.activity.drain())
+        return StageReport(busy=self.activity.drain(), spans=self._batcher.arrivals())
 
 
 class Prompts(virtual.Prompts):
@@ -246,6 +247,7 @@ def _pipeline(
     for one in setting.teachers:
         teachers[one.name] = [_teacher(one, clock) for _ in range(one.replicas)]
     scorer = ScorerStage(teachers, queue, {t.name: t.batch for t in setting.teachers})
+    scorer._leases.clock = batcher._leases.clock = clock
     parts: Any = SimpleNamespace(
         queue=queue,
         rollouter=rollouter,
@@ -278,5 +280,5 @@ def _students(
 def _teacher(pool: TeacherPoolSpec, clock: Any) -> Any:
     spec: Any = SimpleNamespace(name=pool.name)
     teacher = Teacher(spec, pool.speed, 0)
-    teacher._activity = Activity("score", clock)
+    teacher._activity = Activity("score", clock, pool.name)
     return teacher

@@ -65,6 +65,30 @@ def test_a_page_is_drawn_legibly_without_a_word_on_the_console(
         assert said == []
 
 
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_bars_of_a_life_tell_work_from_waiting_by_their_height_and_say_what_they_are(
+    browser: Any, pages: dict[str, Path], width: int
+) -> None:
+    heights = """(key) => [...document.getElementById(`chart-${key}`)
+      .querySelectorAll('[aria-roledescription="bar"]')]
+      .map((b) => [/: (work|waiting)/.exec(b.ariaLabel)[1], b.getBBox().height])"""
+    with opened(browser, pages["report"], width, "light") as (page, said):
+        for key in ("life", "lives"):
+            found = page.evaluate(heights, key)
+            assert {kind for kind, _ in found} == {"work", "waiting"}
+            work = min(height for kind, height in found if kind == "work")
+            assert work > 3 * max(height for kind, height in found if kind == "waiting")
+        page.locator('#chart-lives [aria-label*="is scored"]').last.hover()
+        told = page.locator("#vg-tooltip-element").inner_text()
+        assert "is scored" in told
+        assert "slowest" in told
+        page.locator("figure:has(#chart-lives) summary").press("Enter")
+        table = page.locator("figure:has(#chart-lives) table")
+        assert table.get_by_text("second slowest").count() >= 5
+        assert page.evaluate(OVERFLOWING) == []
+        assert said == []
+
+
 def test_a_script_in_a_text_of_the_run_does_not_run(browser: Any, file: Path) -> None:
     with opened(browser, file, 1280, "light") as (page, said):
         for point in page.locator(".chart").all():
