@@ -42,7 +42,7 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Judgement:
     """``score`` predicts the gain in accuracy, -1 to 1; None without grades."""
 
     kind: Kind
@@ -59,7 +59,7 @@ def score_of(figures: PairFigures) -> float | None:
     return headroom * figures.shared if headroom > 0 else headroom
 
 
-def verdicts(pairs: Sequence[PairFigures]) -> list[Verdict]:
+def verdicts(pairs: Sequence[PairFigures]) -> list[Judgement]:
     """The verdict of each pair; weights are relative to the other teachers that teach."""
     judged = [_judge(one) for one in pairs]
     good = [one for one, (kind, _) in zip(pairs, judged, strict=True) if _teaches(kind)]
@@ -70,7 +70,7 @@ def verdicts(pairs: Sequence[PairFigures]) -> list[Verdict]:
         weight = round(min(max(middle / max(one.forward, 1e-6), 0.25), 4.0), 2)
         objective = "reverse_kl" if _suits_reverse(one) else "forward_kl"
         asked = Suggestion(objective, one.top_k, weight if _teaches(kind) else None)
-        found.append(Verdict(kind, words, score_of(one), asked))
+        found.append(Judgement(kind, words, score_of(one), asked))
     return found
 
 

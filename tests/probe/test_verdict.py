@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from async_opd.probe.figures import Estimate, PairFigures, Start, Template, figures_of
-from async_opd.probe.verdict import Verdict, score_of, verdicts
+from async_opd.probe.verdict import Judgement, score_of, verdicts
 from tests.probe.pairs import measured, response, softmax
 
 TEACHER, STUDENT = softmax([[3, 1, 0, 0, 0, 0]] * 3), softmax([[1, 0, 0, 0, 0, 0]] * 3)
@@ -21,7 +21,7 @@ def figures(**changes: Any) -> PairFigures:
     return replace(found, **{"headroom": Estimate(0.3, 0.02), **changes})
 
 
-def verdict(**changes: Any) -> Verdict:
+def verdict(**changes: Any) -> Judgement:
     (found,) = verdicts([figures(**changes)])
     return found
 
