@@ -249,4 +249,4 @@ def _least_top_k(responses: Sequence[Response], share: float = 0.99) -> int:
     masses = np.exp(np.concatenate([one.teacher.logprobs for one in responses]).astype(np.float64))
     within = np.cumsum(masses.mean(0))
     least = int(np.searchsorted(within, share * within[-1])) + 1
-    return min(1 << (least - 1).bit_length(), masses.shape[1])
+    return min(1 << (least - 1).bit_length(), int(masses.shape[1]))

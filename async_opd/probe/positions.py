@@ -71,7 +71,7 @@ class Positions:
 
 def _outcomes(common: Float64, one: Float64, other: Float64) -> Float64:
     """Common tokens [R, k] and two more outcomes, [R, k + 2]."""
-    return np.hstack([common, one[:, None], other[:, None]])
+    return np.asarray(np.hstack([common, one[:, None], other[:, None]]))
 
 
 def _unseen(only: Float64, rest: Float64, others: Float64, others_rest: Float64) -> Float64:
@@ -80,17 +80,17 @@ def _unseen(only: Float64, rest: Float64, others: Float64, others_rest: Float64)
     It is not known: the one that makes the divergence smallest, at most ``rest``.
     """
     share = others / np.maximum(others + others_rest, LEAST)
-    return np.minimum(rest, (only + rest) * share)
+    return np.asarray(np.minimum(rest, (only + rest) * share))
 
 
 def _rest(scores: TopK, mass: Float64) -> Float64:
     """The mass outside of a top-k; a server does not send it, and 1 minus the sum rounds."""
     if scores.rest_logprobs is None:
-        return np.clip(1 - mass.sum(1), 0.0, 1.0)
-    return np.exp(scores.rest_logprobs.astype(np.float64))
+        return np.asarray(np.clip(1 - mass.sum(1), 0.0, 1.0))
+    return np.asarray(np.exp(scores.rest_logprobs.astype(np.float64)))
 
 
 def _divergence(one: Float64, other: Float64) -> Float64:
     """Σ one log(one / other), at least 0 (rounding); an outcome without mass adds nothing."""
     ratio = np.log(np.maximum(one, LEAST)) - np.log(np.maximum(other, LEAST))
-    return np.maximum((one * ratio).sum(1), 0.0)
+    return np.asarray(np.maximum((one * ratio).sum(1), 0.0))
