@@ -22,6 +22,7 @@ from async_opd.checks.resources import gpu_count, misplaced, pools, resolve_devi
 from async_opd.checks.room import Room
 from async_opd.checks.shared_rows import check_shared_rows
 from async_opd.checks.templates import check_templates
+from async_opd.checks.torch_builds import KEY, fault_of_builds
 from async_opd.config.registry import TRANSPORTS
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.log import LOGGERS
@@ -67,6 +68,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
     config = with_cached_data(config, where, found.notes)
+    builds = fault_of_builds()
+    if builds is not None:
+        found.add(KEY, *builds, where="this Python")
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from async_opd.checks.preflight import Inputs, preflight
 from async_opd.checks.resources import gpu_count, resolve_device
+from async_opd.checks.torch_builds import KEY
 from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import EndpointTeacher
@@ -107,7 +108,8 @@ def examine(
     def checked() -> Iterator[Finding]:
         nonlocal inputs
         inputs = preflight(config, where, gpus)
-        yield from map(of_problem, naming_faults(config, where) + inputs.problems)
+        problems = [one for one in inputs.problems if one.key != KEY]  # environment() has it
+        yield from map(of_problem, naming_faults(config, where) + problems)
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
