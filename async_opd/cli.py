@@ -21,6 +21,7 @@ from async_opd.importing import command as importing
 from async_opd.inspecting import command as inspecting
 from async_opd.live_view import command as watch
 from async_opd.observability.dashboard import command as dashboard
+from async_opd.probe import command as probe
 from async_opd.processes.output import write_stderr
 from async_opd.replay import command as replay
 from async_opd.report import command as report
@@ -119,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--sync-steps", metavar="N", help=what)
     first_steps.add_arguments(commands, _run)
     doctor.add_arguments(commands)
+    probe.add_arguments(commands)
     watch.add_arguments(commands)
     report.add_arguments(commands)
     inspecting.add_arguments(commands)

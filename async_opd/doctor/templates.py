@@ -32,7 +32,7 @@ def templates(
             yield Finding(TOPIC, "warning", f"teachers.{name}: no prompt of its sources", remedy)
             continue
         yield _as_configured(config, name, text, row)
-        if _has_own_template(config, files, name):
+        if has_unused_template(config, files, name):
             yield _as_trained(config, name, text, row)
 
 
@@ -48,8 +48,11 @@ def _as_configured(config: RunConfig, name: str, text: Text, row: Row) -> Findin
     return Finding(TOPIC, "warning", message, remedy)
 
 
-def _has_own_template(config: RunConfig, files: Mapping[str, ModelFiles], name: str) -> bool:
-    """Whether a template lies beside the teacher's weights that the run does not use."""
+def has_unused_template(config: RunConfig, files: Mapping[str, ModelFiles], name: str) -> bool:
+    """Whether a template lies beside the teacher's weights that the run does not use.
+
+    ``files``: those of the models by config key.
+    """
     own = files.get(f"teachers.{name}.model")
     if own is None or config.teachers[name].own_template or config.data.chat_template == "never":
         return False

@@ -1,6 +1,9 @@
-"""What a student's and a teacher's answers and scores predict of a distillation.
+"""``async_opd probe``: will this teacher teach this student?
 
     responses and scores of both ──positions──► figures ──verdict──► words, a suggestion, a score
 
-All of it computes with arrays alone. How far the student is from itself is said as in ``doctor``.
+``positions``, ``figures`` and ``verdict`` compute with arrays alone. ``measuring`` asks models
+behind two Protocols for answers and scores, ``engines`` starts these through ``cluster``,
+``asked`` makes their prompts, ``command`` shows what was found. Prompts, templates and how far the
+student is from itself are examined as in ``doctor``.
 """

@@ -1,0 +1,142 @@
+"""The prompts of each source that a probe asks, as its student and its teacher read them.
+
+rows of data.train (of data.eval, if only these can be graded) ──by seed──► prompts ──► Asked
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from async_opd.checks.preflight import Inputs
+from async_opd.config.run_config import RunConfig
+from async_opd.config.user_code import GRADERS, names_user_code
+from async_opd.core.errors import RolloutFault
+from async_opd.core.row import Row
+from async_opd.core.samples import Prompt
+from async_opd.core.stages import SamplingSpec
+from async_opd.data.prompts import to_prompt
+from async_opd.data.teacher_prompts import Reader, teacher_readers
+from async_opd.doctor.prompts import sampled
+from async_opd.doctor.templates import has_unused_template
+from async_opd.grading.evaluation import Evaluation
+from async_opd.grading.evaluation_set import evaluation_of
+from async_opd.grading.graders import has_verifier
+from async_opd.models.hub import named_models
+from async_opd.models.model_files import ModelFiles
+from async_opd.models.tokenizer import Text
+from async_opd.probe.measuring import Asked
+
+RESPONSE_TOKENS = 1024
+"""Most tokens of a sampled response: gaps are known well before."""
+
+
+@dataclass(frozen=True)
+class AskedSource:
+    """A data source, its teacher's name, and what both models are asked."""
+
+    source: str
+    teacher: str
+    asked: Asked
+    evaluation: Evaluation
+    """Its ``close`` ends the grader's processes."""
+
+
+def asked_sources(
+    config: RunConfig, inputs: Inputs, text: Text, count: int, folder: Path
+) -> list[AskedSource]:
+    """At most ``count`` prompts of each source that has a teacher and a prompt that fits."""
+    made = []
+    trained, evaluated = (_by_source(part) for part in (inputs.checked, inputs.eval))
+    others = _other_readers(config, text)
+    for source, rows in sorted(trained.items()):
+        teacher = config.teacher_of(source)
+        graded = _can_be_graded(config, rows)
+        if not graded and _can_be_graded(config, evaluated.get(source, [])):
+            rows, graded = evaluated[source], True
+        fitting = [row for row in rows if _fits(config, inputs, text, row)]
+        chosen = sampled(config, [fitting], count)
+        evaluation = _evaluation(config, chosen, text, folder)
+        if teacher is None or evaluation is None:
+            continue
+        asked = Asked(
+            evaluation.prompts,
+            evaluation.sampling,
+            SamplingSpec(min(config.rollout.max_tokens, RESPONSE_TOKENS), 1.0, 1.0, 1),
+            evaluation.grade if graded else None,
+            _rendered(evaluation.prompts, chosen, others.get(teacher)),
+        )
+        made.append(AskedSource(source, teacher, asked, evaluation))
+    return made
+
+
+def _by_source(parts: Sequence[Sequence[Row]]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in chain.from_iterable(parts):
+        found.setdefault(row.data_source, []).append(row)
+    return found
+
+
+def _can_be_graded(config: RunConfig, rows: Sequence[Row]) -> bool:
+    """Whether some row has an answer or a verifier; a user's grader may need neither."""
+    if rows and names_user_code(config.eval.grader, GRADERS):
+        return True
+    return any(row.answer is not None or has_verifier(row) for row in rows)
+
+
+def _fits(config: RunConfig, inputs: Inputs, text: Text, row: Row) -> bool:
+    """Whether the prompt can be made, and is not longer than a run takes."""
+    try:
+        to_prompt(
+            row,
+            text.encode,
+            config.teacher_of,
+            limit=inputs.max_prompt_tokens,
+            readers=teacher_readers(config, text),
+        )
+    except RolloutFault:
+        return False
+    return True
+
+
+def _evaluation(
+    config: RunConfig, rows: Sequence[Row], text: Text, folder: Path
+) -> Evaluation | None:
+    every = config.eval.model_copy(update={"max_prompts": None})
+    readers = teacher_readers(config, text)
+    whole = config.model_copy(update={"eval": every})
+    return evaluation_of(whole, [rows], text, folder, readers)
+
+
+def _other_readers(config: RunConfig, text: Text) -> dict[str, Reader]:
+    """For teachers with a template of their own that the run does not use: how it reads rows."""
+    named = ((one.key, ModelFiles.read(one.model, weights=False)) for one in named_models(config))
+    files = {f"{key}.model": read for key, read in named if read is not None}
+    unused = [name for name in config.teachers if has_unused_template(config, files, name)]
+    teachers = {name: config.teachers[name] for name in config.teachers}
+    for name in unused:
+        teachers[name] = teachers[name].model_copy(update={"own_template": True})
+    readers = teacher_readers(config.model_copy(update={"teachers": teachers}), text)
+    return {name: readers[name] for name in unused if name in readers}
+
+
+def _rendered(
+    prompts: Sequence[Prompt], rows: Sequence[Row], reader: Reader | None
+) -> list[Prompt] | None:
+    """The prompts as the teacher's own template renders them; None if these are the run's."""
+    if reader is None:
+        return None
+    ids = [np.array(reader(row), np.int32) for row in rows]
+    seen = (prompt.seen_by_teacher.token_ids for prompt in prompts)
+    if all(np.array_equal(one, other) for one, other in zip(seen, ids, strict=True)):
+        return None
+    return list(_with_teacher_ids(prompts, ids))
+
+
+def _with_teacher_ids(prompts: Sequence[Prompt], ids: Sequence[np.ndarray]) -> Iterator[Prompt]:
+    for prompt, own in zip(prompts, ids, strict=True):
+        yield replace(prompt, teacher_ids=own)
