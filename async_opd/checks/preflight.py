@@ -68,9 +68,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
     config = with_cached_data(config, where, found.notes)
-    builds = fault_of_builds()
-    if builds is not None:
-        found.add(KEY, *builds, where="this Python")
+    _builds(found)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
     models.support()
@@ -117,6 +115,13 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         given_answers(data, cold_start or train, Room("", 0, models.rows))
     evaluated = [checked(rows) for rows in evaluation]
     return Inputs(train, evaluated, cold_start, found.problems, found.notes, limit, longest)
+
+
+def _builds(found: Findings) -> None:
+    """Reports libraries that cannot be imported beside this torch."""
+    fault = fault_of_builds()
+    if fault is not None:
+        found.add(KEY, *fault, where="this Python")
 
 
 def _logger(name: str, found: Findings) -> None:
