@@ -104,13 +104,13 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
     if spec is None and offloads(config.train, device_name) == "parameters":
         mesh = lone_mesh(device)
     wire_dtype = getattr(torch, engine_dtype(config.rollout.engine, device_name))
-    exact = torch.empty(0)
+    exact, layers = torch.empty(0), None
 
     def fill() -> None:
-        nonlocal exact
+        nonlocal exact, layers
         exact = check_student(fill_student(student, config, device, spec), longest)
         if config.train.compile:
-            compile_layers(student.model)
+            layers = compile_layers(student.model)
 
     rank = Rank(
         student.model,
@@ -124,6 +124,7 @@ def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) ->
         config.timeouts.collective_s,
     )
     check_rank(rank, exact, longest)
+    rank.layers = layers
     rank.recorder = recorder_of(config, 0 if spec is None else spec.rank)
     if config.log.replay:
         number, ranks = (0, 1) if spec is None else (spec.rank, spec.ranks)

@@ -171,7 +171,9 @@ class Learner:
         """The step on a planned batch; rank 0 has the samples, by index, of all micro-batches."""
         return self.train(plan, self._given(plan, samples), 0.0)
 
-    def compared(self, what: Literal["platform", "weight_digests", "flush_records"]) -> list[Any]:
+    def compared(
+        self, what: Literal["platform", "weight_digests", "kernels", "flush_records"]
+    ) -> list[Any]:
         """Each rank's answer of this method of Rank."""
         return self._on_all_ranks(what)
 

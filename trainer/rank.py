@@ -24,7 +24,8 @@ from async_opd.weight_sync.layout import Reference
 from trainer.batches.micro_batches import MicroBatch
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.flops import ModelSize
-from trainer.losses.chunked import Head
+from trainer.layers.compiled import CompiledLayers
+from trainer.losses.chunked import Head, objective_run
 from trainer.losses.objective import Objective
 from trainer.losses.report import Metrics, merged, token_sums
 from trainer.mixtures.routing import replay_routing
@@ -103,6 +104,8 @@ class Rank:
         self._number = 0 if mesh is None else mesh.get_rank()
         self._captured = CapturedParts(self._number)
         self.keeper: Keeper | None = None  # with ``log.replay``
+        self.layers: CompiledLayers | None = None  # with ``train.compile``
+        self._objective = objective
         self.tokens = 0  # computed since the start
         self.size = ModelSize.of(model)
         self.peak_tflops = peak_tflops(device, self.half, train.peak_tflops)
@@ -188,7 +191,21 @@ class Rank:
 
     def keep(self, result: StepResult) -> Kept:
         """Keeps the step that was applied last; see ``trainer.replay.keeper``."""
-        return Kept() if self.keeper is None else self.keeper.keep(self.model, result)
+        if self.keeper is None:
+            return Kept()
+        return self.keeper.keep(self.model, result, self.kernels())
+
+    def kernels(self) -> dict[str, str]:
+        """Which parts of a step run ``compiled``, and which ``eager``, by the last choice.
+
+        It depends on measured times, and on what could be compiled: it may differ between two runs.
+        """
+        run = objective_run(self._objective, self.device.type)
+        parts = {"objective": run, "decoder layers": self.layers}
+        return {
+            name: "compiled" if one is not None and one.is_compiled else "eager"
+            for name, one in parts.items()
+        }
 
     def platform(self) -> dict[str, str]:
         """What the rank computes on and with."""

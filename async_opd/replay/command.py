@@ -99,7 +99,7 @@ async def _compared(
 ) -> tuple[int, Difference | None, list[str]]:
     """The number of steps that were computed, the first difference, and warnings."""
     from async_opd.observability.stall import most_tokens
-    from async_opd.replay.comparison import difference, incomparable
+    from async_opd.replay.comparison import difference, incomparable, other_kernels
     from async_opd.waiting.liveness import ProgressWatchdog
 
     watchdog = ProgressWatchdog("replay", config.timeouts.stall_s, "timeouts.stall_s")
@@ -108,7 +108,8 @@ async def _compared(
     for count, step in enumerate(plan.steps, 1):
         work = replayer.step(step.paths)
         now = await watchdog.within("computed a step", work, replayer.progress, most)
-        warned |= dict.fromkeys(incomparable(step.records[0], now))
+        others = incomparable(step.records[0], now) + other_kernels(step.records, now)
+        warned |= dict.fromkeys(others)
         found = difference(step.records[0], now)
         if found is not None:
             return count, found, list(warned)

@@ -87,6 +87,20 @@ def incomparable(record: Record, now: Recomputed) -> list[str]:
     ]
 
 
+def other_kernels(records: Sequence[Record], now: Recomputed) -> list[str]:
+    """Parts of the ranks that ran compiled in one of both and eagerly in the other, in words.
+
+    Their results differ in the last bits. The choice is made by measured times.
+    """
+    return [
+        f"{name} of rank {record.rank}: {was} in the run, {here.get(name, 'eager')} now; a "
+        "difference may come from there"
+        for record, here in zip(records, now.kernels, strict=True)
+        for name, was in record.kernels.items()
+        if was != here.get(name, "eager")
+    ]
+
+
 def platform_faults(
     recorded: Sequence[Record], now: Sequence[dict[str, str]]
 ) -> tuple[list[str], list[str]]:

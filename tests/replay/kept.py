@@ -79,9 +79,9 @@ def train(
     learner.lr_factor = factor
     for step in steps:
         metrics.append(learner.train_batch(batch(config, step)).metrics)
+        learner.compared("flush_records")  # a busy disk would lose steps
         if step % every == 0 and step < config.train.steps:
             take(store, learner, step)
-    learner.compared("flush_records")
     return metrics
 
 

@@ -218,6 +218,28 @@ def test_a_result_that_only_one_version_has_is_a_warning(
     ]
 
 
+def test_a_part_that_ran_compiled_in_the_run_and_eagerly_now_is_a_warning(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def compiled(step: KeptStep) -> KeptStep:
+        assert step.record.kernels == {"objective": "eager", "decoder layers": "eager"}
+        kernels = {"objective": "compiled", "decoder layers": "eager"}
+        return replace(step, record=replace(step.record, kernels=kernels))
+
+    changed(run_dir, 9, compiled)
+    code, found = replay(run_dir, 9, capsys)
+    assert code == 0
+    (warning,) = found["warnings"]
+    assert warning.startswith("objective of rank 0: compiled in the run, eager now")
+
+
+def test_a_file_of_a_version_that_kept_no_choice_of_kernels_is_no_mismatch(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed(run_dir, 9, lambda step: replace(step, record=replace(step.record, kernels={})))
+    assert replay(run_dir, 9, capsys)[1]["warnings"] == []
+
+
 SETTINGS = {
     "adapters": ["train.lora={rank: 4, alpha: 8}"],
     "rewards of groups": ["reward={grader: exact, weight: 1.0}", "rollout.n=2"],

@@ -56,7 +56,7 @@ def tried(form: Any, *seconds: float) -> tuple[ObjectiveRun, Case, int]:
 
 def test_a_faster_compiled_objective_is_kept_and_gets_whole_chunks() -> None:
     run, _, rows = tried(OBJECTIVE.__call__, 1.0, 0.2, 9.0, 0.1)
-    assert (run.compiled is not None, rows) == (True, 6)
+    assert (run.compiled is not None, run.is_compiled, rows) == (True, True, 6)
     assert drain_notes() == (
         "the objective runs compiled: 4 rows take 100 ms compiled, 200 ms eager",
     )

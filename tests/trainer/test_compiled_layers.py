@@ -18,7 +18,7 @@ from async_opd.config.sections.train import LoraConfig, TrainConfig
 from benchmarks.local_ranks import in_processes
 from tests.trainer import families
 from tests.trainer.models import random_sample, tiny_model
-from trainer.layers.compiled import compile_layers
+from trainer.layers.compiled import CompiledLayers, compile_layers
 from trainer.layers.recomputation import recompute_activations
 from trainer.learner import Learner
 from trainer.losses import build_objective
@@ -66,12 +66,14 @@ def rank_of(
 
     def filled() -> None:
         if backend is not None:
-            compile_layers(model, backend)
+            layers.append(compile_layers(model, backend))
 
+    layers: list[CompiledLayers] = []
     with pytest.MonkeyPatch.context() as patch:
         if mesh is not None:  # one rank that offloads is sharded too
             patch.setattr("trainer.rank.offloads", lambda train, device: train.offload)
         rank = Rank(model, build_objective(ForwardKLConfig()), train, CPU, mesh=mesh, fill=filled)
+    rank.layers = next(iter(layers), None)
     rank.optimizer.register_step_pre_hook(partial(keep_gradients, rank))
     return rank
 
@@ -187,7 +189,10 @@ def test_layers_that_cannot_be_compiled_run_eagerly_and_the_log_says_so() -> Non
     def no_compiler(graph: Any, inputs: Any) -> Any:
         raise RuntimeError("g++ was not found")
 
-    found, (said,) = found_by(rank_of("recomputed", no_compiler))
+    rank = rank_of("recomputed", no_compiler)
+    assert rank.kernels()["decoder layers"] == "compiled"
+    found, (said,) = found_by(rank)
+    assert rank.kernels()["decoder layers"] == "eager"
     assert close(found, found_by(rank_of())[0])
     assert said.startswith("decoder layers run eagerly, not compiled: BackendCompilerFailed")
     assert "no_compiler" in said

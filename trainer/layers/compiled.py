@@ -24,7 +24,7 @@ REASON = "last reason: "
 """In Dynamo's warning of too many graphs: the guard that failed."""
 
 
-def compile_layers(model: Any, backend: Any = "inductor") -> None:
+def compile_layers(model: Any, backend: Any = "inductor") -> CompiledLayers:
     """Compiles each decoder layer at its first call. After ``recompute_activations``.
 
     A layer that cannot be one graph, and a graph more than ``MAX_GRAPHS``, end it for all layers:
@@ -33,16 +33,17 @@ def compile_layers(model: Any, backend: Any = "inductor") -> None:
     layers = checkpointing_layers(model)
     if not layers:
         note(f"train.compile has no effect: {type(model).__name__} has no layers to compile")
-    run = _Layers(backend)
+    run = CompiledLayers(backend)
     for layer in layers:
         layer.forward = partial(run, layer.forward)
+    return run
 
 
 def _run(forward: Any, *args: Any, **named: Any) -> Any:
     return forward(*args, **named)
 
 
-class _Layers:
+class CompiledLayers:
     """Runs layers compiled until one of them cannot be; a call's backward pass is of its form."""
 
     def __init__(self, backend: Any) -> None:
@@ -52,6 +53,11 @@ class _Layers:
         )
         self._reason = ""
         logging.getLogger("torch._dynamo.convert_frame").addFilter(self._hear)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether layers run compiled, until one of them cannot."""
+        return self._compiled is not None
 
     def __call__(self, forward: Any, *args: Any, **named: Any) -> Any:
         from torch._functorch import config as aot

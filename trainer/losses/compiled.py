@@ -116,6 +116,11 @@ class ObjectiveRun:
         return concat_metrics(reports)
 
     @property
+    def is_compiled(self) -> bool:
+        """Whether chunks run compiled, by the last choice."""
+        return self._chosen is not None
+
+    @property
     def _chosen(self) -> Compiled | None:
         """The compiled form, once it was tried and kept."""
         return self.compiled if self._tried else None

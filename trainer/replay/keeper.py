@@ -77,7 +77,7 @@ class Keeper:
         self.computed: Sequence[MicroBatch] = ()
         """Set by each backward pass."""
 
-    def keep(self, model: Any, result: StepResult) -> Kept:
+    def keep(self, model: Any, result: StepResult, kernels: Mapping[str, str]) -> Kept:
         """Takes the step whose weights the model has now. Raises nothing."""
         computed, self.computed = self.computed, ()
         self._pending = [one for one in self._pending if not one.done()]
@@ -86,7 +86,7 @@ class Keeper:
         if len(self._pending) >= PENDING:
             return Kept("the disk is slower than training", nbytes=self._nbytes)
         try:
-            kept = self._kept(model, computed, result)
+            kept = self._kept(model, computed, result, kernels)
         except Exception as error:  # of any kind: training goes on
             self._error = f"{type(error).__name__}: {error}"
             return Kept(self._error, ended=True)
@@ -97,7 +97,13 @@ class Keeper:
         """Waits until all steps are written, at most ``SETTLE_S``."""
         wait(self._pending, SETTLE_S)
 
-    def _kept(self, model: Any, computed: Sequence[MicroBatch], result: StepResult) -> KeptStep:
+    def _kept(
+        self,
+        model: Any,
+        computed: Sequence[MicroBatch],
+        result: StepResult,
+        kernels: Mapping[str, str],
+    ) -> KeptStep:
         own: dict[str, Sample] = {}
         if self._has_samples:
             own = {sample.rollout.uid: sample for one in computed for sample in one.samples}
@@ -110,6 +116,7 @@ class Keeper:
             self._platform,
             weights.digests,
             self._tree,
+            dict(kernels),
         )
         return KeptStep(record, tuple(own.values()), weights.entries)
 

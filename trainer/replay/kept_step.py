@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Record:
 
     ``version`` is the weight version that the step began with, ``platform`` what the rank computed
     on and with, ``digests`` those of its weights after the step; ``config`` is the run's.
+    ``kernels``: ``Rank.kernels`` of the step; none in a file of an older version.
     """
 
     result: StepResult
@@ -64,6 +65,7 @@ class Record:
     platform: dict[str, str]
     digests: dict[str, str]
     config: dict[str, Any]
+    kernels: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,12 +46,16 @@ class DifferentWeights:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """A step that was computed again: its ``quantities`` as in StepResult."""
+    """A step that was computed again: its ``quantities`` as in StepResult.
+
+    ``kernels``: of each rank, as in Record.
+    """
 
     step: int
     quantities: dict[str, str]
     skipped: str
     weights: tuple[DifferentWeights, ...]
+    kernels: tuple[dict[str, str], ...]
 
 
 class Replayer:
@@ -96,7 +100,9 @@ class Replayer:
         now = learner.compared("weight_digests")
         each = (different_weights(*one) for one in zip(kept, now, strict=True))
         different = tuple(one for one in each if one is not None)
-        return Recomputed(result.step, quantities_of(report.metrics), report.skipped, different)
+        kernels = tuple(learner.compared("kernels"))
+        quantities = quantities_of(report.metrics)
+        return Recomputed(result.step, quantities, report.skipped, different, kernels)
 
     async def _compute(self, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
         return await run_with_ranks(self._rank_group, self._computing.run(work, *args, **named))
