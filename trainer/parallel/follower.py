@@ -73,6 +73,7 @@ class Follower:
     keep = _in_thread(Rank.keep)
     platform = _in_thread(Rank.platform)
     weight_digests = _in_thread(Rank.weight_digests)
+    kernels = _in_thread(Rank.kernels)
     reference = _in_thread(Rank.reference)
     join_gather = _in_thread(Rank.join_gather)
     capture = _in_thread(Rank.capture)
