@@ -72,13 +72,15 @@ def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
     if not settings.share:
         return None
     most = int(settings.max_mib * (1 << 20)) // config.train.ranks
-    return Recorder(
+    recorder = Recorder(
         RecordWriter(Path(config.run_dir or ".") / MICROSCOPE, rank, most),
         seed=config.seed,
         share=settings.share,
         top_k=settings.top_k,
         speller=lambda: Text(config.student.model),
     )
+    recorder.first = rank % config.train.context_parallel == 0
+    return recorder
 
 
 def build_rank(config: RunConfig, device_name: Device, spec: RankSpec | None) -> Rank:

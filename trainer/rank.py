@@ -162,6 +162,8 @@ class Rank:
         """
         if self.keeper is not None:
             self.keeper.computed = micro_batches
+        if self.recorder is not None:
+            self.recorder.begin()
         once = self.reduces_once
         given = reducing_last(self._student_loss, micro_batches) if once else micro_batches
         sums = merged([self._backward(one) for one in given])

@@ -14,6 +14,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 
 from async_opd.core.uid import Uid
@@ -40,8 +41,30 @@ def files(folder: Path) -> dict[tuple[int, int], Path]:
 def records(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
     """The recorded samples of a run, or of some of its steps, in the order of steps.
 
-    A file that cannot be read is left out (``unreadable``).
+    A file that cannot be read is left out, and so is a sample of which some tokens are not there
+    (``unreadable``): its sums would be wrong.
     """
+    return (one for one in _joined(run_dir, steps) if len(one) == one.response_tokens)
+
+
+def unreadable(run_dir: Path) -> Iterator[str]:
+    """Each file that cannot be read, and why; each step with samples that are not complete."""
+    for path in files(run_dir / MICROSCOPE).values():
+        try:
+            from_bytes(read_bytes(path))
+        except (RecordError, OSError) as error:
+            yield f"{path.name}: {error}"
+    partial = [one for one in _joined(run_dir) if len(one) != one.response_tokens]
+    for step, found in groupby(partial, lambda one: one.step):
+        first, *others = found
+        yield (
+            f"step {step}: {1 + len(others)} samples are left out: of {first.uid} are "
+            f"{len(first)} of {first.response_tokens} tokens there, the others were on another rank"
+        )
+
+
+def _joined(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[SampleRecord]:
+    """The samples of readable files, each with the shares of all ranks that are there."""
     by_step: defaultdict[int, list[Path]] = defaultdict(list)
     for (step, _), path in files(run_dir / MICROSCOPE).items():
         if steps is None or step in steps:
@@ -57,15 +80,6 @@ def records(run_dir: Path, steps: Sequence[int] | None = None) -> Iterator[Sampl
         yield from map(joined, shares.values())
 
 
-def unreadable(run_dir: Path) -> Iterator[str]:
-    """Each file that cannot be read, and why."""
-    for path in files(run_dir / MICROSCOPE).values():
-        try:
-            from_bytes(read_bytes(path))
-        except (RecordError, OSError) as error:
-            yield f"{path.name}: {error}"
-
-
 def forget_after(run_dir: Path, step: int) -> None:
     """Removes the records of later steps, which a rewound run computes again. OSError."""
     for (found, _), path in files(run_dir / MICROSCOPE).items():
@@ -78,6 +92,7 @@ class RecordWriter:
     """Writes one rank's files, which have at most ``max_bytes`` in all.
 
     ``removed`` are samples that were recorded and did not find room, since this object was made.
+    One that several ranks share counts on the rank that has its first token.
     """
 
     folder: Path
@@ -92,7 +107,7 @@ class RecordWriter:
 
         Of samples that would take more than a quarter of all bytes only the first ones are kept.
         """
-        given = len(samples)
+        given = _begun(samples)
         content = to_bytes(samples) if samples else b""
         while len(content) > self.max_bytes / 4:
             samples = samples[: len(samples) // 2]
@@ -105,9 +120,9 @@ class RecordWriter:
         if step % self.stride or not samples:
             self.removed += given
             return
-        self.removed += given - len(samples)
+        self.removed += given - _begun(samples)
         write_atomically(self.folder / _name(step, self.rank), content, durable=False)
-        kept[step] = len(content), len(samples)
+        kept[step] = len(content), _begun(samples)
 
     def _thin(self, kept: dict[int, tuple[int, int]]) -> None:
         """Removes the files of steps that are no multiples of twice the stride."""
@@ -125,9 +140,14 @@ class RecordWriter:
         return self._kept
 
 
+def _begun(samples: Sequence[SampleRecord]) -> int:
+    """Samples whose first token is here, not on another rank."""
+    return sum(bool(len(one)) and int(one["position"][0]) == 0 for one in samples)
+
+
 def _samples(path: Path) -> int:
     try:
-        return len(from_bytes(read_bytes(path)))
+        return _begun(from_bytes(read_bytes(path)))
     except RecordError:
         return 0
 

@@ -18,7 +18,7 @@ from async_opd.microscope.folder import (
     records,
     unreadable,
 )
-from async_opd.microscope.record import RecordError, from_bytes, to_bytes
+from async_opd.microscope.record import RecordError, SampleRecord, from_bytes, to_bytes
 from tests.microscope.samples import TEXTS, record
 
 
@@ -35,11 +35,33 @@ def test_samples_are_read_as_they_were_written() -> None:
 def test_the_shares_of_a_sample_on_several_ranks_are_one_record(tmp_path: Path) -> None:
     whole = record(tokens=5)
     for rank, rows in enumerate((slice(3, 5), slice(0, 3))):
-        part = record(columns={name: column[rows] for name, column in whole.columns.items()})
+        part = share(whole, rows)
         RecordWriter(tmp_path / MICROSCOPE, rank, 1 << 20).write(1, [part])
     (found,) = records(tmp_path)
     assert found["position"].tolist() == [0, 1, 2, 3, 4]
     assert np.array_equal(found["total"], whole["total"])
+
+
+def share(whole: SampleRecord, rows: slice) -> SampleRecord:
+    """What one of several ranks has of a sample."""
+    columns = {name: column[rows] for name, column in whole.columns.items()}
+    return record(whole.uid, len(whole), columns=columns)
+
+
+def test_a_sample_without_its_tokens_of_another_rank_is_left_out_and_named(tmp_path: Path) -> None:
+    RecordWriter(tmp_path / MICROSCOPE, 0, 1 << 20).write(
+        1, [share(record("p/0", 5), slice(0, 3)), record("q/0")]
+    )
+    assert [one.uid for one in records(tmp_path)] == ["q/0"]
+    (said,) = unreadable(tmp_path)
+    assert said.startswith("step 1: 1 samples are left out: of p/0 are 3 of 5 tokens there")
+
+
+def test_a_sample_that_ranks_share_is_removed_once(tmp_path: Path) -> None:
+    writers = [RecordWriter(tmp_path, rank, 100) for rank in range(2)]  # no room for any
+    for writer, rows in zip(writers, (slice(0, 3), slice(3, 5)), strict=True):
+        writer.write(1, [share(record(tokens=5), rows)])
+    assert [writer.removed for writer in writers] == [1, 0]
 
 
 def test_a_file_that_cannot_be_read_is_left_out_and_named(tmp_path: Path) -> None:

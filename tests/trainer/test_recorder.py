@@ -269,6 +269,37 @@ def test_a_step_that_is_not_finite_is_recorded_with_its_reason(tmp_path: Path) -
     assert np.isnan(one["distillation"]).tolist() == [True, *[False] * 4]
 
 
+def test_values_of_a_step_that_failed_are_in_no_later_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = learner_of(tmp_path, {"kind": "forward_kl"}, tokens_per_micro_batch=12)
+    recorder = made._rank.recorder
+    assert recorder is not None
+    take, calls = recorder.take, list[int]()
+
+    def failing(*given: Any) -> None:
+        take(*given)
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("the GPU is gone")
+
+    monkeypatch.setattr(recorder, "take", failing)
+    with pytest.raises(RuntimeError):
+        made.train_batch(batch())
+    assert made.train_batch(batch()).metrics["microscope/samples"] == 5
+
+
+def test_of_ranks_that_share_rows_one_counts_what_is_left_out(tmp_path: Path) -> None:
+    made = learner_of(tmp_path, {"kind": "forward_kl"})
+    recorder = made._rank.recorder
+    assert recorder is not None
+    recorder._writer.stride = 2  # the first step would be removed
+    recorder.first = False
+    assert made.train_batch(batch()).metrics["microscope/removed"] == 0
+    recorder.first, recorder._writer.stride = True, 4
+    assert made.train_batch(batch()).metrics["microscope/removed"] == 5
+
+
 def test_an_error_of_writing_is_noted_once_and_ends_no_step(tmp_path: Path) -> None:
     (tmp_path / MICROSCOPE).touch()  # where the folder would be
     made = learner_of(tmp_path, {"kind": "forward_kl"})

@@ -100,8 +100,14 @@ class Recorder:
         self._writing: Future[None] | None = None
         self._taken: list[_Taken] = []
         self._step = 0
+        self.first = True
+        """Of ranks that share rows only the first one counts the samples that are left out."""
         self._left_out = self._lost = 0
         self._warned = False
+
+    def begin(self) -> None:
+        """A step begins: what an earlier one that failed has left of its values is dropped."""
+        self._taken = []
 
     def mark(self, packed: Packed, micro_batch: MicroBatch) -> Packed:
         """The micro-batch, whose loss gives the values of recorded rows too."""
@@ -116,7 +122,7 @@ class Recorder:
         if not rows:
             return packed
         if (self._step + 1) % self._writer.stride:  # a step that the writer would remove
-            self._left_out += len(rows)
+            self._left_out += len(rows) if self.first else 0
             return packed
         recorded = Recorded(tuple(rows), self._top_k)
         return replace(packed, tokens=replace(packed.tokens, recorded=recorded))
@@ -142,7 +148,7 @@ class Recorder:
         in it, ``skipped`` why it changed no weights, else ''.
         """
         taken, self._taken, self._step = self._taken, [], step
-        samples = sum(part.kept.first == 0 for one in taken for part in one.parts)
+        samples = _begun(taken)
         if taken and self._writing is not None and not self._writing.done():
             self._lost += samples
         elif taken:
@@ -175,7 +181,7 @@ class Recorder:
                 start = end
             self._writer.write(step, self._spelled(samples, taken))
         except Exception as error:  # no training ends for want of records
-            self._lost += sum(len(one.parts) for one in taken)
+            self._lost += _begun(taken)
             if not self._warned:
                 self._warned = True
                 note(f"log.microscope: records of step {step} are lost: {error!r}")
@@ -198,6 +204,11 @@ class Recorder:
             replace(one, texts=texts, prompt=spelling.decode(prompt.tolist()))
             for one, prompt in zip(samples, prompts, strict=True)
         ]
+
+
+def _begun(taken: Sequence[_Taken]) -> int:
+    """Samples whose first token this rank has: of ranks that share rows one counts each."""
+    return sum(part.kept.first == 0 for one in taken for part in one.parts)
 
 
 def _samples(
