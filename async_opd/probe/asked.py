@@ -5,7 +5,8 @@ rows of data.train (of data.eval, if only these can be graded) ──by seed─�
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -33,6 +34,8 @@ from async_opd.probe.measuring import Asked
 
 RESPONSE_TOKENS = 1024
 """Most tokens of a sampled response: gaps are known well before."""
+SPARE = 2
+"""Rows that are looked at for each prompt: some prompts do not fit."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,9 @@ def asked_sources(
     config: RunConfig, inputs: Inputs, text: Text, count: int, folder: Path
 ) -> list[AskedSource]:
     """At most ``count`` prompts of each source that has a teacher and a prompt that fits."""
-    made = []
+    made, readers = list[AskedSource](), teacher_readers(config, text)
+    every = config.eval.model_copy(update={"max_prompts": None})
+    whole = config.model_copy(update={"eval": every})
     trained, evaluated = (_by_source(part) for part in (inputs.checked, inputs.eval))
     others = _other_readers(config, text)
     for source, rows in sorted(trained.items()):
@@ -58,9 +63,9 @@ def asked_sources(
         graded = _can_be_graded(config, rows)
         if not graded and _can_be_graded(config, evaluated.get(source, [])):
             rows, graded = evaluated[source], True
-        fitting = [row for row in rows if _fits(config, inputs, text, row)]
-        chosen = sampled(config, [fitting], count)
-        evaluation = _evaluation(config, chosen, text, folder)
+        some = sampled(config, [rows], SPARE * count)
+        chosen = [row for row in some if _fits(config, inputs, text, readers, row)][:count]
+        evaluation = evaluation_of(whole, [chosen], text, folder, readers)
         if teacher is None or evaluation is None:
             continue
         asked = Asked(
@@ -88,55 +93,46 @@ def _can_be_graded(config: RunConfig, rows: Sequence[Row]) -> bool:
     return any(row.answer is not None or has_verifier(row) for row in rows)
 
 
-def _fits(config: RunConfig, inputs: Inputs, text: Text, row: Row) -> bool:
+def _fits(
+    config: RunConfig, inputs: Inputs, text: Text, readers: dict[str, Reader], row: Row
+) -> bool:
     """Whether the prompt can be made, and is not longer than a run takes."""
+    limit = inputs.max_prompt_tokens
     try:
-        to_prompt(
-            row,
-            text.encode,
-            config.teacher_of,
-            limit=inputs.max_prompt_tokens,
-            readers=teacher_readers(config, text),
-        )
+        to_prompt(row, text.encode, config.teacher_of, limit=limit, readers=readers)
     except RolloutFault:
         return False
     return True
-
-
-def _evaluation(
-    config: RunConfig, rows: Sequence[Row], text: Text, folder: Path
-) -> Evaluation | None:
-    every = config.eval.model_copy(update={"max_prompts": None})
-    readers = teacher_readers(config, text)
-    whole = config.model_copy(update={"eval": every})
-    return evaluation_of(whole, [rows], text, folder, readers)
 
 
 def _other_readers(config: RunConfig, text: Text) -> dict[str, Reader]:
     """For teachers with a template of their own that the run does not use: how it reads rows."""
     named = ((one.key, ModelFiles.read(one.model, weights=False)) for one in named_models(config))
     files = {f"{key}.model": read for key, read in named if read is not None}
-    unused = [name for name in config.teachers if has_unused_template(config, files, name)]
-    teachers = {name: config.teachers[name] for name in config.teachers}
-    for name in unused:
-        teachers[name] = teachers[name].model_copy(update={"own_template": True})
-    readers = teacher_readers(config.model_copy(update={"teachers": teachers}), text)
-    return {name: readers[name] for name in unused if name in readers}
+    found: dict[str, Reader] = {}
+    for name, teacher in config.teachers.items():
+        if has_unused_template(config, files, name):
+            own = {**config.teachers, name: teacher.model_copy(update={"own_template": True})}
+            with suppress(ValueError):  # it cannot end as the student's does: no run can use it
+                readers = teacher_readers(config.model_copy(update={"teachers": own}), text)
+                found |= {name: readers[name]} if name in readers else {}
+    return found
 
 
 def _rendered(
     prompts: Sequence[Prompt], rows: Sequence[Row], reader: Reader | None
 ) -> list[Prompt] | None:
-    """The prompts as the teacher's own template renders them; None if these are the run's."""
+    """The prompts as the teacher's own template renders them.
+
+    None if it has none, if these are the run's, or if the template refuses one, as the doctor says.
+    """
     if reader is None:
         return None
-    ids = [np.array(reader(row), np.int32) for row in rows]
+    try:
+        ids = [np.array(reader(row), np.int32) for row in rows]
+    except Exception:  # a chat template can raise anything
+        return None
     seen = (prompt.seen_by_teacher.token_ids for prompt in prompts)
     if all(np.array_equal(one, other) for one, other in zip(seen, ids, strict=True)):
         return None
-    return list(_with_teacher_ids(prompts, ids))
-
-
-def _with_teacher_ids(prompts: Sequence[Prompt], ids: Sequence[np.ndarray]) -> Iterator[Prompt]:
-    for prompt, own in zip(prompts, ids, strict=True):
-        yield replace(prompt, teacher_ids=own)
+    return [replace(prompt, teacher_ids=own) for prompt, own in zip(prompts, ids, strict=True)]

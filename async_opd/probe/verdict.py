@@ -3,9 +3,10 @@
     template wrong?  ──► the teacher does not read the prompts that it was trained with
     headroom         ──► worse, equal, or better: does the student reach it?
 
-The score predicts the gain in accuracy. A student moves towards its teacher from what both share:
-of a better teacher it predicts ``headroom · shared``. It forgets as easily as it is taught to: of a
-worse one it predicts the headroom itself.
+The score predicts the gain in accuracy. A student that is trained on its own responses comes close
+to what its teacher does after the prompts of the run, as far as it has the teacher's tokens: of a
+better teacher the score is ``headroom · reach``. It forgets without any of them: of a worse one it
+is the headroom itself.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def score_of(figures: PairFigures) -> float | None:
     if figures.headroom is None:
         return None
     headroom = figures.headroom.mean
-    return headroom * figures.shared if headroom > 0 else headroom
+    return headroom * figures.reach if headroom > 0 else headroom
 
 
 def verdicts(pairs: Sequence[PairFigures]) -> list[Judgement]:

@@ -82,9 +82,9 @@ def test_a_beginning_is_foreign_only_if_one_token_causes_the_gap(change: dict[st
     assert verdict(**{**FOREIGN, **change}).kind == "will_teach"
 
 
-def test_the_score_is_the_headroom_times_the_shared_mass_of_a_better_teacher() -> None:
-    assert score_of(figures(shared=0.5)) == pytest.approx(0.15)
-    assert score_of(figures(headroom=Estimate(-0.3, 0.02), shared=0.5)) == pytest.approx(-0.3)
+def test_the_score_is_the_headroom_of_a_better_teacher_times_what_of_it_is_reached() -> None:
+    assert score_of(figures(reach=0.5)) == pytest.approx(0.15)
+    assert score_of(figures(headroom=Estimate(-0.3, 0.02), reach=0.5)) == pytest.approx(-0.3)
 
 
 def test_without_grades_there_is_no_score_and_the_words_say_so() -> None:
