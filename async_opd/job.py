@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 
 from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.store import Checkpoint, Checkpoints
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
@@ -24,6 +25,7 @@ class Job:
     start: Checkpoint | None
     log: RunLog
     journal: Journal
+    mirror: Mirror | None = None
 
     def message(self, text: str) -> None:
         """See RunLog.message."""

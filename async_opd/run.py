@@ -8,11 +8,9 @@ With ``resume`` the run continues after the newest complete checkpoint.
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,16 @@ from typing import Any
 import uvloop
 
 from async_opd.accounting.journal import LEDGER, Journal
-from async_opd.accounting.roll_backs import ROLL_BACKS
+from async_opd.checkpoint.earlier_run import (
+    is_completed,
+    left_in,
+    refuse_another,
+    refuse_mirrored,
+    take_mirrored,
+)
+from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files, identity, refuse_changes, refuse_impossible
-from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoint, Checkpoints, load
+from async_opd.checkpoint.store import FOLDER, Checkpoint, Checkpoints, load
 from async_opd.checks.preflight import Inputs
 from async_opd.checks.resources import resolve_device
 from async_opd.cluster.launch import LaunchedStages, launch
@@ -40,17 +45,14 @@ from async_opd.core.errors import (
 )
 from async_opd.core.printable import on_one_line
 from async_opd.core.stages import TRAINER
-from async_opd.files.kept_steps import KEPT
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import FORMAT_FILE, refuse_other_formats, write_run_format
-from async_opd.files.safe_open import private_files, read_text, write_atomically
-from async_opd.grading.evaluation_files import EVALS
+from async_opd.files.safe_open import private_files, write_atomically
 from async_opd.job import Job
 from async_opd.live_view.console import open_console
 from async_opd.live_view.live_file import LiveFile
-from async_opd.microscope.folder import MICROSCOPE
 from async_opd.models.tokenizer import Text
-from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY, RunLog
+from async_opd.observability.run_log import SUMMARY, RunLog
 from async_opd.observability.sinks import Sink, Status
 from async_opd.pipeline import Pipeline
 from async_opd.processes.run_lock import run_lock
@@ -58,11 +60,6 @@ from async_opd.processes.signals import SignalHandler
 from async_opd.training import Training
 from async_opd.waiting.deadline import Deadline
 
-RUN_OUTPUTS = (
-    *(SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS),
-    *("model", "best", EVALS, MICROSCOPE, KEPT),
-)
-"""The files of a run directory that exist once a run has begun."""
 COMPLETED, FAILED, BAD_INPUT, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -76,21 +73,32 @@ def run(
     name = config.run_dir or f"runs/{config.name}-{time.strftime('%Y%m%d-%H%M%S')}"
     run_dir = Path(name).absolute()
     config = config.model_copy(update={"run_dir": name})
-    if resume and (_left(run_dir) or (run_dir / FORMAT_FILE).exists()):
+    mirror = config.checkpoint.mirror
+    taken: list[str] = []
+    if mirror is not None and resume:
+        with private_files(), run_lock(run_dir):
+            taken = take_mirrored(mirror, run_dir, identity(config, inputs.checked))
+    elif mirror is not None:
+        refuse_mirrored(mirror)
+    if resume and (left_in(run_dir) or (run_dir / FORMAT_FILE).exists()):
         refuse_other_formats(run_dir)
-    if resume and _is_completed(run_dir):
-        _refuse_another(config, inputs, run_dir)
+    if resume and is_completed(run_dir):
+        refuse_another(run_dir / FOLDER, identity(config, inputs.checked))
         print(on_one_line(f"{run_dir} is completed already"))
         return COMPLETED
     with private_files(), run_lock(run_dir):
-        return _run_in(run_dir, config, inputs, resume, viewers)
+        return _run_in(run_dir, config, inputs, resume, viewers, taken)
 
 
 def _run_in(
-    run_dir: Path, config: RunConfig, inputs: Inputs, resume: bool, viewers: Sequence[Sink] = ()
+    run_dir: Path,
+    config: RunConfig,
+    inputs: Inputs,
+    resume: bool,
+    viewers: Sequence[Sink],
+    notes: list[str],
 ) -> int:
-    """Runs in a directory whose run lock is held."""
-    notes: list[str] = []
+    """Runs in a directory whose run lock is held. ``notes`` become messages."""
     start = _start(config, inputs, run_dir, resume, notes.append)
     write_run_format(run_dir)
     (run_dir / SUMMARY).unlink(missing_ok=True)  # it says how the previous process ended
@@ -100,15 +108,17 @@ def _run_in(
     cut = start.cut if start else None
     before = cut_files(run_dir, cut) if resume else None
     size = cut.files.get(LEDGER, 0) if cut else 0
+    mirror = Mirror.of(config, run_dir)
+    told = [*_viewers(config, run_dir), *viewers, *([] if mirror is None else [mirror])]
     with (
-        RunLog(
-            config, run_dir, before=before, viewers=[*_viewers(config, run_dir), *viewers]
-        ) as log,
+        RunLog(config, run_dir, before=before, viewers=told) as log,
         Journal(run_dir / LEDGER, size) as journal,
     ):
+        if mirror is not None:
+            mirror.notify, mirror.summarize = log.message, log.summarize
         for note in [*inputs.notes, *notes]:
             log.message(note)
-        code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal)))
+        code: int = uvloop.run(_run(Job(config, inputs, run_dir, start, log, journal, mirror)))
     return code
 
 
@@ -127,7 +137,7 @@ def _start(
     """
     store = Checkpoints.of(config, run_dir, inputs.eval)
     if not resume:
-        found = _left(run_dir)
+        found = left_in(run_dir)
         if found:
             message = f"{run_dir} holds an earlier run: {', '.join(found)}"
             remedy = "add --resume to continue it, or choose another --run-dir for a new run"
@@ -141,33 +151,6 @@ def _start(
     refuse_impossible(start.cut, config)
     notify(f"going on after step {start.cut.step}, weight version {start.cut.version}")
     return start
-
-
-def _left(run_dir: Path) -> list[str]:
-    """What the directory holds of a run that has begun in it."""
-    found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
-    return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
-
-
-def _refuse_another(config: RunConfig, inputs: Inputs, run_dir: Path) -> None:
-    """ConfigError if the last checkpoint of a completed run has another config."""
-    store = Checkpoints.of(config, run_dir, inputs.eval)
-    for step in store.steps()[-1:]:
-        with suppress(OSError):
-            before = read_text(store.folder / f"step_{step}" / CONFIG)
-            refuse_changes(before, identity(config, inputs.checked))
-
-
-def _is_completed(run_dir: Path) -> bool:
-    try:
-        summary = json.loads(read_text(run_dir / SUMMARY))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return (
-        isinstance(summary, dict)
-        and bool(summary.get("status") == "completed")
-        and (run_dir / "model").is_dir()
-    )
 
 
 @dataclass

@@ -205,7 +205,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
 
 
 def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
-    return Checkpointer(
+    made = Checkpointer(
         job.store,
         stages.trainer,
         config=identity(job.config, job.inputs.checked),
@@ -216,3 +216,6 @@ def _checkpointer(job: Job, stages: LaunchedStages) -> Checkpointer:
         sizes=job.sizes,
         sync=job.journal.sync,
     )
+    if job.mirror is not None:
+        job.mirror.count_in(made.metrics)
+    return made

@@ -24,8 +24,11 @@ from hypothesis import strategies as st
 import async_opd.checkpoint.store as checkpoint
 from async_opd.accounting.audit import audit
 from async_opd.accounting.journal import LEDGER, Journal
+from async_opd.checkpoint import earlier_run
 from async_opd.checkpoint.checkpointer import Checkpointer
+from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import cut_files, last_evaluation, refuse_impossible
+from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.core.errors import StageError
 from async_opd.core.samples import Rollout
@@ -579,3 +582,25 @@ def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_pat
 
     with pytest.raises(StageError, match="the trainer is at step"):
         asyncio.run(run())
+
+
+@pytest.mark.filterwarnings("ignore:coroutine")  # killed before its stages began
+def test_from_its_mirror_a_run_goes_on_byte_for_byte_as_from_its_own_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(earlier_run, "refuse_changes", lambda before, now: None)  # both are "{}"
+    own, other, url = tmp_path / "own", tmp_path / "other", f"file://{tmp_path}/bucket"
+    own.mkdir()
+    assert not live(own, 1, SHAPE | {"steps": 12}, 400, end="signal")
+    Mirror(Checkpoints(own / "checkpoints", 2), RunCopies.at(url), 20, 20)._sync(False)
+    earlier_run.take_mirrored(url, other, "{}")
+    newest = Checkpoints(other / "checkpoints", 2).newest(pytest.fail)
+    assert newest is not None
+    assert 0 < newest.cut.step < 12
+    for folder in (own, other):
+        assert live(folder, 2, SHAPE | {"steps": 12}, None)
+    assert (other / LEDGER).read_bytes() == (own / LEDGER).read_bytes()
+    for name in (path.name for path in newest.folder.parent.glob("step_12/*")):
+        one, two = (folder / "checkpoints/step_12" / name for folder in (own, other))
+        assert one.read_bytes() == two.read_bytes()
+    assert (audit(other).steps, audit(other).duplicated) == (12, ())

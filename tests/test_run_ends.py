@@ -14,7 +14,11 @@ from typing import Any
 import pytest
 
 from async_opd import run as module
+from async_opd.checkpoint import mirror as mirror_module
+from async_opd.checkpoint.earlier_run import RUN_OUTPUTS, is_completed
+from async_opd.checkpoint.mirror import Mirror
 from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.run_copies import END, RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.checks.preflight import Inputs
 from async_opd.config.run_config import RunConfig
@@ -30,7 +34,7 @@ from async_opd.files.run_format import (
 from async_opd.job import Job
 from async_opd.observability import run_log as runlog
 from async_opd.processes.run_lock import run_lock
-from async_opd.run import BAD_INPUT, INTERRUPTED, RUN_OUTPUTS, _is_completed, _shielded, _start, run
+from async_opd.run import BAD_INPUT, INTERRUPTED, _shielded, _start, run
 from tests.checkpoint.test_store import ROWS, config, cut
 from tests.observability.test_run_log import Recorder
 
@@ -93,7 +97,7 @@ def test_a_resumed_run_that_is_killed_is_not_completed_by_the_summary_of_the_one
     monkeypatch.setattr(runlog.RunLog, "finish", lambda log, status, error=None: status)
     with pytest.raises(KeyboardInterrupt):
         run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True)
-    assert not _is_completed(tmp_path)
+    assert not is_completed(tmp_path)
 
 
 def test_two_runs_do_not_share_a_run_directory(tmp_path: Path) -> None:
@@ -175,6 +179,38 @@ def test_a_completed_run_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFix
     (tmp_path / "model").mkdir()
     assert run(config(run_dir=str(tmp_path)), Inputs(ROWS), resume=True) == 0
     assert "is completed already" in capsys.readouterr().out
+
+
+def mirrored(run_dir: Path, url: str) -> RunConfig:
+    return config(run_dir=str(run_dir), checkpoint={"mirror": url}, log={"wandb": "off"})
+
+
+def test_a_run_goes_on_in_an_empty_directory_from_its_mirror(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = f"file://{tmp_path}/bucket"
+    before = mirrored(tmp_path / "first", url)
+    (tmp_path / "first").mkdir()
+    kept(tmp_path / "first", identity(before, ROWS))
+    Mirror(Checkpoints(tmp_path / "first/checkpoints", 2), RunCopies.at(url), 20, 20)._sync(False)
+    begun: list[Job] = []
+
+    async def stopped(job: Job) -> int:
+        begun.append(job)
+        job.log.finish("interrupted")
+        return INTERRUPTED
+
+    monkeypatch.setattr(module, "_run", stopped)
+    monkeypatch.setattr(mirror_module, "state_s", lambda config: 20)
+    assert run(mirrored(tmp_path / "second", url), Inputs(ROWS), resume=True) == INTERRUPTED
+    assert begun[0].start is not None
+    assert begun[0].start.folder == tmp_path / "second/checkpoints/step_4"
+    assert "step 4 is taken from" in (tmp_path / "second/run.log").read_text()
+    end = RunCopies.at(url).complete(END)
+    assert end is not None
+    assert "summary.json" in end.files
+    with pytest.raises(ConfigError, match=r"checkpoint.mirror: .* holds an earlier run"):
+        run(mirrored(tmp_path / "third", url), Inputs(ROWS))
 
 
 def quiet(run_dir: Path) -> RunConfig:

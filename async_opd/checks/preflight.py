@@ -31,6 +31,7 @@ from async_opd.config.user_code import UserCodeError, fits, user_object, user_tr
 from async_opd.core.errors import Problem
 from async_opd.core.row import Row
 from async_opd.data.hub import with_cached_data
+from async_opd.files.remote import RemoteFile
 from async_opd.models.engine_args import Device
 from async_opd.models.hub import with_cached
 from async_opd.models.model_files import ModelError
@@ -82,6 +83,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
         elif importlib.util.find_spec(name) is None:
             message = f"{name} is not installed"
             found.add("log.loggers", message, f"pip install 'async-opd[{name}]'")
+    _mirror(config, found)
     if config.sync.backend not in ("auto", *TRANSPORTS):
         try:
             user_transport(config.sync.backend)
@@ -122,6 +124,15 @@ def _builds(found: Findings) -> None:
     fault = fault_of_builds()
     if fault is not None:
         found.add(KEY, *fault, where="this Python")
+
+
+def _mirror(config: RunConfig, found: Findings) -> None:
+    """Checks that the package is installed which the mirror's URL needs."""
+    if config.checkpoint.mirror is not None:
+        try:
+            RemoteFile(config.checkpoint.mirror).connect()
+        except OSError as error:
+            found.add("checkpoint.mirror", str(error), "install it, or name another URL")
 
 
 def _logger(name: str, found: Findings) -> None:

@@ -45,8 +45,13 @@ def resolve_paths(tree: dict[Any, Any], folder: Path, add: Add) -> None:
                 message = f"{text!r} needs the environment variable {variable}, which is not set"
                 add(key, message, f"export {variable}, or write the path itself")
         text = VARIABLE.sub(lambda found: os.environ.get(found[1], found[0]), text)
+        if key == "run_dir" and is_url(text):
+            message = f"found {text}: a run writes to a directory of this machine"
+            add(key, message, "leave it local, and set checkpoint.mirror to the URL")
         if key == "run_dir":
             section[name] = os.path.expanduser(text)
+        elif key == "checkpoint.mirror":
+            section[name] = text
         elif name in ("model", "id"):
             section[name] = _model(os.path.expanduser(text), folder)
         elif is_url(text):
@@ -92,6 +97,7 @@ def _paths(tree: dict[Any, Any]) -> Iterator[tuple[Any, Any, str]]:
         section = tree.get(outer)
         if isinstance(section, dict) and PYTHON_FILE.search(str(section.get("grader"))):
             yield from _text_at(section, "grader", outer)
+    yield from _text_at(tree.get("checkpoint"), "mirror", "checkpoint")
     yield from _text_at(tree, "run_dir", "")
 
 

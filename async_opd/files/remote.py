@@ -6,15 +6,25 @@ them (environment, instance, files of the user), never from a config. All errors
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
 from async_opd.core.errors import AsyncOPDError
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.safe_open import make_folder, regular_file
 
+CHUNK = 8 << 20
+"""Bytes that are read and written at once."""
 INSTALL = "pip install 'async-opd[storage]'"
+
+
+class Changed(OSError):
+    """A file behind a URL that is not what was written."""
 
 
 @contextmanager
@@ -56,8 +66,14 @@ class RemoteFile:
         with only_os_errors(self.url):
             import fsspec
 
-            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url)
+            # the local file system alone makes no folders by itself; stores have none
+            made = {"auto_mkdir": True} if self.url.startswith("file:") else {}
+            found: tuple[Any, str] = fsspec.core.url_to_fs(self.url, **made)
             return found
+
+    def connect(self) -> None:
+        """OSError if no package for this kind of URL is installed. Most stores are not asked."""
+        _ = self._place
 
     def exists(self) -> bool:
         """Whether there is a file, or a folder with files. OSError if the store does not answer."""
@@ -79,3 +95,67 @@ class RemoteFile:
         with only_os_errors(self.url):
             opened: IO[Any] = files.open(path, mode, **named)
             return opened
+
+    def names(self) -> list[str]:
+        """Names of the files and folders in a folder; none if it does not exist. OSError."""
+        files, path = self._place
+        with only_os_errors(self.url):
+            files.invalidate_cache()
+            try:
+                found = files.ls(path, detail=False)
+            except FileNotFoundError:
+                return []
+            return sorted({PurePosixPath(name).name for name in found})
+
+    def read(self, most: int) -> bytes:
+        """The content. FileNotFoundError; OSError, also for one of more than ``most`` bytes."""
+        with only_os_errors(self.url), self.open("rb") as file:
+            content: bytes = file.read(most + 1)
+        if len(content) > most:
+            raise OSError(f"{self.url} has more than {most} bytes")
+        return content
+
+    def write(self, content: bytes) -> None:
+        """Replaces the content. OSError."""
+        with only_os_errors(self.url), self.open("wb") as file:
+            file.write(content)
+
+    def upload(self, source: Path) -> WrittenFile:
+        """Writes a local file's bytes: those that it has now, though it may grow. OSError."""
+        with (
+            open(source, "rb", opener=regular_file) as reading,
+            only_os_errors(self.url),
+            self.open("wb") as writing,
+        ):
+            return _copied(reading, writing, os.fstat(reading.fileno()).st_size)
+
+    def download(self, target: Path, expected: WrittenFile) -> None:
+        """Writes a new local file, and its folders. ``Changed`` if it is another; OSError."""
+        make_folder(target.parent)
+        with (
+            only_os_errors(self.url),
+            self.open("rb") as reading,
+            open(target, "xb", opener=regular_file) as writing,
+        ):
+            if _copied(reading, writing, expected.bytes + 1) != expected:
+                raise Changed(f"{self.url} was changed or cut off: its size or SHA-256 is another")
+
+    def remove(self) -> None:
+        """Removes a file, or a folder with all it has, if there is one. OSError."""
+        files, path = self._place
+        with only_os_errors(self.url):
+            files.invalidate_cache()
+            try:
+                files.rm(path, recursive=True)
+            except FileNotFoundError:
+                return
+
+
+def _copied(reading: IO[bytes], writing: IO[bytes], most: int) -> WrittenFile:
+    """Copies at most so many bytes."""
+    digest, size = hashlib.sha256(), 0
+    while size < most and (chunk := reading.read(min(CHUNK, most - size))):
+        writing.write(chunk)
+        digest.update(chunk)
+        size += len(chunk)
+    return WrittenFile(size, digest.hexdigest())

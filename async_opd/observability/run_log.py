@@ -204,13 +204,14 @@ class RunLog:
         with self._failing_if_unwritten():
             self._write_summary(status, error)
         summary = _printable(self._summary(status, error))
+        written = self.failures, status, dict(self._summarized)
         for sink in self._sinks:
             with self._failing_if_unwritten():
                 self._noted(sink, lambda sink: sink.close(summary))
         for file in (self._metrics_file, self._messages_file):
             with self._failing_if_unwritten(), _written(file.name):
                 file.close()
-        if self.failures != summary.metrics[SINK_FAILURES] or self._status != status:
+        if (self.failures, self._status, self._summarized) != written:
             with self._failing_if_unwritten():
                 self._write_summary(self._status, error or self._unwritten)
         return self._status
@@ -221,8 +222,8 @@ class RunLog:
         try:
             yield
         except (OSError, StageError) as error:
-            self._status, self._unwritten = "failed", str(error)
-            write_stderr(indented(f"failed: {error}"))
+            self._status, self._unwritten = "failed", self._redacted(str(error))
+            write_stderr(indented(f"failed: {self._unwritten}"))
 
     def give_up(self, status: Status, error: str) -> None:
         """``finish`` for a process that is killed: sinks get no message and are not closed."""
@@ -282,6 +283,8 @@ class RunLog:
             call(sink)
         except Exception as error:
             self.failures += 1
+            if isinstance(error, StageError) and getattr(sink, "required", False):
+                raise
             if getattr(sink, "required", False):
                 cause = f"{type(error).__name__}: {error}"
                 remedy = "mend the code that was given to the run"

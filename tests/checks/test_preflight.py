@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,18 @@ def test_low_bit_moments_without_torchao_are_refused_with_the_extra(
     assert problem.key == "train.moments"
     assert "torchao, which is not installed" in problem.message
     assert problem.remedy == "pip install async-opd[lowbit]"
+
+
+def test_a_mirror_without_its_package_is_refused_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mirror = "checkpoint.mirror=memory://bucket/run"
+    assert found(mirror) == []
+    assert "Protocol not known" in one("checkpoint.mirror=nowhere://bucket/run").message
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    problem = one(mirror)
+    assert problem.key == "checkpoint.mirror"
+    assert "pip install 'async-opd[storage]'" in problem.message
 
 
 @pytest.mark.parametrize(("offload", "said"), [("moments", True), ("none", False)])

@@ -14,6 +14,7 @@ from async_opd.accounting.audit import AuditError, audit
 from async_opd.accounting.journal import LEDGER, Journal
 from async_opd.accounting.ledger import LedgerState
 from async_opd.accounting.run_state import Cut
+from async_opd.checkpoint.earlier_run import is_completed
 from async_opd.checkpoint.resume import cut_files
 from async_opd.checkpoint.store import Checkpoints, load
 from async_opd.config.run_config import RunConfig
@@ -26,7 +27,6 @@ from async_opd.observability.loggers.logged_run import LoggedRun, file_of
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RunLog
 from async_opd.observability.wandb_sink import WandbSink
 from async_opd.processes.run_lock import run_lock
-from async_opd.run import _is_completed
 
 LONGEST_S = 30
 """Of a test: one that waits for a pipe would wait for ever."""
@@ -127,7 +127,7 @@ def test_a_pipe_in_the_place_of_a_file_is_refused_and_not_waited_for(
 def test_a_pipe_is_no_summary_and_no_record_of_wandb(run_dir: Path) -> None:
     os.mkfifo(run_dir / "summary.json")
     os.mkfifo(run_dir / file_of("wandb"))
-    assert not _is_completed(run_dir)
+    assert not is_completed(run_dir)
     assert LoggedRun.of(run_dir, "wandb").rows == 0
 
 

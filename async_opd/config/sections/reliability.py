@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveInt, field_validator
 
+from async_opd.config.paths import is_url
 from async_opd.config.sections.section import Section
 
 
@@ -33,6 +34,19 @@ class CheckpointConfig(Section):
     min_mib_per_s: float = Field(default=64, gt=0)
     """Lowest assumed speed of the run directory's disk, which gives the time of the trainer's
     bytes: 12 of each parameter of the student."""
+
+    mirror: str | None = Field(default=None, min_length=1)
+    """URL (``s3://bucket/runs/a``) of this run alone, to which its checkpoints and results are
+    copied beside training, and from which ``--resume`` takes them on another machine. A run that
+    completes waits for its copies as long as for a checkpoint, and fails without them. See
+    docs/storage.md."""
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_a_url(cls, mirror: str | None) -> str | None:
+        if mirror is not None and not is_url(mirror):
+            raise ValueError("a URL, as in s3://bucket/runs/a or file:///mnt/runs/a")
+        return mirror
 
     def bound_s(self, nbytes: int) -> float:
         """Timeout in seconds of a call that writes or reads ``nbytes``."""

@@ -1,0 +1,159 @@
+"""What a run directory holds of an earlier run, and what a mirror has that is newer.
+
+run directory, checkpoint.mirror ──the newest step──► run directory ──► --resume as ever
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from async_opd.accounting.journal import LEDGER
+from async_opd.accounting.roll_backs import ROLL_BACKS
+from async_opd.checkpoint.resume import refuse_changes
+from async_opd.checkpoint.run_copies import END, Copy, RunCopies, name_of
+from async_opd.checkpoint.store import CONFIG, FOLDER, Checkpoints, load
+from async_opd.core.errors import CheckpointError, ConfigError, Problem
+from async_opd.files.kept_steps import KEPT
+from async_opd.files.remote import Changed
+from async_opd.files.safe_open import make_folder, read_text, remove_tree
+from async_opd.grading.evaluation_files import EVALS
+from async_opd.microscope.folder import MICROSCOPE
+from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
+
+RUN_OUTPUTS = (
+    *(SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS),
+    *("model", "best", EVALS, MICROSCOPE, KEPT),
+)
+"""The files of a run directory that exist once a run has begun."""
+PARTIAL = ".mirror.partial"
+
+
+def left_in(run_dir: Path) -> list[str]:
+    """What the directory holds of a run that has begun in it."""
+    found = [name for name in RUN_OUTPUTS if (run_dir / name).exists()]
+    return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
+
+
+@contextmanager
+def _answering(url: str) -> Iterator[None]:
+    """CheckpointError if the store does not answer: nothing is known of the run then."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "make it reachable, or remove checkpoint.mirror from the config to go on without"
+        raise CheckpointError("mirror", f"{url} cannot be read: {error}", remedy) from error
+
+
+def refuse_mirrored(url: str) -> None:
+    """ConfigError if the URL has a copy of a run: another one would replace it.
+
+    CheckpointError if the store does not answer.
+    """
+    with _answering(url):
+        copies = RunCopies.at(url)
+        found = bool(copies.steps() or copies.complete(END))
+    if found:
+        message = f"{url} holds an earlier run"
+        remedy = "add --resume to continue it, or choose another URL for a new run"
+        raise ConfigError([Problem("command line", "checkpoint.mirror", message, remedy)])
+
+
+def refuse_another(folder: Path, identity: str) -> None:
+    """ConfigError if the last checkpoint in ``folder``, of a completed run, has another config."""
+    for step in Checkpoints(folder, 1).steps()[-1:]:
+        with suppress(OSError):
+            refuse_changes(read_text(folder / name_of(step) / CONFIG), identity)
+
+
+def is_completed(run_dir: Path) -> bool:
+    """Whether the directory has the model and the summary of a completed run."""
+    return _completed(run_dir) and (run_dir / "model").is_dir()
+
+
+def _completed(folder: Path) -> bool:
+    try:
+        summary = json.loads(read_text(folder / SUMMARY))
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(summary, dict) and bool(summary.get("status") == "completed")
+
+
+def take_mirrored(url: str, run_dir: Path, identity: str) -> list[str]:
+    """Takes the newest copy at the URL, if its checkpoint is newer than those of the directory.
+
+    Every byte is verified before a file of the directory is replaced. Returns messages.
+    ConfigError for a copy of another config; CheckpointError if no newer copy is whole, or if the
+    store does not answer: a run that began without its checkpoints would train them again.
+    """
+    with _answering(url):
+        return _taken(url, run_dir, identity)
+
+
+def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
+    notes: list[str] = []
+    copies, own = RunCopies.at(url), Checkpoints(run_dir / FOLDER, 1).steps()
+    newer = [step for step in copies.steps() if not own or step > own[-1]]
+    found = [(step, copy) for step in newer if (copy := copies.complete(name_of(step)))]
+    partial = run_dir / PARTIAL
+    for step, copy in reversed(found):
+        remove_tree(partial)
+        try:
+            copies.download(copy, partial, lambda name: True)
+            checkpoint = load(partial / FOLDER / name_of(step))
+        except (Changed, CheckpointError) as error:
+            notes.append(f"the mirror's copy of step {step} is skipped: {error}")
+            continue
+        refuse_changes(checkpoint.config, identity)
+        _take_end(copies, partial, step, notes.append)
+        _replace(partial, run_dir, f"{FOLDER}/{name_of(step)}")
+        remove_tree(partial)
+        return [*notes, f"step {step} is taken from {url}, with the run's other files"]
+    remove_tree(partial)
+    if found:
+        remedy = f"remove {url}, or checkpoint.mirror from the config, to go on without it"
+        raise CheckpointError("checkpoint", "; ".join(notes), remedy)
+    return notes
+
+
+def _take_end(copies: RunCopies, partial: Path, step: int, notify: Callable[[str], None]) -> None:
+    """Puts the files of the run's end, if it is there, over those of its last checkpoint.
+
+    The models are only taken of a run that has completed: another one writes its own.
+    """
+    end = copies.complete(END)
+    if end is None:
+        return
+    into = partial.with_name(f"{PARTIAL}.{END}")
+    remove_tree(into)
+    try:
+        copies.download(Copy(END, end.files), into, lambda name: name not in _models(end))
+        if _completed(into):
+            copies.download(Copy(END, end.files), into, lambda name: name in _models(end))
+        _replace(into, partial, "")
+    except Changed as error:
+        notify(f"the mirror's copy of the end is skipped, that of step {step} is taken: {error}")
+    finally:
+        remove_tree(into)
+
+
+def _models(copy: Copy) -> set[str]:
+    return {name for name in copy.files if name.partition("/")[0] in ("model", "best")}
+
+
+def _replace(source: Path, target: Path, last: str) -> None:
+    """Moves all files to the same places below ``target``; the folder ``last`` as a whole, last.
+
+    A kill before that leaves a directory without the checkpoint, which takes the copy again.
+    """
+    for path in sorted(source.rglob("*")):
+        name = path.relative_to(source).as_posix()
+        if path.is_file() and not (last and name.startswith(f"{last}/")):
+            make_folder((target / name).parent)
+            path.replace(target / name)
+    if last:
+        make_folder((target / last).parent)
+        remove_tree(target / last)
+        (source / last).rename(target / last)

@@ -1,0 +1,221 @@
+"""The mirror: a thread that copies a run's checkpoints and results to ``checkpoint.mirror``.
+
+    checkpoint, start, rewind ──► sync: the steps at the URL become those of the run directory
+    the run's end             ──► sync, and the results besides; waited for, within a bound
+
+Training never waits for it. What fails is a warning, counted, and tried again with the next
+checkpoint; a run that completed without a complete copy of its end has failed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from secrets import token_hex
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_opd.checkpoint.bounds import state_s
+from async_opd.checkpoint.run_copies import (
+    END,
+    RESULTS,
+    Files,
+    RunCopies,
+    files_to_copy,
+    name_of,
+)
+from async_opd.checkpoint.store import FOLDER, MANIFEST, Checkpoints
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import StageError
+from async_opd.core.level import Level
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.durable import checksum
+from async_opd.files.safe_open import read_bytes
+from async_opd.observability.sinks import Sink, Summary
+from async_opd.processes.background import BackgroundWorker
+
+WAITING = 64
+"""Requests for a sync that may wait; one sync does what all that wait ask for."""
+TRIES = 3
+"""Tries of the last sync."""
+REMEDY = "look at the store, its quota and credentials; async_opd run --resume tries it again"
+_Manifest = TypeAdapter(dict[str, WrittenFile])
+
+
+class Mirror(Sink):
+    """A sink that is told of checkpoints, and copies them in a thread.
+
+    ``bound_s`` is how long the end of the run waits for it, ``grace_s`` after a signal. ``notify``
+    and ``summarize`` are called from the run's event loop only.
+    """
+
+    required = True  # what it raises, when it is closed, is the run's failure
+
+    def __init__(
+        self, store: Checkpoints, copies: RunCopies, bound_s: float, grace_s: float
+    ) -> None:
+        self.notify: Callable[[str, Level], None] = lambda text, level: None
+        self.summarize: Callable[[dict[str, float]], None] = lambda metrics: None
+        self.metrics: dict[str, float] = {
+            "mirror/step": 0.0,
+            "mirror/failures": 0.0,
+            "mirror/gib": 0.0,
+            "mirror/upload_s": 0.0,
+        }
+        self._store, self._copies = store, copies
+        self._run_dir = store.folder.parent
+        self._bound_s, self._grace_s = bound_s, grace_s
+        self._me, self._claimed = token_hex(16), False
+        self._ending, self._ended = False, False
+        self._began: float | None = None  # when the sync began that is under way
+        self._notes: deque[str] = deque(maxlen=WAITING)
+        self._failing = ""
+        self._worker: BackgroundWorker[None] = BackgroundWorker("mirror", self._work, WAITING)
+
+    @classmethod
+    def of(cls, config: RunConfig, run_dir: Path) -> Mirror | None:
+        """That of a run; None if its config names no URL."""
+        url = config.checkpoint.mirror
+        if url is None:
+            return None
+        store = Checkpoints(run_dir / FOLDER, config.checkpoint.keep)
+        return cls(store, RunCopies.at(url), state_s(config), config.shutdown.grace_s)
+
+    @property
+    def name(self) -> str:
+        """As in messages."""
+        return "mirror"
+
+    def count_in(self, metrics: dict[str, float]) -> None:
+        """The mirror's metrics are counted in this mapping from now on; no key comes later."""
+        metrics |= self.metrics
+        self.metrics = metrics
+
+    def start(self) -> None:
+        """Removes at the URL what a run that goes on from an earlier step has left."""
+        self._worker.put(None)
+
+    def checkpoint(self, step: int, folder: Path) -> None:
+        """Copies the checkpoint as soon as those before it are copied."""
+        self._tell()
+        began = self._began
+        if began is not None and time.monotonic() - began > self._bound_s:
+            self.metrics["mirror/failures"] += 1
+            words = f"the mirror has not ended its upload within {self._bound_s:g} s"
+            self.notify(f"{words} (checkpoint.timeout_s, checkpoint.min_mib_per_s)", "warning")
+        self._worker.put(None)
+
+    def rewind(self) -> None:
+        """Removes the copies of steps that the run has left."""
+        self._worker.put(None)
+
+    def log(self, step: int, metrics: object) -> None:
+        """Passes on what the thread has to say."""
+        self._tell()
+
+    def close(self, summary: Summary) -> str | None:
+        """Copies the results, and waits for all copies.
+
+        StageError if a completed run has no complete copy of its end; of another one, a message.
+        """
+        bound_s = self._grace_s if summary.status == "interrupted" else self._bound_s
+        self.notify(f"mirroring the end of the run to {self._copies.place}", "info")
+        self._ending = True
+        self._worker.put(None)
+        done = self._worker.close(bound_s)
+        self._tell()
+        self.summarize(dict(self.metrics))
+        if self._ended:
+            self.notify(f"the end of the run is at {self._copies.place / END}", "info")
+            return None
+        cause = self._failing if done else f"it was not uploaded within {bound_s:g} s"
+        cause = f"{self._copies.place} lacks the end of the run: {cause}"
+        if summary.status == "completed":
+            raise StageError(self.name, cause, REMEDY)
+        return f"{cause}; {self._run_dir} has it"
+
+    def _tell(self) -> None:
+        while self._notes:
+            self.notify(self._notes.popleft(), "warning")
+
+    def _work(self, items: list[None]) -> None:
+        """One sync for all requests; the last one is tried again. Never raises."""
+        for left in reversed(range(TRIES if self._ending else 1)):
+            self._began = time.monotonic()
+            try:
+                self._sync(self._ending)
+            except Exception as error:  # of files, of stores: the run goes on
+                self.metrics["mirror/failures"] += 1
+                self._failing = str(error) or type(error).__name__
+                when = f"; tries left: {left}" if self._ending else ", until the next checkpoint"
+                text = f"{self._copies.place} is not up to date{when}: {self._failing}"
+                self._notes.append(f"mirror: {text}\n→ {REMEDY}")
+            else:
+                return
+            finally:
+                self._began = None
+
+    def _sync(self, ending: bool) -> None:
+        """Makes the copies at the URL those of the checkpoints in the run directory."""
+        self._claim()
+        if not ending:
+            self._copies.remove(END)
+        for step in reversed(self._store.steps()):
+            self._upload(step)
+        # Copies go once the newest step is there. A run directory without any (its disk may be
+        # gone) removes none; one that has gone back removes those of the way that it has left.
+        now = self._store.steps()
+        if now and self._copies.complete(name_of(now[-1])) is not None:
+            self.metrics["mirror/step"] = float(now[-1])
+            for step in self._copies.steps():
+                if step not in now:
+                    self._copies.remove(name_of(step))
+        if ending:
+            names = files_to_copy(self._run_dir, *RESULTS)
+            files = {name: self._run_dir / name for name in names}
+            self._copies.upload(END, files, lambda sent: None)
+            self._ended = True
+
+    def _claim(self) -> None:
+        if not self._claimed:
+            self._copies.claim(self._me)
+            self._claimed = True
+        self._copies.refuse_other(self._me)
+
+    def _upload(self, step: int) -> None:
+        """Uploads a checkpoint that is not there yet, with the run's other files."""
+        began, within = time.monotonic(), f"{FOLDER}/{name_of(step)}"
+        manifest = self._run_dir / within / MANIFEST
+        try:
+            before = read_bytes(manifest)
+            there = self._copies.complete(name_of(step))
+            if there and there.files.get(f"{within}/{MANIFEST}") == checksum(manifest):
+                return
+            names = [*files_to_copy(self._run_dir), f"{within}/{MANIFEST}"]
+            names += [f"{within}/{name}" for name in _manifest(before)]
+
+            def check(sent: Files) -> None:
+                # A run that has gone back has other files: they do not belong to this checkpoint.
+                if read_bytes(manifest) != before:
+                    raise FileNotFoundError(str(manifest))
+                for name, file in _manifest(before).items():
+                    if sent[f"{within}/{name}"] != file:
+                        raise OSError(f"{within}/{name} is not as its {MANIFEST} says")
+
+            files = {name: self._run_dir / name for name in names}
+            sent = self._copies.upload(name_of(step), files, check)
+        except FileNotFoundError:
+            if step in self._store.steps():
+                raise
+            return  # the checkpoint was removed meanwhile
+        self.metrics["mirror/gib"] = sum(file.bytes for file in sent.values()) / (1 << 30)
+        self.metrics["mirror/upload_s"] = time.monotonic() - began
+
+
+def _manifest(content: bytes) -> Files:
+    try:
+        return _Manifest.validate_json(content)
+    except ValidationError as error:
+        raise OSError(f"a {MANIFEST} has {error.error_count()} invalid values") from error

@@ -1,0 +1,145 @@
+"""Copies of a run directory at a URL; each is a run directory by itself, complete or not one.
+
+    URL/step_40/   metrics.jsonl, ledger.jsonl, config.yaml, …, checkpoints/step_40/…, files.json
+    URL/end/       the same without a checkpoint, with model/, best/, evals/, microscope/
+
+``files.json`` has the size and SHA-256 of every other file, and is written last: without it, or
+with another content than these, nothing is taken for a copy. Nothing in a copy is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
+
+from async_opd.checkpoint.store import EVALUATED, FOLDER
+from async_opd.core.written_file import WrittenFile
+from async_opd.files.remote import Changed, RemoteFile
+
+LISTING, END, WRITER = "files.json", "end", "writer"
+MAX_LISTING_BYTES, MAX_WRITER_BYTES = 64 << 20, 64
+AT_ONCE = 4
+"""Files of a copy that are transferred at the same time."""
+TEACHERS = "teachers"
+RESULTS = ("model", "best", "evals", "microscope")
+"""Folders that only the copy of the end has."""
+_SUFFIXES = (".json", ".jsonl", ".yaml", ".log")
+_LOCAL = {"trace.json", "live.json", "dashboard.json"}
+
+Files = dict[str, WrittenFile]
+_Listing = TypeAdapter(Files)
+
+
+def name_of(step: int) -> str:
+    """The name of the copy with a step's checkpoint."""
+    return f"step_{step}"
+
+
+def may_be_copied(name: str) -> bool:
+    """Whether a path relative to the run directory belongs into a copy, and leads nowhere else."""
+    folder, _, rest = name.partition("/")
+    if any(not part or part.startswith(".") or "\\" in part for part in name.split("/")):
+        return False
+    if not rest:
+        return Path(name).suffix in _SUFFIXES and name not in {LISTING, *_LOCAL}
+    return folder in (FOLDER, TEACHERS, *RESULTS)
+
+
+def files_to_copy(run_dir: Path, *folders: str) -> Iterator[str]:
+    """The run directory's own files, those of ``teachers/``, and those below these folders."""
+    found = [path for path in run_dir.iterdir() if path.is_file()]
+    found.append(run_dir / FOLDER / EVALUATED)
+    for folder in (TEACHERS, *folders):
+        found += (run_dir / folder).rglob("*")
+    for path in found:
+        name = path.relative_to(run_dir).as_posix()
+        if path.is_file() and not path.is_symlink() and may_be_copied(name):
+            yield name
+
+
+class Copy(NamedTuple):
+    """A complete copy."""
+
+    name: str
+    files: Files
+
+
+@dataclass(frozen=True)
+class RunCopies:
+    """The copies below a URL. All methods block, and raise OSError."""
+
+    place: RemoteFile
+
+    @classmethod
+    def at(cls, url: str) -> RunCopies:
+        """Those below this URL."""
+        return cls(RemoteFile(url))
+
+    def steps(self) -> list[int]:
+        """Steps of all copies with a checkpoint, complete or not, in order."""
+        names = (name for name in self.place.names() if name.startswith("step_"))
+        numbers = (name.removeprefix("step_") for name in names)
+        return sorted(int(one) for one in numbers if one.isdecimal() and len(one) < 16)
+
+    def complete(self, name: str) -> Copy | None:
+        """A copy, whose files are not read yet; None if it is not complete."""
+        try:
+            content = (self.place / name / LISTING).read(MAX_LISTING_BYTES)
+            files = _Listing.validate_json(content)
+        except (FileNotFoundError, ValidationError):  # the latter: of a write that was cut off
+            return None
+        return Copy(name, files) if all(map(may_be_copied, files)) else None
+
+    def newest(self) -> tuple[int, Copy] | None:
+        """The newest complete copy with a checkpoint."""
+        found = ((step, self.complete(name_of(step))) for step in reversed(self.steps()))
+        return next(((step, copy) for step, copy in found if copy is not None), None)
+
+    def upload(self, name: str, files: Mapping[str, Path], check: Callable[[Files], None]) -> Files:
+        """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""
+        self.remove(name)
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            sent = pool.map(lambda one: (self.place / name / one).upload(files[one]), files)
+            found = dict(zip(files, sent, strict=True))
+        check(found)
+        (self.place / name / LISTING).write(_Listing.dump_json(found))
+        return found
+
+    def download(self, copy: Copy, into: Path, wanted: Callable[[str], bool]) -> None:
+        """Downloads files into an empty folder.
+
+        ``Changed`` if one is not as ``files.json`` says; OSError if the store does not answer.
+        """
+        chosen = {name: file for name, file in copy.files.items() if wanted(name)}
+
+        def one(name: str) -> None:
+            (self.place / copy.name / name).download(into / name, chosen[name])
+
+        try:
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(one, chosen))
+        except FileNotFoundError as error:
+            raise Changed(f"{self.place / copy.name} lacks a file: {error}") from error
+
+    def remove(self, name: str) -> None:
+        """Removes a copy, its ``files.json`` first."""
+        (self.place / name / LISTING).remove()
+        (self.place / name).remove()
+
+    def claim(self, writer: str) -> None:
+        """Notes which process writes here from now on."""
+        (self.place / WRITER).write(writer.encode())
+
+    def refuse_other(self, writer: str) -> None:
+        """OSError if another process has claimed the URL since."""
+        found = b""
+        with suppress(FileNotFoundError):
+            found = (self.place / WRITER).read(MAX_WRITER_BYTES)
+        if found != writer.encode():
+            raise OSError(f"another process mirrors its run to {self.place} now")

@@ -1,0 +1,438 @@
+"""The mirror: whatever fails or dies while it writes, what is complete there is a whole run."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.accounting.journal import LEDGER
+from async_opd.checkpoint.earlier_run import is_completed, refuse_mirrored, take_mirrored
+from async_opd.checkpoint.mirror import TRIES, Mirror
+from async_opd.checkpoint.resume import identity
+from async_opd.checkpoint.run_copies import END, LISTING, RunCopies, may_be_copied
+from async_opd.checkpoint.store import Checkpoints, load
+from async_opd.config.load import load_config
+from async_opd.core.errors import CheckpointError, ConfigError, StageError
+from async_opd.files import remote
+from async_opd.files.durable import written_file
+from async_opd.files.remote import RemoteFile
+from async_opd.observability.run_log import RunLog
+from async_opd.observability.sinks import Status, Summary
+from tests.checkpoint.test_store import ROWS, config, cut
+from tests.properties import examples
+
+URL = "memory://bucket/run"
+IDENTITY = identity(config(), ROWS)
+
+
+@pytest.fixture(autouse=True)
+def _empty_store() -> Iterator[None]:
+    MemoryFileSystem.store.clear()
+    yield
+    MemoryFileSystem.store.clear()
+
+
+class LocalRun:
+    """A run directory as a run makes it: its journal grows, and each checkpoint is another one."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.store = Checkpoints(folder / "checkpoints", keep)
+        self.made = 0
+        self.ledgers: dict[bytes, bytes] = {}  # of each checkpoint ever made
+        folder.mkdir(exist_ok=True)
+        (folder / LEDGER).touch()
+        (folder / "config.yaml").write_text("name: a\n")
+
+    def train(self, step: int, identity: str = IDENTITY) -> None:
+        """A line of the journal, and a checkpoint of the step."""
+        self.made += 1
+        with (self.folder / LEDGER).open("a") as file:
+            file.write(f'{{"step": {step}, "trained": ["{self.made}"]}}\n')
+        ledger = (self.folder / LEDGER).read_bytes()
+        state = f"the weights of checkpoint {self.made}".encode()
+        part = self.store.begin(step)
+        (part / "trainer.safetensors").write_bytes(state)
+        files = {"trainer.safetensors": written_file(part / "trainer.safetensors")}
+        made = replace(cut(step), files={LEDGER: len(ledger)})
+        self.store.commit(part, made, identity, files)
+        self.ledgers[state] = ledger
+
+    def roll_back(self) -> int:
+        """Goes back to the oldest checkpoint; returns its step."""
+        step = self.store.steps()[0]
+        self.store.roll_back(step)
+        size = load(self.store.folder / f"step_{step}").cut.files[LEDGER]
+        with (self.folder / LEDGER).open("r+b") as file:
+            file.truncate(size)
+        return step
+
+    def mirror(self, url: str = URL) -> Mirror:
+        return Mirror(self.store, RunCopies.at(url), bound_s=20, grace_s=20)
+
+
+def taken(url: str, into: Path) -> tuple[int, bytes, bytes]:
+    """Step, weights and the journal up to the checkpoint, of what a resume takes from the URL."""
+    take_mirrored(url, into, IDENTITY)
+    newest = Checkpoints(into / "checkpoints", 2).newest(pytest.fail)
+    assert newest is not None
+    ledger = (into / LEDGER).read_bytes()[: newest.cut.files[LEDGER]]
+    return newest.cut.step, (newest.folder / "trainer.safetensors").read_bytes(), ledger
+
+
+def sync(run: LocalRun, url: str = URL) -> None:
+    run.mirror(url)._sync(False)
+
+
+def summary(status: Status) -> Summary:
+    return Summary(status, None, 1, 1.0, Path())
+
+
+def test_what_is_taken_is_what_was_mirrored(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    sync(run)
+    step, weights, ledger = taken(URL, tmp_path / "other")
+    assert (step, ledger) == (4, run.ledgers[weights])
+    assert RunCopies.at(URL).steps() == [2, 4]
+    found = {path.name for path in (tmp_path / "other").iterdir()}
+    assert found == {"config.yaml", LEDGER, "checkpoints"}
+
+
+def test_steps_are_removed_as_keep_says_and_others_stay_as_they_are(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    for step in (2, 4, 6):
+        run.train(step)
+        sync(run)
+    assert RunCopies.at(URL).steps() == [4, 6]
+    with patch.object(RemoteFile, "upload", side_effect=AssertionError("uploaded again")):
+        sync(run)
+
+
+class Killed(BaseException):
+    """The process is gone: nothing after this line runs."""
+
+
+@contextmanager
+def killed_after(operations: int | None) -> Iterator[None]:
+    """Kills the process at one of its operations on the store, also within a file."""
+    left, turn = [operations], threading.Lock()
+    opened, removed = RemoteFile.open, RemoteFile.remove
+
+    def count() -> None:
+        with turn:
+            if left[0] is not None:
+                left[0] -= 1
+                if left[0] < 0:
+                    raise Killed
+
+    def counted(file: Any) -> Any:
+        write = file.write
+
+        def one(chunk: bytes) -> Any:
+            count()
+            return write(chunk)
+
+        file.write = one
+        return file
+
+    def open_counted(self: RemoteFile, mode: str = "r", encoding: str | None = None) -> Any:
+        if mode != "wb":
+            return opened(self, mode, encoding)
+        count()
+        return counted(opened(self, mode, encoding))
+
+    def remove_counted(self: RemoteFile) -> None:
+        """One file after the other, as stores do it."""
+        files, path = self._place
+        for one in sorted(files.find(path)):
+            count()
+            files.rm_file(one)
+        removed(self)
+
+    with (
+        patch.object(RemoteFile, "open", open_counted),
+        patch.object(RemoteFile, "remove", remove_counted),
+        patch.object(remote, "CHUNK", 40),
+    ):
+        yield
+
+
+events = st.lists(
+    st.tuples(
+        st.sampled_from(["train", "train", "roll back"]),
+        st.sampled_from([None, *range(60)]),  # operations until the kill of a sync
+    ),
+    min_size=1,
+    max_size=5,
+)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+@examples(30)
+@given(events=events, keep=st.integers(1, 2))
+def test_whenever_it_is_killed_the_newest_complete_copy_is_a_checkpoint_with_its_journal(
+    kind: str, events: list[tuple[str, int | None]], keep: int
+) -> None:
+    MemoryFileSystem.store.clear()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        url = URL if kind == "memory" else f"file://{folder}/bucket"
+        run, step, whole = LocalRun(folder / "run", keep), 0, False
+        for number, (event, operations) in enumerate(events):
+            if event == "roll back" and run.store.steps():
+                step, whole = run.roll_back(), False  # its next checkpoint may have an old name
+            run.train(step := step + 2)
+            killed = False
+            try:
+                with killed_after(operations):
+                    sync(run, url)
+            except Killed:
+                killed = True
+            whole = whole or not killed
+            newest = RunCopies.at(url).newest()
+            if newest is None:
+                assert not whole
+                continue
+            found, weights, ledger = taken(url, folder / f"other {number}")
+            assert found == newest[0]
+            assert ledger == run.ledgers[weights]
+            if not killed:
+                assert found == step == run.store.steps()[-1]
+                assert weights == f"the weights of checkpoint {run.made}".encode()
+
+
+def test_a_run_that_went_back_leaves_no_newer_copy(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    sync(run)
+    run.roll_back()
+    sync(run)
+    assert RunCopies.at(URL).steps() == [2]
+
+
+def test_a_run_directory_that_is_gone_removes_no_copy(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    sync(run)
+    run.folder.rename(tmp_path / "elsewhere")
+    sync(run)
+    assert taken(URL, tmp_path / "other")[0] == 2
+
+
+def test_the_newer_checkpoint_wins_between_directory_and_mirror(tmp_path: Path) -> None:
+    run, stale = LocalRun(tmp_path / "run"), LocalRun(tmp_path / "stale")
+    stale.train(2)
+    run.train(2)
+    run.train(4)
+    sync(run)
+    assert taken(URL, stale.folder)[0] == 4
+    run.train(6)
+    assert take_mirrored(URL, run.folder, IDENTITY) == []
+
+
+def test_a_copy_of_another_config_replaces_nothing(tmp_path: Path) -> None:
+    run, other = LocalRun(tmp_path / "run"), LocalRun(tmp_path / "other")
+    run.train(4, identity(config(seed=1), ROWS))
+    sync(run)
+    other.train(2)
+    with pytest.raises(ConfigError, match="seed"):
+        take_mirrored(URL, other.folder, IDENTITY)
+    assert other.store.steps() == [2]
+
+
+def test_a_changed_copy_is_skipped_and_without_a_whole_one_the_resume_is_refused(
+    tmp_path: Path,
+) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    sync(run)
+    copies = RunCopies.at(URL)
+    (copies.place / "step_4/checkpoints/step_4/trainer.safetensors").write(b"other weights")
+    notes = take_mirrored(URL, tmp_path / "one", IDENTITY)
+    assert "copy of step 4 is skipped" in notes[0]
+    assert Checkpoints(tmp_path / "one/checkpoints", 2).steps() == [2]
+    (copies.place / "step_2" / LEDGER).remove()
+    with pytest.raises(CheckpointError, match="step 2 is skipped"):
+        take_mirrored(URL, tmp_path / "two", IDENTITY)
+
+
+def test_a_store_that_does_not_answer_refuses_the_resume_and_takes_no_older_copy(
+    tmp_path: Path,
+) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    sync(run)
+    with (
+        patch.object(RemoteFile, "download", side_effect=ConnectionError("gone")),
+        pytest.raises(CheckpointError, match="cannot be read: gone"),
+    ):
+        take_mirrored(URL, tmp_path / "other", IDENTITY)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x.json", "/x.json", "checkpoints/../../x.json", ".x.json", "x.py", "a/b.json"]
+)
+def test_no_name_in_a_copy_leads_out_of_the_run_directory(tmp_path: Path, name: str) -> None:
+    assert not may_be_copied(name)
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    sync(run)
+    listing = RunCopies.at(URL).place / "step_2" / LISTING
+    files = json.loads(listing.read(10**6))
+    listing.write(json.dumps(files | {name: files[LEDGER]}).encode())
+    assert RunCopies.at(URL).newest() is None
+
+
+def test_a_new_run_is_refused_where_another_one_is_mirrored(tmp_path: Path) -> None:
+    refuse_mirrored(URL)
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    sync(run)
+    with pytest.raises(ConfigError, match="holds an earlier run"):
+        refuse_mirrored(URL)
+
+
+def test_a_process_stops_once_another_one_mirrors_to_its_url(tmp_path: Path) -> None:
+    old, new = LocalRun(tmp_path / "old"), LocalRun(tmp_path / "new")
+    old.train(2)
+    mirror = old.mirror()
+    mirror._sync(False)
+    take_mirrored(URL, new.folder, IDENTITY)
+    new.train(4)
+    sync(new)
+    with pytest.raises(OSError, match="another process mirrors"):
+        mirror._sync(False)
+    assert RunCopies.at(URL).steps() == [2, 4]
+
+
+def test_a_failure_is_a_warning_and_is_mended_by_the_next_checkpoint(tmp_path: Path) -> None:
+    run, said = LocalRun(tmp_path / "run"), list[tuple[str, str]]()
+    run.train(2)
+    mirror = run.mirror()
+    mirror.notify = lambda text, level: said.append((level, text))
+    with patch.object(RemoteFile, "upload", side_effect=PermissionError("no quota")):
+        mirror._work([None])
+    mirror.log(1, {})
+    assert mirror.metrics["mirror/failures"] == 1
+    assert said[0][0] == "warning"
+    assert f"{URL} is not up to date, until the next checkpoint: no quota" in said[0][1]
+    assert "credentials" in said[0][1]
+    mirror._work([None])
+    assert mirror.metrics["mirror/step"] == 2
+
+
+def test_the_end_has_the_results_and_a_resume_elsewhere_finds_the_run_completed(
+    tmp_path: Path,
+) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").write_text("{}")
+    (run.folder / "summary.json").write_text('{"status": "completed"}')
+    assert run.mirror().close(summary("completed")) is None
+    take_mirrored(URL, tmp_path / "other", IDENTITY)
+    assert is_completed(tmp_path / "other")
+    assert (tmp_path / "other/model/config.json").read_text() == "{}"
+
+
+def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_end(
+    tmp_path: Path,
+) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    (run.folder / "model").mkdir()
+    (run.folder / "model" / "config.json").write_text("{}")
+    (run.folder / "summary.json").write_text('{"status": "interrupted"}')
+    assert run.mirror().close(summary("interrupted")) is None
+    take_mirrored(URL, tmp_path / "other", IDENTITY)
+    assert (tmp_path / "other/summary.json").exists()
+    assert not (tmp_path / "other/model").exists()
+    sync(run)
+    assert RunCopies.at(URL).complete(END) is None
+
+
+def test_a_completed_run_without_its_end_at_the_url_has_failed(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    mirror = run.mirror()
+    refused = patch.object(RemoteFile, "upload", side_effect=PermissionError("no quota"))
+    with refused, RunLog(config(), run.folder, sinks=[], viewers=[mirror]) as log:
+        mirror.notify, mirror.summarize = log.message, log.summarize
+        assert log.finish("completed") == "failed"
+    found = json.loads((run.folder / "summary.json").read_text())
+    assert found["status"] == "failed"
+    assert f"{URL} lacks the end of the run: no quota" in found["error"]
+    assert found["mirror/failures"] >= TRIES
+    assert "tries left: 0" in (run.folder / "run.log").read_text()
+
+
+def test_an_upload_that_hangs_is_waited_for_within_a_bound(tmp_path: Path) -> None:
+    run, answer, said = LocalRun(tmp_path / "run"), threading.Event(), list[str]()
+    run.train(2)
+    mirror = Mirror(run.store, RunCopies.at(URL), bound_s=0.05, grace_s=0.05)
+    mirror.notify = lambda text, level: said.append(text)
+    with patch.object(RemoteFile, "upload", side_effect=lambda source: answer.wait(60)):
+        mirror.start()
+        note = mirror.close(summary("interrupted"))
+        assert note is not None
+        assert "not uploaded within 0.05 s" in note
+        with pytest.raises(StageError, match="not uploaded within"):
+            mirror.close(summary("completed"))
+        mirror.checkpoint(2, run.folder)
+        assert "has not ended its upload within 0.05 s" in said[-1]
+        answer.set()
+        mirror._worker.close(20)
+
+
+def test_keys_in_a_stores_error_are_hidden_in_run_log_summary_and_standard_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    mirror = run.mirror()
+    words = "s3://user:s3cr3t-of-mine@bucket/run refused AKIAABCDEFGHIJKLMNOP"
+    refused = patch.object(RemoteFile, "upload", side_effect=PermissionError(words))
+    with refused, RunLog(config(), run.folder, sinks=[], viewers=[mirror]) as log:
+        mirror.notify, mirror.summarize = log.message, log.summarize
+        log.finish("completed")
+    shown = capsys.readouterr().err
+    for text in (run.folder / "run.log", run.folder / "summary.json"):
+        shown += text.read_text()
+    assert "refused <hidden>" in shown
+    assert "s3cr3t-of-mine" not in shown
+    assert "AKIAABCDEFGHIJKLMNOP" not in shown
+
+
+@pytest.mark.parametrize(
+    ("given", "cause"),
+    [
+        ({"checkpoint": {"mirror": "runs/a"}}, "expected a URL"),
+        ({"checkpoint": {"mirror": "s3://key:s3cr3t-of-mine@bucket/a"}}, "holds a secret"),
+        ({"run_dir": "s3://bucket/a"}, "a run writes to a directory of this machine"),
+    ],
+)
+def test_a_mirror_is_a_url_without_keys_and_a_run_directory_is_none(
+    given: dict[str, Any], cause: str
+) -> None:
+    needed = {"student": {"model": "m"}, "teachers": {"t": {"model": "m"}}}
+    with pytest.raises(ConfigError) as caught:
+        load_config({**needed, "data": {"train": "a.jsonl"}, **given})
+    assert cause in str(caught.value)
+    assert "s3cr3t-of-mine" not in str(caught.value)
