@@ -121,8 +121,12 @@ def checked_text(draft: Any, target: Path, overrides: list[str]) -> tuple[str, l
 
 def _asked(question: str, default: str) -> str:
     from rich.prompt import Prompt
+    from rich.text import Text
 
-    return Prompt.ask(question, default=default, show_default=False).strip()
+    try:
+        return Prompt.ask(Text(question), default=default, show_default=False).strip()
+    except EOFError:  # Ctrl-D ends a list as an empty line does
+        return default
 
 
 def _quickstart(run: Run, given: argparse.Namespace) -> int:

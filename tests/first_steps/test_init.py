@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -177,3 +178,24 @@ def test_comments_are_the_docstrings_of_the_keys(tmp_path: Path) -> None:
 def test_the_keys_of_a_first_config_are_keys_with_a_default() -> None:
     assert set(SET) | set(TUNED) <= set(all_keys())
     assert [key for key in SET if default_of(key) is None] == []
+
+
+def test_on_a_terminal_what_is_missing_is_asked(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lists = {"Teacher": ["sort=models/teacher-sort"], "Training": ["data/train.jsonl"]}
+    answers = {"Student": ["models/student"]} | lists
+
+    def ask(question: object, **_: object) -> str:
+        left = answers.get(str(question).split()[0], [])
+        if not left:
+            raise EOFError  # Ctrl-D
+        return left.pop()
+
+    monkeypatch.setattr("rich.prompt.Prompt.ask", ask)
+    for stream in (sys.stdin, sys.stdout):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    assert init(*SHORT) == 0
+    written = load_yaml((here / "config.yaml").read_text())
+    assert written["teachers"] == {"sort": {"model": "models/teacher-sort"}}
+    assert main(["check", "config.yaml"]) == 0
