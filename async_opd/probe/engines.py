@@ -19,7 +19,7 @@ from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import resolve_device
 from async_opd.config.device_defaults import resolved
 from async_opd.config.run_config import RunConfig
-from async_opd.config.sections.loss import ForwardKLConfig
+from async_opd.config.sections.loss import ForwardKLConfig, scored_top_k
 from async_opd.config.sections.teachers import EndpointTeacher, SelfTeacher
 from async_opd.core.batch import Batch
 from async_opd.core.errors import ConfigError, Problem, StageError
@@ -36,8 +36,10 @@ from async_opd.probe.figures import Measured
 from async_opd.probe.measuring import Model, StudentAnswers, ask_student, ask_teacher, scored
 from async_opd.waiting.deadline import Deadline
 from async_opd.waiting.race import gather_or_cancel, race
+from teachers.endpoint.check import check_endpoints
 
-TOP_K = 64
+TOP_K, SERVED_TOP_K = 64, 20
+"""Tokens at each position; where a teacher is a server, those of the loss, or what vLLM's sends."""
 ITSELF = "student"
 """The name of the teacher that is the student itself."""
 STALL = "raise timeouts.stall_s, or ask fewer prompts"
@@ -147,7 +149,9 @@ def _with_top_k(config: RunConfig) -> RunConfig:
     """The config whose teachers send their top-k, as many as the student has tokens at most."""
     files = ModelFiles.read(config.student.model, weights=False)
     rows = None if files is None else files.vocabulary
-    loss = ForwardKLConfig(top_k=min(TOP_K, rows or TOP_K))
+    served = any(isinstance(one, EndpointTeacher) for one in config.teachers.values())
+    most = scored_top_k(config.loss) or SERVED_TOP_K if served else TOP_K
+    loss = ForwardKLConfig(top_k=min(most, rows or most))
     return config.model_copy(update={"loss": loss})
 
 
@@ -174,8 +178,9 @@ def run_engines(config: RunConfig, where: str, count: int, notify: Notify) -> li
 
     config = fetched_data(localize(config, where), where)
     inputs = preflight(config, where)
-    if inputs.problems:
-        raise ConfigError(inputs.problems)
+    problems = inputs.problems or check_endpoints(_with_top_k(config), where)
+    if problems:
+        raise ConfigError(problems)
     device, text = resolve_device(config), Text.of(config)
     config = resolved(config, device)
     place = None if config.cluster.address is None else Path(config.run_dir or ".").parent

@@ -18,12 +18,13 @@ from async_opd.cluster import launch
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch, unpack
-from async_opd.core.errors import EngineStartError, StageError
+from async_opd.core.errors import EngineStartError, Problem, StageError
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import TopK
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
 from async_opd.models.tokenizer import Text
+from async_opd.probe import engines
 from async_opd.probe.engines import ITSELF
 from tests.checks.inputs import EXAMPLE, FEW
 
@@ -140,6 +141,36 @@ def test_every_engine_scores_the_same_top_k_on_its_own_devices(
         assert (config.loss.kind, getattr(config.loss, "top_k", 0)) == ("forward_kl", 64)
         assert len(config.teachers) == 1
     assert cluster.configs[0].eval.replicas == cluster.configs[0].rollout.replicas
+
+
+SERVED = "teachers.sort={kind: endpoint, urls: ['http://127.0.0.1:9'], served_model: s}"
+
+
+@pytest.mark.parametrize(("loss", "k"), [("{kind: jsd, top_k: 8}", 8), ("{kind: k1}", 20)])
+def test_a_server_is_asked_for_no_more_tokens_than_the_run_or_its_default(
+    cluster: Cluster,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    loss: str,
+    k: int,
+) -> None:
+    checked: list[RunConfig] = []
+
+    def nothing_wrong(config: RunConfig, where: str) -> list[Problem]:
+        checked.append(config)
+        return []
+
+    monkeypatch.setattr(engines, "check_endpoints", nothing_wrong)
+    documents(capsys, SERVED, f"loss={loss}")
+    assert {getattr(one.loss, "top_k", 0) for one in (*checked, *cluster.configs[1:])} == {k}
+
+
+def test_a_server_that_does_not_answer_is_a_problem_before_any_start(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*COMMAND, SERVED, "teachers.sort.health.timeout_s=5"]) == 2
+    assert "teachers.sort" in capsys.readouterr().err
+    assert cluster.launched == []
 
 
 def test_at_most_so_many_prompts_of_each_source_are_asked(
