@@ -192,9 +192,9 @@ def _run(arguments: argparse.Namespace) -> int:
         message, remedy = "--resume needs the directory of the run", "add --run-dir D"
         raise ConfigError([Problem("command line", "run_dir", message, remedy)])
     if arguments.dry_run:
-        from async_opd.check import check
+        from async_opd.check import dry_run
 
-        check(config, arguments.config, arguments.redacted)
+        dry_run(config, arguments.config, arguments.redacted, arguments.resume)
         return OK
     config, inputs = prepared(config, arguments.config, arguments.resume)
     from async_opd.run import run

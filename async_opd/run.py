@@ -22,6 +22,7 @@ from async_opd.checkpoint.earlier_run import (
     is_completed,
     left_in,
     refuse_another,
+    refuse_begun,
     refuse_mirrored,
     take_mirrored,
 )
@@ -38,7 +39,6 @@ from async_opd.core.errors import (
     AsyncOPDError,
     ConfigError,
     GuardrailExceeded,
-    Problem,
     ProcessDied,
     StageError,
     first_cause,
@@ -137,11 +137,7 @@ def _start(
     """
     store = Checkpoints.of(config, run_dir, inputs.eval)
     if not resume:
-        found = left_in(run_dir)
-        if found:
-            message = f"{run_dir} holds an earlier run: {', '.join(found)}"
-            remedy = "add --resume to continue it, or choose another --run-dir for a new run"
-            raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+        refuse_begun(run_dir)
         return None
     start = store.newest(notify)
     if start is None:

@@ -37,6 +37,15 @@ def left_in(run_dir: Path) -> list[str]:
     return found + ([FOLDER] if Checkpoints(run_dir / FOLDER, 1).steps() else [])
 
 
+def refuse_begun(run_dir: Path) -> None:
+    """ConfigError if a run has begun in the directory."""
+    found = left_in(run_dir)
+    if found:
+        message = f"{run_dir} holds an earlier run: {', '.join(found)}"
+        remedy = "add --resume to continue it, or choose another --run-dir for a new run"
+        raise ConfigError([Problem("command line", "run_dir", message, remedy)])
+
+
 @contextmanager
 def _answering(url: str) -> Iterator[None]:
     """CheckpointError if the store does not answer: nothing is known of the run then."""

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from async_opd.check import outputs
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.config.device_defaults import resolved
 from async_opd.config.load import load_config
@@ -128,6 +129,11 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Run:
     running.until("everything is up")
     running.look()
     return running.end()
+
+
+def test_the_run_writes_what_a_dry_run_names(done: Run) -> None:
+    config = load_config(done.directory / "config.yaml")
+    assert {path.name for path in done.directory.iterdir()} <= set(outputs(config))
 
 
 def test_every_metric_of_the_run_is_in_the_catalogue(done: Run) -> None:
