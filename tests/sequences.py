@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, VersionSpan
 from async_opd.core.sequence import PROMPT, STUDENT, spans_of
 
@@ -39,18 +40,23 @@ def sequence(
     best = rng.random((sampled, vocabulary)).argsort(-1)[:, :top_k].astype(np.int32)
     other = rng.integers(0, vocabulary, prompt + 2).astype(np.int32) if teacher_ids else None
     cut = int(rng.integers(0, sampled + 1))
+    images = _media(seed + 1, seed % 2)
     versions = (VersionSpan(2, 0, cut), VersionSpan(3, cut, sampled))
     return Rollout(
         uid=uid,
-        prompt=Prompt(uid.rpartition("/")[0], "s", teacher, ids[:prompt], None, other),
+        prompt=Prompt(uid.rpartition("/")[0], "s", teacher, ids[:prompt], None, other, images),
         continuation=ids[prompt:],
         spans=spans,
         rollout_logprobs=-rng.random(sampled).astype(np.float32),
         version_spans=tuple(span for span in versions if span.start < span.end),
         finish_reason="stop",
         topk_ids=best if top_k else None,
-        media=tuple(f"{seed:02x}{index:062x}" for index in range(seed % 3)),
+        media=_media(seed, seed % 3),
     )
+
+
+def _media(seed: int, count: int) -> tuple[Media, ...]:
+    return tuple(Media(f"{seed:02x}{index:062x}", 70, 8, 4) for index in range(count))
 
 
 def sampled_positions(rollout: Rollout) -> list[int]:

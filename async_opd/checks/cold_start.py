@@ -17,7 +17,7 @@ def cold_start_rows(data: DataChecks) -> list[Rows]:
     if settings is None:
         return []
     read = data.sources("cold_start")
-    data.media("cold_start")
+    data.images("cold_start")
     without = data.parts["cold_start" if settings.data else "train"].unanswered
     if settings.answers == "given" and without.count:
         data.found.add(

@@ -13,7 +13,7 @@ from async_opd.checks.room import Room, Tally
 from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import SourceError
-from async_opd.core.row import Row
+from async_opd.core.row import IMAGES_NOT_BUILT, Media, Row
 from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
@@ -22,20 +22,20 @@ from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
 from async_opd.models.tokenizer import Text
-
-MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
-"""Fields of rows that are more than text."""
+from async_opd.queue.sizes import in_mib
 
 
 @dataclass
 class _Part:
     """Facts about the rows of a part of the data, collected while they are read.
 
-    Rows without an answer are ``unanswered``; those of them that no task grades are ``ungradable``.
+    Rows with ``images`` are ``pictured``. Rows without an answer are ``unanswered``; those of them
+    that no task grades are ``ungradable``.
     """
 
     routes: set[str] = field(default_factory=set)
-    media: Tally = field(default_factory=Tally)
+    pictured: Tally = field(default_factory=Tally)
+    images: set[Media] = field(default_factory=set)
     unanswered: Tally = field(default_factory=Tally)
     ungradable: Tally = field(default_factory=Tally)
     tasks: set[str] = field(default_factory=set)
@@ -44,9 +44,9 @@ class _Part:
     def inspect(self, row: Row) -> None:
         """Adds the facts about a row."""
         self.routes.add(row.data_source)
-        medium = _medium(row)
-        if medium is not None:
-            self.media.add(f"{medium!r}, the first is {row.uid}")
+        if row.images:
+            self.pictured.add(row.uid)
+            self.images.update(row.images)
         if row.task is not None:
             self.tasks.add(row.task.name)
         if row.answer is None:
@@ -125,7 +125,8 @@ class DataChecks:
                 remedy = "check the path" if "exist" in error.message else "correct the data"
                 self.found.add(key, error.message, remedy, place)
             except ImportError as error:
-                remedy = "pip install async-opd[data]"
+                extra = "vision" if error.name == "PIL" else "data"
+                remedy = f"pip install 'async-opd[{extra}]'"
                 self.found.add(key, f"{source.label} needs {error.name}", remedy)
             self.unreadable |= not checked(rows)
             read.append(rows)
@@ -172,16 +173,22 @@ class DataChecks:
                 remedy = f"set teachers.{name}.sources, or remove the teacher"
                 self.found.add(f"teachers.{name}", f"gets no prompts: {has}", remedy)
 
-    def media(self, part: str) -> None:
-        """Checks that rows are text only: the student would not get an image or a sound."""
-        media = self.parts[part].media
-        if media.count:
-            self.found.add(
-                key_of(part),
-                f"{media.count} rows have {media.first}: only text is supported yet, and the "
-                "student would answer without it",
-                "remove it from the data, or take other data",
-            )
+    def images(self, part: str) -> None:
+        """Says which images the rows have, and that no model gets them yet."""
+        key, pictured, images = key_of(part), self.parts[part].pictured, self.parts[part].images
+        if not pictured.count:
+            return
+        largest = max(images, key=lambda one: one.width * one.height)
+        self.found.notes.append(
+            f"{key}: {pictured.count} rows with images, {len(images)} different ones of "
+            f"{in_mib(sum(one.nbytes for one in images))}, the largest of {largest.width} x "
+            f"{largest.height} pixels"
+        )
+        self.found.add(
+            key,
+            f"{pictured.count} rows have images, the first is {pictured.first}: {IMAGES_NOT_BUILT}",
+            "take out these rows: a prompt without its images is another prompt",
+        )
 
     def answers(self, part: str, grader: str) -> None:
         """Checks that graded rows have answers, unless their grader needs none."""
@@ -286,9 +293,11 @@ class DataChecks:
         """Token ids of each row's prompt, and of its teacher's if the teacher reads another.
 
         ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
-        applied already.
+        applied already. Rows with images are left out: ``images`` refuses them.
         """
         for row in rows:
+            if row.images:
+                continue
             token = text.spelled(row.prompt)
             if token is not None:
                 spelled.add(f"row {number_of(row) + 1} with {token!r}")
@@ -311,17 +320,3 @@ def checked(rows: Rows) -> Sequence[Row]:
         if isinstance(entry, SourceError):
             raise entry
     return [entry for entry in rows.head if isinstance(entry, Row)]
-
-
-def _medium(row: Row) -> str | None:
-    """The name of a field, or the type of a message's part, that is an image, a sound or a film."""
-    for name in sorted(MEDIA & row.fields.keys()):
-        if row.fields[name] not in (None, "", [], {}):
-            return name
-    for message in row.prompt if isinstance(row.prompt, list) else ():
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
-            if kind != "text":
-                return str(kind)
-    return None

@@ -99,8 +99,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     train, evaluation = data.sources("train"), data.sources("eval")
     if not data.unreadable:
         data.routes()
-    data.media("train")
-    data.media("eval")
+    data.images("train")
+    data.images("eval")
     data.answers("eval", config.eval.grader)
     data.verifiers("eval")
     if config.reward is not None:

@@ -112,6 +112,7 @@ def _sources(section: dict[Any, Any], name: str, key: str) -> Iterator[tuple[Any
             yield value, index, f"{key}[{index}]"
         yield from _text_at(entry, "path", f"{key}[{index}]")
         yield from _text_at(entry, "id", f"{key}[{index}]")
+        yield from _text_at(entry, "image_folder", f"{key}[{index}]")
 
 
 def _text_at(section: Any, name: str, key: str) -> Iterator[tuple[Any, Any, str]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 PromptText = str | list[dict[str, Any]]
-"""Plain text, or chat messages."""
+"""Plain text, or chat messages. Where an image stands, a message's content has the part
+``{"type": "image", "image": SHA-256}``."""
 AnswerIn = Literal["whole", "####", "boxed"]
 """Where a text has its answer: all of it, after its last ``####``, in its last ``\\boxed{}``."""
 BOX = "\\boxed{"
+IMAGES_NOT_BUILT = "images are read and checked; training on them is not built yet"
 
 
 @dataclass(frozen=True)
@@ -21,9 +23,26 @@ class Task:
     options: dict[str, Any]
 
 
+class Media(NamedTuple):
+    """An image by reference: ``sha256`` of its encoded bytes, in hexadecimal digits.
+
+    ``nbytes`` is the number of these bytes; ``width`` and ``height`` are pixels, before a model's
+    processor resizes the image.
+    """
+
+    sha256: str
+    nbytes: int
+    width: int
+    height: int
+
+
 @dataclass(frozen=True)
 class Row:
-    """One entry. ``uid`` is ``<source>:<0-based index>``, for jsonl the index of its line."""
+    """One entry. ``uid`` is ``<source>:<0-based index>``, for jsonl the index of its line.
+
+    ``images`` are those of the prompt, in order; ``encoded`` are their bytes as the source has
+    them, by ``sha256``.
+    """
 
     uid: str
     data_source: str
@@ -32,6 +51,8 @@ class Row:
     fields: dict[str, Any]
     task: Task | None = None
     """The task that generated the row and grades it; None for a row of a file."""
+    images: tuple[Media, ...] = ()
+    encoded: dict[str, bytes] = field(default_factory=dict)
 
 
 def value_at(fields: Mapping[str, Any], path: str) -> Any:
@@ -60,3 +81,10 @@ def answer_in(text: str, place: AnswerIn) -> str | None:
         if not depth:
             return text[start:at].strip()
     return None
+
+
+def has_images(prompt: PromptText) -> bool:
+    """Whether a message of the prompt has a part that is an image."""
+    contents = (one.get("content") for one in prompt) if isinstance(prompt, list) else ()
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from async_opd.core.arrays import Float32, Int32
 from async_opd.core.errors import LengthError, ScoreError
+from async_opd.core.row import Media
 from async_opd.core.scores import Scores, sound
 from async_opd.core.sequence import (
     PROMPT,
@@ -50,7 +51,8 @@ class Prompt:
     ``uid`` is stable: the same entry in the same epoch has the same uid in every run.
     ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher that scores its rollouts.
     ``row`` is the source's entry for a grader, where there is a reward; a graded rollout has none.
-    ``teacher_ids`` int32 are the prompt's tokens for the teacher, if they differ.
+    ``teacher_ids`` int32 are the prompt's tokens for the teacher, if they differ. ``media`` are its
+    images, in order, without their bytes.
     """
 
     uid: Uid
@@ -59,6 +61,7 @@ class Prompt:
     token_ids: Int32
     row: Row | None = None
     teacher_ids: Int32 | None = None
+    media: tuple[Media, ...] = ()
 
     @property
     def seen_by_teacher(self) -> Prompt:
@@ -94,8 +97,8 @@ class Rollout:
     ``0..R`` in order. ``finish_reason`` is ``length`` if the response was truncated. ``topk_ids``
     int32 [R, k] are the student's own most probable tokens, distinct at each position, where the
     objective needs them; ``reward`` is the grader's, where there is a grader. ``media`` are the
-    content hashes of the sequence's images and other media, in order. ``routed_experts``
-    [T - 1, layers, k] are those that a mixture's engine chose for all tokens but the last.
+    images after the prompt's own, in order. ``routed_experts`` [T - 1, layers, k] are those that a
+    mixture's engine chose for all tokens but the last.
 
     LengthError for spans, versions and arrays whose lengths disagree.
     """
@@ -109,7 +112,7 @@ class Rollout:
     finish_reason: FinishReason
     topk_ids: Int32 | None = None
     reward: float | None = None
-    media: tuple[str, ...] = ()
+    media: tuple[Media, ...] = ()
     routed_experts: Experts | None = None
 
     @classmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -9,6 +10,7 @@ from pydantic import Field
 from async_opd.config.registry import PromptSource
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import AnswerIn, Row, answer_in, value_at
+from async_opd.data.images import RowImages
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -16,6 +18,8 @@ if TYPE_CHECKING:
 MAX_ROW_BYTES = 16 << 20
 """Letters and bytes of a row, images of it included."""
 MAX_NAMED = 12
+MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
+"""Fields that are more than text."""
 
 
 class RowSource(PromptSource):
@@ -29,9 +33,20 @@ class RowSource(PromptSource):
     """Where the answer is in that field, in place of ``data.answer_in``."""
     data_source: str | None = Field(default=None, min_length=1)
     """The data source of all rows, in place of the field ``data.route_by``."""
+    images: str | None = Field(default=None, min_length=1)
+    """Field with the images, in place of ``data.images``."""
+    image_folder: str | None = Field(default=None, min_length=1)
+    """Folder of images that rows name by path, by default that of the file with the rows. Nothing
+    outside of it is opened."""
 
-    def row(self, fields: dict[str, Any], uid: str, data: DataConfig) -> Row:
-        """The row of an entry. ValueError if it is too large, or lacks a prompt or its answer."""
+    def row(
+        self, fields: dict[str, Any], uid: str, data: DataConfig, folder: Path | None = None
+    ) -> Row:
+        """The row of an entry, whose images may lie in ``folder``.
+
+        ValueError if it is too large, lacks a prompt or its answer, or has an image that cannot be
+        read, or anything else but text. ImportError if it has an image, and Pillow is missing.
+        """
         excess = _excess(fields)
         if excess is not None:
             raise ValueError(excess)
@@ -44,13 +59,27 @@ class RowSource(PromptSource):
         if not chat and not isinstance(prompt, str):
             kind = type(prompt).__name__
             raise ValueError(f"{name!r} is {kind}, neither text nor chat messages")
-        return Row(
+        row = Row(
             uid=uid,
             data_source=self.data_source or str(value_at(fields, data.route_by)),
             prompt=prompt,
             answer=self._answer(fields, data),
             fields=fields,
         )
+        images = RowImages(
+            self.images or data.images,
+            name,
+            data.image_placeholder,
+            folder if self.image_folder is None else Path(self.image_folder),
+            data.max_image_pixels,
+            MAX_ROW_BYTES,
+        )
+        row = images.read(row)
+        unread = _unread(row, images.field)
+        if unread is not None:
+            hint = "; name the field with images in data.images" * unread.startswith("image")
+            raise ValueError(f"has {unread!r}, and only text and images are read{hint}")
+        return row
 
     def _answer(self, fields: dict[str, Any], data: DataConfig) -> str | None:
         name, place = self.answer or data.answer, self.answer_in or data.answer_in
@@ -86,6 +115,20 @@ def _excess(fields: dict[str, Any]) -> str | None:
         if size > MAX_ROW_BYTES:
             return too_large()
         level = inner
+    return None
+
+
+def _unread(row: Row, images: str) -> str | None:
+    """The name of a field, or the type of a message's part, that is neither text nor an image."""
+    for name in sorted(MEDIA & row.fields.keys() - {images}):
+        if row.fields[name] not in (None, "", [], {}):
+            return name
+    for message in row.prompt if isinstance(row.prompt, list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            if kind not in ("text", "image"):
+                return str(kind)
     return None
 
 

@@ -75,11 +75,14 @@ def file_rows(
 
     ``before`` is added to their numbers. SourceError if the file cannot be read.
     """
+    folder = None
+    if isinstance(path, Path):
+        folder = path if path.is_dir() else path.parent
     try:
         for number, entry in _entries(path, start):
             try:
                 fields = _parsed(entry) if isinstance(entry, str) else entry
-                yield source.row(fields, f"{index}:{before + number}", data)
+                yield source.row(fields, f"{index}:{before + number}", data, folder)
             except ValueError as error:
                 yield SourceError(str(path), str(error), before + number + 1)
     except (OSError, UnicodeDecodeError) as error:

@@ -14,6 +14,7 @@ from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from string import Formatter
 from typing import Any
 
@@ -43,16 +44,18 @@ def to_prompt(
 ) -> Prompt:
     """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
-    The prompt contains the row if its rollouts are ``graded``. ``readers`` are of the teachers that
-    read another prompt (``async_opd.data.teacher_prompts``). ``truncate`` cuts off what is before
-    the last ``limit`` tokens. RolloutFault if the row has no teacher, or not 1 to ``limit`` tokens.
+    The prompt contains the row, without its images' bytes, if its rollouts are ``graded``.
+    ``readers`` are of the teachers that read another prompt (``async_opd.data.teacher_prompts``).
+    ``truncate`` cuts off what is before the last ``limit`` tokens. RolloutFault if the row has no
+    teacher, or not 1 to ``limit`` tokens.
     """
     teacher = _teacher(row, route)
     ids = _encoded(row, lambda row: encode(row.prompt), limit, truncate)
     reader = (readers or {}).get(teacher)
     teacher_ids = None if reader is None else _encoded(row, reader, limit, truncate)
-    graded_row = row if graded else None
-    return Prompt(_uid(row, epoch), row.data_source, teacher, ids, graded_row, teacher_ids)
+    graded_row = replace(row, encoded={}) if graded else None
+    own = (_uid(row, epoch), row.data_source, teacher, ids)
+    return Prompt(*own, graded_row, teacher_ids, row.images)
 
 
 def _encoded(

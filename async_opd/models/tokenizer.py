@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tokenizers import Tokenizer
 
-from async_opd.core.row import PromptText
+from async_opd.core.row import IMAGES_NOT_BUILT, PromptText, has_images
 from async_opd.models.chat_template import ChatTemplate, aligned_prefix
 from async_opd.models.chat_template import read_json as read_json
 from async_opd.models.special_tokens import SpecialTokens
@@ -91,9 +91,11 @@ class Text:
     def encode(self, prompt: PromptText) -> list[int]:
         """Token ids of a prompt.
 
-        ValueError for chat messages without a chat template, and for a special token in the text
-        that the tokenizer cannot read as text.
+        ValueError for chat messages without a chat template or with images, and for a special token
+        in the text that the tokenizer cannot read as text.
         """
+        if has_images(prompt):
+            raise ValueError(IMAGES_NOT_BUILT)
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":
                 raise ValueError(f"data.chat_template is always, but {self._dir} has none")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import RewardConfig
 from async_opd.core.errors import Problem
 from tests.checks.inputs import GOOD, broken_student, config, found, model, one, rows
+from tests.data.pictures import RED
 
 
 def test_a_missing_data_file_is_named() -> None:
@@ -70,23 +72,53 @@ def test_prompts_with_tokens_that_a_model_has_no_row_for_are_refused(tmp_path: P
     assert all("with token 500" in problem.message for problem in problems)
 
 
-IMAGE = {"type": "image", "image": "cat.png"}
+def pictured(folder: Path, **more: Any) -> dict[str, Any]:
+    """A row with an image, whose file is in the folder."""
+    (folder / "red.png").write_bytes(RED)
+    return {"prompt": "<image>sort 2=", "data_source": "sort", "images": ["red.png"]} | more
 
 
 @pytest.mark.parametrize(
-    ("more", "name"),
+    ("more", "said"),
     [
-        ({"image": {"bytes": None, "path": "cat.png"}}, "image"),
-        ({"images": ["cat.png"]}, "images"),
-        ({"audio": "cat.wav"}, "audio"),
-        ({"prompt": [{"role": "user", "content": [IMAGE]}]}, "image"),
+        (
+            {"image": {"bytes": None, "path": "cat.png"}},
+            "the field with images in data.images",
+        ),
+        ({"audio": "cat.wav"}, "has 'audio', and only text and images are read"),
+        ({"images": ["cat.png"]}, "No such file"),
+        ({"images": []}, "0 images in 'images' and 1 places for them"),
     ],
 )
-def test_rows_with_more_than_text_are_refused(
-    tmp_path: Path, more: dict[str, Any], name: str
+def test_rows_with_bad_images_or_sounds_are_named(
+    tmp_path: Path, more: dict[str, Any], said: str
 ) -> None:
-    problems = found(rows(tmp_path, *GOOD, {"prompt": "sort 2=", "data_source": "sort"} | more))
-    assert ("data.train", True) in {(p.key, f"1 rows have {name!r}" in p.message) for p in problems}
+    problem = found(rows(tmp_path, *GOOD, pictured(tmp_path, **more)))[0]
+    assert (problem.key, said in problem.message) == ("data.train", True)
+    assert problem.where.endswith("rows.jsonl, row 3")
+
+
+def test_rows_with_images_are_refused_and_counted(tmp_path: Path) -> None:
+    other = [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}]
+    both = [pictured(tmp_path), pictured(tmp_path, prompt=other, images=None)]
+    inputs = preflight(config(rows(tmp_path, *GOOD, *both)), "c.yaml", 0)
+    (problem,) = inputs.problems
+    assert (problem.key, problem.message) == (
+        "data.train",
+        "2 rows have images, the first is 0:2: images are read and checked; training on them is "
+        "not built yet",
+    )
+    facts = f"2 rows with images, 1 different ones of {len(RED)} B, the largest of 8 x 4 pixels"
+    assert f"data.train: {facts}" in inputs.notes
+
+
+def test_without_pillow_rows_with_images_are_refused_with_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    problem = found(rows(tmp_path, *GOOD, pictured(tmp_path)))[0]
+    assert problem.message.endswith("rows.jsonl needs PIL")
+    assert problem.remedy == "pip install 'async-opd[vision]'"
 
 
 def test_an_empty_column_of_images_is_text(tmp_path: Path) -> None:
@@ -94,7 +126,7 @@ def test_an_empty_column_of_images_is_text(tmp_path: Path) -> None:
     row = {"prompt": "sort 2=", "data_source": "sort", "image": None, "images": []}
     assert found(rows(tmp_path, *GOOD, row)) == []
     problems = found(rows(tmp_path, *GOOD, row | {"prompt": [text]}))
-    assert not any("rows have" in problem.message for problem in problems)
+    assert not any("images" in problem.message for problem in problems)
 
 
 def test_a_data_source_without_a_teacher_is_refused(tmp_path: Path) -> None:
@@ -172,7 +204,7 @@ def cold(tmp_path: Path, answers: str = "given", **row: Any) -> list[Problem]:
 
 def test_rows_of_a_cold_start_with_more_than_text_are_refused(tmp_path: Path) -> None:
     (problem,) = cold(tmp_path, prompt="sort 2=", image="cat.png")
-    assert (problem.key, "1 rows have 'image'" in problem.message) == ("cold_start.data", True)
+    assert (problem.key, "has 'image'" in problem.message) == ("cold_start.data", True)
 
 
 def test_prompts_of_a_cold_start_that_the_models_cannot_hold_are_refused(tmp_path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from async_opd.config.sections.data import DataConfig
 from async_opd.core.errors import SourceError
@@ -15,6 +17,7 @@ from async_opd.core.nesting import MAX_DEPTH
 from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import StoredRows, read_source
 from async_opd.grading.graders import has_verifier, load_grader
+from tests.data.pictures import RED, picture
 from tests.fuzz.command import checked, good, written
 from tests.security.hostile_data import GOOD, MANY, hostile_folder, lines, state
 
@@ -25,14 +28,29 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return hostile_folder(folder / "data", str(folder / "secret.png"))
 
 
-def read(path: Path) -> StoredRows:
-    return read_source(FileSource(path=str(path)), 0, DataConfig(train=[]))
+def read(path: Path, images: str = "images") -> StoredRows:
+    data = DataConfig(train=[], images=images, image_placeholder="")
+    return read_source(FileSource(path=str(path)), 0, data)
 
 
-def test_an_image_stays_where_it_lies(hostile: Path) -> None:
-    row = read(hostile / "images")[0]
-    elsewhere = {"bytes": None, "path": str(hostile.parent / "secret.png")}
-    assert row.fields["image"] == row.fields["sound"] == elsewhere
+def test_an_image_of_another_folder_is_not_opened(hostile: Path) -> None:
+    (hostile.parent / "secret.png").write_bytes(RED)
+    with pytest.raises(SourceError, match=r"outside of .*, and nothing there is opened"):
+        read(hostile / "images", images="image")
+
+
+@settings(max_examples=200)
+@given(st.binary(max_size=200), st.integers(0, 400), st.sampled_from(["PNG", "JPEG", "GIF"]))
+def test_bytes_that_are_no_image_are_refused_as_a_row(new: bytes, at: int, kind: str) -> None:
+    encoded = picture(kind=kind)
+    changed = encoded[:at] + new + encoded[at + len(new) :]
+    source, fields = FileSource(path="a.jsonl"), {**GOOD, "prompt": "<image>", "images": changed}
+    try:
+        (image,) = source.row(fields, "0:0", DataConfig(train=[])).images
+    except ValueError as error:
+        assert "image" in str(error)  # noqa: PT017
+    else:
+        assert image.nbytes == len(changed)
 
 
 def test_a_url_of_an_image_is_not_asked_for(tmp_path: Path) -> None:
@@ -50,11 +68,11 @@ def test_a_url_of_an_image_is_not_asked_for(tmp_path: Path) -> None:
 
         listener = Thread(target=listen)
         listener.start()
-        rows = read(hostile_folder(tmp_path / "data", url) / "images")
+        with pytest.raises(SourceError, match="a URL, which is not downloaded"):
+            read(hostile_folder(tmp_path / "data", url) / "images", images="image")
         with socket.create_connection(server.getsockname()) as ours:
             ours.sendall(b"the test itself")
         listener.join()
-    assert rows[0].fields["image"]["path"] == url
     assert asked == ["the test itself"]
 
 
@@ -108,7 +126,7 @@ def test_a_row_cannot_choose_its_own_verifier(hostile: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("images", "only text is supported yet"),
+        ("images", "has 'image', and only text and images are read"),
         ("escaping", "outside.arrow"),
         ("deep.jsonl", "row 2"),
         ("large.jsonl", "row 2"),

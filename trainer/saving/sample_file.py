@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from async_opd.core.errors import CheckpointError
+from async_opd.core.row import Media
 from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import Scores
 from async_opd.core.sequence import Span
@@ -110,10 +111,11 @@ def _split(item: Any, prefix: str, arrays: Arrays) -> dict[str, Any]:
 
 
 def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
-    prompt = Prompt(**entry["prompt"], **_below(f"{prefix}prompt/", Prompt, arrays))
+    arrays_of_prompt = _below(f"{prefix}prompt/", Prompt, arrays)
+    prompt = Prompt(**_with_media(entry["prompt"]), **arrays_of_prompt)
     plain = entry["rollout"]
     rollout = Rollout(
-        **plain | {"media": tuple(plain["media"])},
+        **_with_media(plain),
         **_below(f"{prefix}rollout/", Rollout, arrays),
         prompt=prompt,
         spans=tuple(Span(int(start), int(end), origin) for start, end, origin in entry["spans"]),
@@ -121,6 +123,11 @@ def _decode(entry: dict[str, Any], prefix: str, arrays: Arrays) -> Sample:
     )
     kind = KINDS[entry["kind"]]
     return Sample(rollout, kind(**entry["scores"], **_below(f"{prefix}scores/", kind, arrays)))
+
+
+def _with_media(plain: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a message with its references to images; a prompt of older files has none."""
+    return plain | {"media": tuple(Media(*one) for one in plain.get("media", ()))}
 
 
 def _below(prefix: str, kind: Any, arrays: Arrays) -> dict[str, Any]:

@@ -39,6 +39,14 @@ class DataConfig(Section):
     answer_in: AnswerIn = "whole"
     """The part of that field which is the answer: ``whole``, what follows its last ``####`` (as in
     GSM8K), or what is ``boxed`` in its last ``\\boxed{}``. A row without it is refused."""
+    images: str = Field(default="images", min_length=1)
+    """Field with a prompt's image, or a list of them: encoded bytes, a path, a data URL, or a
+    struct of ``bytes`` and ``path``, as the hub's ``Image`` columns are. See docs/data.md."""
+    image_placeholder: str = "<image>"
+    """Text in whose place an image stands, in prompts of rows that have that field; parts of type
+    ``image`` in messages are places too. Empty: images come before the first user message."""
+    max_image_pixels: PositiveInt = 1 << 25
+    """Most pixels of an image (width x height); a row with a larger one is refused."""
     route_by: str = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
