@@ -10,7 +10,7 @@ from pydantic import Field
 from async_opd.config.registry import PromptSource
 from async_opd.core.nesting import MAX_DEPTH
 from async_opd.core.row import AnswerIn, Row, answer_in, value_at
-from async_opd.data.images import RowImages
+from async_opd.data.images import MEDIA, RowImages, kind_of
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 MAX_ROW_BYTES = 16 << 20
 """Letters and bytes of a row, images of it included."""
 MAX_NAMED = 12
-MEDIA = {"image", "images", "audio", "audios", "video", "videos"}
-"""Fields that are more than text."""
 
 
 class RowSource(PromptSource):
@@ -126,9 +124,9 @@ def _unread(row: Row, images: str) -> str | None:
     for message in row.prompt if isinstance(row.prompt, list) else ():
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            kind = part.get("type", "text") if isinstance(part, dict) else "text"
+            kind = kind_of(part) if isinstance(part, dict) else "text"
             if kind not in ("text", "image"):
-                return str(kind)
+                return kind
     return None
 
 

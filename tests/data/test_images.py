@@ -90,6 +90,7 @@ def test_parts_of_messages_take_the_images_of_the_field() -> None:
         {"type": "image", "image": {"bytes": RED, "path": "unused.png"}},
         {"type": "image", "base64": base64.b64encode(RED).decode()},
         {"type": "image", "path": "red.png"},
+        {"image": "red.png"},
         {"type": "image", "image": "red.png", "text": None},
         {
             "type": "image_url",
@@ -167,7 +168,11 @@ def test_formats_that_are_read(kind: str) -> None:
         ({"prompt": "<image>", "images": [RED], "image": [RED]}, "'image', and only text and"),
         ({"prompt": "2 + 2?", "audio": "a.wav"}, "'audio', and only text and images are read"),
         (
-            {"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]},
+            {"prompt": [{"role": "user", "content": [{"type": "input_audio", "data": "a"}]}]},
+            "'input_audio', and only text and images are read",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"video": "a.mp4"}]}]},
             "'video', and only text and images are read",
         ),
     ],
