@@ -28,6 +28,7 @@ directory to a hub (HF_ENDPOINT, HF_TOKEN), into a repository that is private un
 
   async_opd export runs/quickstart out
   async_opd export runs/quickstart/checkpoints/step_100 out --dtype bfloat16 --push me/student
+  async_opd export s3://bucket/runs/a/step_100 out
 """
 CARD, ADAPTER = "README.md", "adapter"
 
@@ -35,7 +36,7 @@ CARD, ADAPTER = "README.md", "adapter"
 def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     """Adds the subcommand's parser."""
     parser = commands.add_parser("export", help="write a trained student", description=ABOUT)
-    parser.add_argument("source", metavar="RUN_DIR|CHECKPOINT", help="what a run has written")
+    parser.add_argument("source", metavar="RUN_DIR|CHECKPOINT|URL", help="what a run wrote")
     parser.add_argument("out", metavar="OUT", help="directory to make")
     what = "precision of a checkpoint's model (default: train.export_dtype of the run)"
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help=what)
@@ -46,11 +47,16 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _export(given: argparse.Namespace) -> int:
+    from async_opd.checkpoint.fetched_run import record_and_weights, run_at
+    from async_opd.checkpoint.store import FOLDER
+    from async_opd.config.paths import is_url
     from async_opd.files.safe_open import private_files
 
-    source, out = Path(given.source).absolute(), Path(given.out).absolute()
-    with private_files():
-        export(source, out, given.dtype, adapter=given.adapter)
+    out = Path(given.out).absolute()
+    with private_files(), run_at(given.source, record_and_weights) as found:
+        checkpoint = found / FOLDER / given.source.rstrip("/").rpartition("/")[2]
+        source = checkpoint if is_url(given.source) and checkpoint.is_dir() else found
+        export(source.absolute(), out, given.dtype, adapter=given.adapter)
     print(on_one_line(f"the student is in {out}"))
     if given.push:
         print(on_one_line(f"pushed to {push(out, given.push)}"))

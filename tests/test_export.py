@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
+from async_opd.checkpoint.mirror import Mirror
+from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cli import main
 from async_opd.config.load import dump_config
 from async_opd.files.durable import written_file
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import write_run_format
+from async_opd.observability.sinks import Summary
 from tests.checkpoint.test_store import cut
 from tests.trainer.models import tiny_model
 from tests.trainer.test_checkpoint_model import LORA, checkpoint_of, config_of, trained
@@ -207,3 +210,33 @@ def test_a_hub_that_refuses_fails_the_command_and_leaves_the_directory(
     assert "me/student was not pushed" in said
     assert "403" in said
     assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+@pytest.fixture(scope="module")
+def mirrored(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of the run's mirror, with its checkpoint and its end."""
+    url = f"file://{tmp_path_factory.mktemp('bucket')}/runs/a"
+    mirror = Mirror(Checkpoints(run_dir / "checkpoints", 2), RunCopies.at(url), 20, 20)
+    assert mirror.close(Summary("completed", None, 2, 1.0, run_dir)) is None
+    return url
+
+
+@pytest.mark.parametrize(("at", "local"), [("", ""), ("/step_2", "/checkpoints/step_2")])
+def test_a_mirror_is_exported_as_the_run_directory_is(
+    run_dir: Path, mirrored: str, tmp_path: Path, at: str, local: str
+) -> None:
+    assert main(["export", mirrored + at, str(tmp_path / "one")]) == 0
+    assert main(["export", f"{run_dir}{local}", str(tmp_path / "other")]) == 0
+    names = {path.name for path in (tmp_path / "one").iterdir()}
+    assert "model.safetensors" in names
+    assert names == {path.name for path in (tmp_path / "other").iterdir()}
+    for name in names:
+        one, other = (tmp_path / folder / name for folder in ("one", "other"))
+        assert one.read_bytes() == other.read_bytes()
+
+
+def test_a_url_without_a_copy_is_refused(
+    mirrored: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", f"{mirrored}/step_9", str(tmp_path / "out")]) == 2
+    assert "step_9 has no complete copy of a run" in capsys.readouterr().err

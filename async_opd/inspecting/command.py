@@ -31,7 +31,7 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     """Adds the subcommand."""
     parser = commands.add_parser("inspect", help="show the tokens of a sample", description=ABOUT)
     parser.set_defaults(command=_inspect)
-    parser.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
+    parser.add_argument("run_dir", metavar="RUN_DIR|URL", help="directory of a run, or its mirror")
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument("uid", nargs="?", metavar="UID", help="a sample, as the ledger names it")
     chosen.add_argument("--step", type=int, metavar="N", help="the samples of a step")
@@ -44,11 +44,18 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
 
 
 def _inspect(given: argparse.Namespace) -> int:
+    from async_opd.checkpoint.fetched_run import run_at
+
+    with run_at(given.run_dir) as folder:
+        return _inspect_in(folder, given)
+
+
+def _inspect_in(folder: Path, given: argparse.Namespace) -> int:
     from async_opd.inspecting.view import View
     from async_opd.microscope.folder import MICROSCOPE, files, unreadable
     from async_opd.report.recorded_run import read_recorded_run
 
-    run = read_recorded_run(Path(given.run_dir))
+    run = read_recorded_run(folder)
     steps = sorted({step for step, _ in files(run.folder / MICROSCOPE)})
     if not steps:
         message = "the run has no records of tokens"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,19 +34,31 @@ def add_arguments(commands: argparse._SubParsersAction[Any]) -> None:
     """Adds both subcommands."""
     report = commands.add_parser("report", help="write report.html of a run", description=REPORT)
     report.set_defaults(command=_report)
-    report.add_argument("run_dir", metavar="RUN_DIR", help="directory of a run")
+    report.add_argument("run_dir", metavar="RUN_DIR|URL", help="directory of a run, or its mirror")
     add_overrides(report, "report.gpu_hour_price=2.5")
-    report.add_argument("--out", metavar="FILE", help="default: RUN_DIR/report.html")
+    report.add_argument(
+        "--out", metavar="FILE", help="default: RUN_DIR/report.html (of a URL: report.html)"
+    )
     what = "leave out the planner's prediction, which takes some seconds"
     report.add_argument("--no-plan", action="store_true", help=what)
     compare = commands.add_parser("compare", help="compare several runs", description=COMPARE)
     compare.set_defaults(command=_compare, overrides=[])
-    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR", help="directories of runs")
+    compare.add_argument("run_dirs", nargs="+", metavar="RUN_DIR|URL", help="directories of runs")
     what = "default: compare.html in the working directory"
     compare.add_argument("--out", metavar="FILE", default="compare.html", help=what)
 
 
 def _report(arguments: argparse.Namespace) -> int:
+    from async_opd.checkpoint.fetched_run import run_at
+    from async_opd.config.paths import is_url
+
+    with run_at(arguments.run_dir) as folder:
+        beside = Path() if is_url(arguments.run_dir) else folder
+        file = Path(arguments.out) if arguments.out else beside / "report.html"
+        return _report_of(folder, file, arguments)
+
+
+def _report_of(folder: Path, file: Path, arguments: argparse.Namespace) -> int:
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
     from async_opd.report.forecast import forecast
@@ -53,12 +66,10 @@ def _report(arguments: argparse.Namespace) -> int:
     from async_opd.report.run_report import report
     from async_opd.report.verdict import judge
 
-    folder = Path(arguments.run_dir)
     run = read_recorded_run(folder, arguments.overrides)
     _tell(run)
     verdict = judge(run)
     prediction = "" if arguments.no_plan else str(forecast(run, verdict))
-    file = Path(arguments.out) if arguments.out else folder / "report.html"
     write_atomically(file, report(run, verdict, prediction), durable=False)
     for line in (verdict.headline, verdict.remedy, prediction, f"report      {file}"):
         if line:
@@ -67,18 +78,21 @@ def _report(arguments: argparse.Namespace) -> int:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
+    from async_opd.checkpoint.fetched_run import run_at
     from async_opd.core.printable import on_one_line
     from async_opd.files.safe_open import write_atomically
     from async_opd.report.comparison import comparison, differing_keys, figures_of
     from async_opd.report.recorded_run import read_recorded_run
 
-    runs = [read_recorded_run(Path(one)) for one in arguments.run_dirs + arguments.overrides]
-    for run in runs:
-        _tell(run)
-    columns, figures = figures_of(runs)
-    _print_table("figures", columns, figures)
-    _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
-    write_atomically(Path(arguments.out), comparison(runs), durable=False)
+    with ExitStack() as fetched:
+        places = arguments.run_dirs + arguments.overrides
+        runs = [read_recorded_run(fetched.enter_context(run_at(one))) for one in places]
+        for run in runs:
+            _tell(run)
+        columns, figures = figures_of(runs)
+        _print_table("figures", columns, figures)
+        _print_table("keys that differ", ("key", *columns[1:]), differing_keys(runs))
+        write_atomically(Path(arguments.out), comparison(runs), durable=False)
     print(on_one_line(f"comparison  {arguments.out}"))
     return 0
 

@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from async_opd.checkpoint.mirror import Mirror
+from async_opd.checkpoint.run_copies import RunCopies
+from async_opd.checkpoint.store import Checkpoints
 from async_opd.cli import main
 from async_opd.config.load import load_config
 from async_opd.core.errors import ConfigError
 from async_opd.files.origin import add_origin, read_origins
+from async_opd.observability.sinks import Summary
 from async_opd.report.charts import shares_over_time
 from async_opd.report.comparison import differing_keys, labels
 from async_opd.report.facts import Facts, facts_of
@@ -228,6 +232,25 @@ def test_the_command_writes_the_report_and_says_the_verdict(
     assert main(["report", str(run.folder), price, "--out", str(out), "--no-plan"]) == 0
     assert "the trainer limits" in capsys.readouterr().out
     assert "cost per million tokens" in out.read_text(encoding="utf-8")
+
+
+def test_a_mirror_is_reported_and_compared_as_its_run_directory_is(
+    run: RecordedRun,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = f"file://{tmp_path}/runs/mirrored"
+    mirror = Mirror(Checkpoints(run.folder / "checkpoints", 2), RunCopies.at(url), 20, 20)
+    assert mirror.close(Summary("completed", None, 2, 1.0, run.folder)) is None
+    assert main(["report", url, "--no-plan"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["report", str(run.folder), "--out", "own.html", "--no-plan"]) == 0
+    assert capsys.readouterr().out == shown.replace("report.html", "own.html")
+    assert (tmp_path / "report.html").stat().st_size > 100_000
+    assert main(["compare", url, str(run.folder), "--out", "compare.html"]) == 0
+    assert "mirrored" in (tmp_path / "compare.html").read_text(encoding="utf-8")
 
 
 def test_a_report_of_an_older_run_names_what_it_cannot_read(
