@@ -84,9 +84,9 @@ def _lines(pairs: Sequence[PairFigures], judged: Sequence[Judgement]) -> Iterato
         weight = f"teachers.{pair.teacher}.weight={asked.weight}"
         left_out = f"leave {pair.teacher} out for {pair.source}"
         yield indented(f"{pair.source}, teacher {pair.teacher}: {verdict.words}")
-        yield indented(f"  score       {score}, the expected gain in accuracy")
-        yield from (indented(f"  {name:<12}{text}") for name, text in _figures(pair))
-        yield indented(f"  suggestion  {advice} {left_out if asked.weight is None else weight}")
+        yield indented(f"  score        {score}, the expected gain in accuracy")
+        yield from (indented(f"  {name:<13}{text}") for name, text in _figures(pair))
+        yield indented(f"  suggestion   {advice} {left_out if asked.weight is None else weight}")
         yield ""
 
 
@@ -102,6 +102,13 @@ def _figures(pair: PairFigures) -> Iterator[tuple[str, str]]:
     first = f"first token {start.token}: teacher {start.teacher:.1%}, student {start.student:.1%}"
     bias = "" if pair.bias is None else f"; bias {pair.bias.mean:+.2g} nats on right responses"
     yield "template", first + bias
+    if pair.own_start is not None and pair.own_later is not None:
+        sure = f"{pair.own_start:.2f} nats of their first token, {pair.own_later:.2f} of later ones"
+        yield "its answers", f"the teacher's log-probability is {sure}"
+    other = pair.template
+    if other is not None and other.accuracy is not None:
+        accuracy = f"{other.accuracy.mean:+.1%} ± {other.accuracy.stderr:.1%}"
+        yield "own template", f"changes the teacher's accuracy by {accuracy}"
 
 
 def _ranged(gap: PositionGap) -> str:

@@ -27,6 +27,7 @@ from async_opd.models.tokenizer import Text
 from async_opd.probe import engines
 from async_opd.probe.engines import ITSELF
 from tests.checks.inputs import EXAMPLE, FEW
+from tests.doctor.test_templates import PLAIN, with_template
 
 COMMAND = ["probe", str(EXAMPLE), *FEW]
 
@@ -129,8 +130,19 @@ def test_the_text_names_verdict_figures_and_suggestion(
     assert main(COMMAND) == 0
     said = capsys.readouterr().out
     assert "sort, teacher sort: will teach: the teacher is better (+100.0% ± 0.0%)" in said
-    assert "accuracy    student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in said
-    assert "suggestion  loss.kind=forward_kl loss.top_k=2 teachers.sort.weight=" in said
+    assert "accuracy     student 0.0% ± 0.0%, teacher 100.0% ± 0.0%" in said
+    assert "the teacher's log-probability is -1.00 nats of their first token" in said
+    assert "suggestion   loss.kind=forward_kl loss.top_k=2 teachers.sort.weight=" in said
+
+
+def test_what_the_teachers_own_template_changes_is_shown(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    student = with_template(tmp_path, "student", PLAIN)
+    teacher = with_template(tmp_path, "teacher-sort", "x" + PLAIN)
+    paths = [f"student.model={student}", f"teachers.sort.model={teacher}"]
+    assert main([*COMMAND, *paths]) == 0
+    assert "own template changes the teacher's accuracy by +0.0% ± 0.0%" in capsys.readouterr().out
 
 
 def test_every_engine_scores_the_same_top_k_on_its_own_devices(
