@@ -14,6 +14,7 @@ from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import SourceError
 from async_opd.core.row import IMAGES_NOT_BUILT, Media, Row
+from async_opd.data.mixture import passes
 from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
@@ -223,6 +224,18 @@ class DataChecks:
             if value is not None and streamed:
                 message = f"found {value}, but {streamed[0]} is streamed: its size is not known"
                 self.found.add(key, message, "remove it, or do not stream the source")
+
+    def passes(self, sources: list[Rows]) -> None:
+        """Notes how often ``train.epochs`` takes the rows of each source, unless it is as often."""
+        entries, epochs = self.config.data.train, self.config.train.epochs
+        often = passes(self.config, sources) if epochs and all(map(checked, sources)) else []
+        if often and max(often) > 1.001 * min(often):
+            named = zip(entries, often, strict=True)
+            each = ", ".join(f"{source.label} {times:.3g} times" for source, times in named)
+            self.found.notes.append(
+                f"train.epochs: found {epochs:g}, but sources are mixed by weight, so that rows "
+                f"come as often as: {each}; data.size_temperature: 1 takes all equally often"
+            )
 
     def prompts(self, part: str, sources: list[Rows], room: Room) -> None:
         """Checks that each prompt can be tokenized and fits the models.

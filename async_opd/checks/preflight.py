@@ -68,7 +68,8 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     gpus = gpu_count() if gpus is None else gpus
     found = Findings(where)
     config, partial = with_cached(config, found.notes)
-    config = with_cached_data(config, where, found.notes)
+    config, unclear = with_cached_data(config, where, found.notes)
+    found.problems.extend(unclear)
     _builds(found)
     models, data = ModelChecks(config, found, partial), DataChecks(config, found)
     models.models()
@@ -109,6 +110,7 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     data.best_metric()
     data.sizes()
     limit = _prompts(config, models, data, "train", train)
+    data.passes(train)
     longest = _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)
     cold_start = cold_start_rows(data)

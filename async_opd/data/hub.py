@@ -267,11 +267,13 @@ def fetched_data(config: RunConfig, where: str) -> RunConfig:
     return made
 
 
-def with_cached_data(config: RunConfig, where: str, notes: list[str]) -> RunConfig:
+def with_cached_data(
+    config: RunConfig, where: str, notes: list[str]
+) -> tuple[RunConfig, list[Problem]]:
     """The config with the files of data of the hub that are in the local cache. No download.
 
-    Every data set that is not there, or not as a whole, adds a note. ConfigError with every one
-    whose files are there and do not say which are the split's.
+    Every data set that is not there, or not as a whole, adds a note. The problems are those of data
+    sets whose files are there and do not say which are the split's; these stay absent.
     """
     problems: list[Problem] = []
 
@@ -279,7 +281,9 @@ def with_cached_data(config: RunConfig, where: str, notes: list[str]) -> RunConf
         try:
             found = source if source._access == "hub" else source.cached()
         except SourceError as error:
-            problems.append(Problem(where, key, str(error), "name the split's files by `files:`"))
+            if source.absent:  # a folder is read, and found at fault, with all other files
+                remedy = "name the split's files by `files:`"
+                problems.append(Problem(where, key, str(error), remedy))
             return source
         if found.absent:
             notes.append(
@@ -288,10 +292,7 @@ def with_cached_data(config: RunConfig, where: str, notes: list[str]) -> RunConf
             )
         return found
 
-    made = _replaced(config, cached)
-    if problems:
-        raise ConfigError(problems)
-    return made
+    return _replaced(config, cached), problems
 
 
 def _replaced(config: RunConfig, change: Callable[[str, HubSource], HubSource]) -> RunConfig:

@@ -73,6 +73,19 @@ def phases_of(config: RunConfig, rows: Sequence[Sequence[object] | StreamedRows]
     return phases
 
 
+def passes(config: RunConfig, rows: Sequence[Sequence[object] | StreamedRows]) -> list[float]:
+    """How often the steps of ``train.epochs`` take each source's rows: ``epochs`` on average.
+
+    The steps are those of all rows together, of which each source has the share of its weight.
+    """
+    _, weights = phases_of(config, rows)[0]
+    sizes, epochs = list(map(_size, rows)), config.train.epochs or 0.0
+    return [
+        epochs * sum(sizes) * weight / sum(weights) / size
+        for weight, size in zip(weights, sizes, strict=True)
+    ]
+
+
 def _size(rows: Sequence[object] | StreamedRows) -> int:
     """The number of rows; preflight refuses temperatures with sources of unknown size."""
     return 1 if isinstance(rows, StreamedRows) else max(len(rows), 1)

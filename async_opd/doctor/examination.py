@@ -113,10 +113,7 @@ def examine(
         yield from (Finding(_topic_of_note(note), "warning", note) for note in inputs.notes)
 
     found.add("config", checked)
-    try:
-        local = with_cached_data(with_cached(config, [])[0], where, [])
-    except ConfigError:  # ``checked`` has named its problems
-        return found
+    local, _ = with_cached_data(with_cached(config, [])[0], where, [])
     device = resolve_device(local, gpus)
     set_up = resolved(local, device)
     found.add("devices", lambda: devices(set_up, device, gpus))

@@ -68,6 +68,29 @@ def test_a_filter_that_leaves_no_row_is_refused(tmp_path: Path) -> None:
     }
 
 
+def sources(tmp_path: Path, *sizes: int) -> str:
+    entries = []
+    for size in sizes:
+        (tmp_path / str(size)).mkdir()
+        entries.append(rows(tmp_path / str(size), *GOOD * size).partition("[")[2].rstrip("]"))
+    return f"data.train=[{', '.join(entries)}]"
+
+
+def test_check_notes_how_often_epochs_take_the_rows_of_sources_that_are_mixed_by_weight(
+    tmp_path: Path,
+) -> None:
+    epochs = ("train={epochs: 2, batch_size: 64}", "data.eval=[]", sources(tmp_path, 1, 4))
+    (note,) = (
+        note
+        for note in preflight(config(*epochs), "c.yaml", 0).notes
+        if note.startswith("train.epochs")
+    )
+    assert "1/rows.jsonl 5 times" in note
+    assert "4/rows.jsonl 1.25 times; data.size_temperature: 1 takes all equally often" in note
+    by_size = preflight(config(*epochs, "data.size_temperature=1"), "c.yaml", 0).notes
+    assert not any(note.startswith("train.epochs") for note in by_size)
+
+
 @pytest.mark.parametrize("key", ["data.size_temperature=2", "train={epochs: 2, batch_size: 64}"])
 def test_what_needs_the_size_of_a_streamed_source_is_refused(tmp_path: Path, key: str) -> None:
     made = config(streamed(tmp_path, *GOOD), "data.eval=[]", key)

@@ -229,8 +229,10 @@ def test_check_refuses_a_card_in_the_cache_whose_configs_are_no_sections(hub: Hu
     fetched_data(run_config("hf:org/set:main"), "c.yaml")
     (card,) = Path(hf_cache()).rglob("README.md")
     card.write_text("---\nconfigs: [x]\n---\n")
-    with pytest.raises(ConfigError, match=r"README.md cannot be read: configs has 'x'"):
-        preflight(run_config("hf:org/set:main"), "c.yaml", 0)
+    made = config("data.train=[hf:org/set:main]", "eval.grader=nonsense")
+    unclear, other = preflight(made, "c.yaml", 0).problems
+    assert "README.md cannot be read: configs has 'x'" in unclear.message
+    assert (unclear.key, other.key) == ("data.train[0]", "eval.grader")
 
 
 def test_a_split_that_names_of_several_folders_could_mean_is_refused(folder: Path) -> None:

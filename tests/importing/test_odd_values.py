@@ -24,6 +24,7 @@ def drafted(framework: Framework, keys: dict[str, Any]) -> Draft:
     return draft
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_no_value_of_any_key_fails_the_import(name: str) -> None:
     framework, failed = FRAMEWORKS[name], {}

@@ -6,6 +6,7 @@ import asyncio
 import pickle
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -207,6 +208,23 @@ async def test_what_was_sent_back_for_its_age_can_be_let_go(scored: MessageQueue
     assert await batcher.drop("a/0")
     await put(scored, make_sample("a/0", version=1), make_sample("c/0", version=1))
     assert await taken(batcher, version=1) == ["c/0"]
+
+
+async def test_a_wait_that_is_cancelled_ends_its_fetch_and_takes_no_sample(
+    scored: MessageQueue,
+) -> None:
+    """The fetch would lease samples that nobody waits for, until the lease ends."""
+    batcher = Batcher(scored, batch_size=2)
+    waiting = asyncio.create_task(taken(batcher))
+    await settle()
+    (fetch,) = (task for task in asyncio.all_tasks() if task.get_name().startswith("fetching"))
+    waiting.cancel()
+    with suppress(asyncio.CancelledError):
+        await waiting
+    await settle()
+    assert fetch.cancelled()
+    await put(scored, make_sample("a/0"), make_sample("b/0"))
+    assert await taken(Batcher(scored, batch_size=2)) == ["a/0", "b/0"]
 
 
 async def test_a_batch_that_waits_goes_on_waiting_when_its_part_is_dropped(
