@@ -76,6 +76,9 @@ def dry_run(config: RunConfig, where: str, redacted: Redactor, resume: bool) -> 
     Nothing is written, downloaded or started. ConfigError with all problems; also for a run
     directory in which the run could not begin, or with ``resume`` go on.
     """
+    dated = with_template_date(with_cached(config, [])[0], resume).data.template_date
+    data = config.data.model_copy(update={"template_date": dated})
+    config = config.model_copy(update={"data": data})  # the rows that are left depend on it
     complete, inputs = check(config, where, redacted)
     if config.checkpoint.mirror is not None and not resume:
         refuse_mirrored(config.checkpoint.mirror)
@@ -91,7 +94,7 @@ def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> st
     """Where a resumed run would go on, in words. ConfigError for a run of another config."""
     if left_in(run_dir) or (run_dir / FORMAT_FILE).exists():
         refuse_other_formats(run_dir)
-    local = with_cached_data(with_cached(config, [])[0], where, [])
+    local, _ = with_cached_data(with_cached(config, [])[0], where, [])
     sources = [*local.data.train, *local.data.eval]
     if any(one.is_hub_id for one in named_models(local)) or any(one.absent for one in sources):
         return f"{run_dir} is compared with the config after the downloads of the run"
