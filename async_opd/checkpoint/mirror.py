@@ -9,6 +9,7 @@ checkpoint; a run that completed without a complete copy of its end has failed.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -35,9 +36,12 @@ from async_opd.files.durable import checksum
 from async_opd.files.safe_open import read_bytes
 from async_opd.observability.sinks import Sink, Summary
 from async_opd.processes.background import BackgroundWorker
+from async_opd.processes.signals import signals_set
 
 WAITING = 64
 """Requests for a sync that may wait; one sync does what all that wait ask for."""
+POLL_S = 0.2
+"""Seconds after which the wait at the end looks for a signal."""
 TRIES = 3
 """Tries of the last sync."""
 REMEDY = "look at the store, its quota and credentials; async_opd run --resume tries it again"
@@ -123,14 +127,19 @@ class Mirror(Sink):
         bound_s = self._grace_s if summary.status == "interrupted" else self._bound_s
         self.notify(f"mirroring the end of the run to {self._copies.place}", "info")
         self._ending = True
-        self._worker.put(None)
-        done = self._worker.close(bound_s)
+        arrived, deadline = threading.Event(), time.monotonic() + bound_s
+        with signals_set(arrived):
+            self._worker.put(None)
+            while not (done := self._worker.close(POLL_S)):
+                if arrived.is_set() or time.monotonic() > deadline:
+                    break
         self._tell()
         self.summarize(dict(self.metrics))
         if self._ended:
             self.notify(f"the end of the run is at {self._copies.place / END}", "info")
             return None
-        cause = self._failing if done else f"it was not uploaded within {bound_s:g} s"
+        cause = "a signal ended the wait" if arrived.is_set() else f"not uploaded in {bound_s:g} s"
+        cause = self._failing if done else cause
         cause = f"{self._copies.place} lacks the end of the run: {cause}"
         if summary.status == "completed":
             raise StageError(self.name, cause, REMEDY)

@@ -10,14 +10,32 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
 
 EXIT_CODE = 130
 """The exit code of a killed process whose ``on_forced_exit`` fails."""
+
+
+@contextmanager
+def signals_set(arrived: threading.Event) -> Iterator[None]:
+    """Both signals set the event, in a wait of the main thread that no event loop looks after.
+
+    The handlers from before come back afterwards. Another thread gets no signals.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, lambda *_: arrived.set()) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler or signal.SIG_DFL)
 
 
 class SignalHandler:

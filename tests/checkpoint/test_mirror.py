@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -392,13 +394,33 @@ def test_an_upload_that_hangs_is_waited_for_within_a_bound(tmp_path: Path) -> No
         mirror.start()
         note = mirror.close(summary("interrupted"))
         assert note is not None
-        assert "not uploaded within 0.05 s" in note
-        with pytest.raises(StageError, match="not uploaded within"):
+        assert "not uploaded in 0.05 s" in note
+        with pytest.raises(StageError, match="not uploaded in"):
             mirror.close(summary("completed"))
         mirror.checkpoint(2, run.folder)
         assert "has not ended its upload within 0.05 s" in said[-1]
         answer.set()
         mirror._worker.close(20)
+
+
+def test_a_signal_ends_the_wait_for_the_last_upload(tmp_path: Path) -> None:
+    run, answer, first = LocalRun(tmp_path / "run"), threading.Event(), threading.Semaphore(1)
+    run.train(2)
+    mirror = Mirror(run.store, RunCopies.at(URL), bound_s=600, grace_s=600)
+
+    def hang(source: Path) -> None:
+        if first.acquire(blocking=False):
+            os.kill(os.getpid(), signal.SIGTERM)
+        answer.wait(60)
+        raise ConnectionError
+
+    before = signal.getsignal(signal.SIGTERM)
+    with patch.object(RemoteFile, "upload", side_effect=hang):
+        with pytest.raises(StageError, match="lacks the end of the run: a signal ended the wait"):
+            mirror.close(summary("completed"))
+        answer.set()
+        mirror._worker.close(20)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_keys_in_a_stores_error_are_hidden_in_run_log_summary_and_standard_error(
