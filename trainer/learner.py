@@ -30,6 +30,7 @@ from async_opd.core.errors import StageError
 from async_opd.core.samples import Header, Sample
 from async_opd.core.written_file import WrittenFile
 from async_opd.weight_sync.layout import Reference
+from trainer.batches.balance import Balance, Balancing
 from trainer.batches.batch_metrics import batch_metrics
 from trainer.batches.micro_batches import Groups, MicroBatch, assign_micro_batches
 from trainer.batches.micro_batches import planned as planned_of
@@ -39,7 +40,7 @@ from trainer.batches.shares import Plan
 from trainer.batches.token_weights import TokenWeighting
 from trainer.losses.report import not_finite, step_metrics
 from trainer.notes import drain_notes
-from trainer.rank import BackwardResult, Rank
+from trainer.rank import Rank
 from trainer.rank_group import SINGLE_RANK, RankGroup, dispatched
 from trainer.replay.keeper import Keeping
 from trainer.saving.captured import all_written
@@ -78,17 +79,15 @@ class Learner:
         """By default every token weighs 1 / (tokens of the batch)."""
         self._rank = rank
         self._rank_group = rank_group
-        self._token_weighting = token_weights or TokenWeighting()
+        self._balancing = Balancing(token_weights or TokenWeighting())
         self._train = rank.train
         self._sharing = rank.train.context_parallel
-        self._row_tokens = rank.train.tokens_per_micro_batch
-        if rank.device.type == "cpu":
-            self._row_tokens = min(self._row_tokens, CPU_ROW_TOKENS)
+        most = rank.train.tokens_per_micro_batch
+        self._row_tokens = min(most, CPU_ROW_TOKENS) if rank.device.type == "cpu" else most
         self.lr_factor = 1.0  # of the rates of ``train``
         self.version = 0  # the trainer's weight version in the next step, for records
         self._keeping = Keeping(partial(self._on_all_ranks, "keep"))
-        self._step = 0
-        self._skipped = self._consecutive_skips = 0
+        self._step = self._skipped = self._consecutive_skips = 0
 
     @property
     def model(self) -> Any:
@@ -141,6 +140,7 @@ class Learner:
         """
         started = time.perf_counter()
         rate = learning_rate(self._step, self._train) * self.lr_factor
+        plan = replace(plan, factors=self._balancing.factors(plan.headers))
         means, norm, fault = self._compute(plan, own, rate, number)
         recorded = self._recorded(fault)
         if fault:
@@ -151,6 +151,7 @@ class Learner:
         seconds, flops = time.perf_counter() - started, plan.flops(self._rank.size)
         metrics = {
             **means,
+            **self._balancing.trained(means, fault),
             "train/grad_norm": norm,
             "train/lr": rate,
             "train/skipped_steps": float(self._skipped),
@@ -180,7 +181,7 @@ class Learner:
     def plan(self, headers: Sequence[Header], supervised: bool = False) -> Plan:
         """Which rank computes what of a batch. TypeError for scores of several kinds."""
         refuse_mixed_scores(header.scores for header in headers)
-        weighting = TokenWeighting() if supervised else self._token_weighting
+        weighting = TokenWeighting() if supervised else self._balancing.weighting
         token_weights, rewards = weighting(headers)
         counted = [i for i, one in enumerate(token_weights) if one.weight or one.reward_weight]
         groups = self._groups(headers, counted)
@@ -220,8 +221,9 @@ class Learner:
         """
         group = self._rank_group
         try:
-            with dispatched(group, "backward", [(number,)] * (group.ranks - 1)) as results:
-                computed: list[BackwardResult] = [self._rank.backward(own), *results()]
+            given = [(number, plan.factors)] * (group.ranks - 1)
+            with dispatched(group, "backward", given) as results:
+                computed = [self._rank.backward(own, plan.factors), *results()]
             means = step_metrics([one.sums for one in computed]) | plan.rewards
             fault = not_finite(means, computed[0].norm)
             means |= memory_metrics(self._on_all_ranks("apply", None if fault else rate))
@@ -247,8 +249,7 @@ class Learner:
         some = [i for i in counted if ranks == 1 or headers[i].response_tokens]
         lengths = [headers[i].tokens for i in some]
         costs = [self._rank.cost(headers[i].tokens, headers[i].response_tokens) for i in some]
-        contexts = ranks // self._sharing
-        assigned = assign_micro_batches(lengths, self._row_tokens, contexts, costs)
+        assigned = assign_micro_batches(lengths, self._row_tokens, ranks // self._sharing, costs)
         return [[[some[i] for i in group] for group in groups] for groups in assigned]
 
     def _given(
@@ -302,8 +303,8 @@ class Learner:
 
     def capture(self, version: int) -> int:
         """Each rank copies its part of the state to host memory; returns the bytes of all."""
-        frozen = frozen_digest(self.model)
-        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8), frozen)
+        known = frozen_digest(self.model), self._balancing.balance.text()
+        stamp = Stamp(self._step, version, self._rank_group.ranks, token_hex(8), *known)
         return sum(self._on_all_ranks("capture", stamp))
 
     def write(self, folder: str) -> Mapping[str, WrittenFile]:
@@ -317,7 +318,7 @@ class Learner:
         """Each rank reads its part of the state that the folder holds. CheckpointError."""
         refuse_other_frozen(self.model, Shards(Path(folder)).stamp)
         stamp: Stamp = self._on_all_ranks("load", folder)[0]
-        self._step = stamp.step
+        self._step, self._balancing.balance = stamp.step, Balance.of(stamp.balance)
         return stamp
 
     def save(self, source: str, directory: str) -> None:

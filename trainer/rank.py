@@ -155,11 +155,16 @@ class Rank:
         if self._on_host:
             park(self._student_loss)
 
-    def backward(self, micro_batches: Sequence[MicroBatch]) -> BackwardResult:
+    def backward(
+        self, micro_batches: Sequence[MicroBatch], factors: Mapping[str, float] | None = None
+    ) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
 
-        It stays until ``apply``, also after an error.
+        It stays until ``apply``, also after an error. ``factors`` by teacher multiply the token
+        weights in the distillation loss; see ``batches.balance``.
         """
+        if factors:
+            micro_batches = [one.scaled(factors) for one in micro_batches]
         if self.keeper is not None:
             self.keeper.computed = micro_batches
         if self.recorder is not None:

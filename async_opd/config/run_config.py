@@ -115,6 +115,7 @@ class RunConfig(Section):
         if self.reward is not None and group < 2:
             fault = f"found {group}, expected at least 2: an advantage is relative to the group"
             yield "rollout.n", fault, "for example 4"
+        yield from self._weight_faults()
         yield from self._keeping_faults()
         yield from self._curriculum_faults()
         if rollout.host is not None:
@@ -123,6 +124,22 @@ class RunConfig(Section):
         yield from nucleus_faults(
             self.loss, self.reward, rollout.top_p, rollout.top_k, rollout.min_p
         )
+
+    def _weight_faults(self) -> Iterator[tuple[str, str, str]]:
+        """Automatic weights that have nothing to balance."""
+        fixed = [name for name, teacher in self.teachers.items() if teacher.weight != "auto"]
+        if len(fixed) == len(self.teachers):
+            return
+        fault = ""
+        if fixed:
+            fault = f"found auto, but a number for {', '.join(fixed)}: it is of all teachers"
+        elif len(self.teachers) == 1:
+            fault = "found auto for the only teacher, which has no other to be balanced with"
+        elif self.loss.weight == 0:
+            fault = "found auto, but loss.weight is 0: no teacher's loss is part of the sum"
+        if fault:
+            name = next(name for name in self.teachers if name not in fixed)
+            yield f"teachers.{name}.weight", fault, "remove it, or set numbers"
 
     def _keeping_faults(self) -> Iterator[tuple[str, str, str]]:
         """What ``checkpoint.keep_best`` and ``guardrail.mode: roll_back`` need."""

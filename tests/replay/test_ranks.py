@@ -19,6 +19,7 @@ from benchmarks.local_ranks import in_processes
 from tests.replay import kept
 from tests.trainer.models import tiny_model
 from trainer.batches.shares import fetch
+from trainer.batches.token_weights import TokenWeighting
 from trainer.learner import Learner
 from trainer.losses import build_objective
 from trainer.parallel.follower import Follower
@@ -32,6 +33,7 @@ from trainer.student.sharding import join_mesh
 
 CPU = torch.device("cpu")
 STEPS = range(1, 5)
+QUANTITIES = ("weight", "gap", "loss", "gradient_share")
 
 
 class Scored:
@@ -63,7 +65,7 @@ def ranks(config: RunConfig, folder: Path) -> dict[str, list[Recomputed]]:
     def lead(spec: RankSpec | None, rank_group: Any) -> dict[str, list[Recomputed]]:
         assert spec is not None
         rank = rank_of(spec)
-        learner = Learner(rank, rank_group=rank_group)
+        learner = Learner(rank, TokenWeighting(auto=True), rank_group)
         start = folder / "start"
         start.mkdir()
         learner.capture(0)
@@ -123,6 +125,23 @@ def test_two_ranks_compute_their_steps_again_bit_by_bit(
     assert [one.quantities for one in found["equal"]] == [
         read_kept(folder / KEPT / kept_name(step, 1, 2)).record.result.quantities for step in STEPS
     ]
+
+
+def test_two_ranks_have_the_automatic_weights_of_teachers_that_one_has(
+    found: dict[str, list[Recomputed]], tmp_path: Path
+) -> None:
+    config = kept.config_of(tmp_path)
+    rank = Rank(tiny_model(), build_objective(config.loss), config.train, CPU)
+    alone = Learner(rank, TokenWeighting(auto=True))
+    for step, several in zip(STEPS, found["equal"], strict=True):
+        metrics = alone.train_batch(kept.batch(config, step)).metrics
+        names = [f"teacher/{name}/{key}" for name in config.teachers for key in QUANTITIES]
+        assert [float.fromhex(several.quantities[name]) for name in names] == pytest.approx(
+            [metrics[name] for name in names], rel=1e-4
+        )
+        assert metrics["loss/total"] == pytest.approx(
+            float.fromhex(several.quantities["loss/total"]), rel=1e-4
+        )
 
 
 def test_each_rank_keeps_what_it_computes(found: dict[str, list[Recomputed]], folder: Path) -> None:

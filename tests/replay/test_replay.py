@@ -29,6 +29,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 24 steps with checkpoints of steps 8 and 16."""
     folder = tmp_path_factory.mktemp("runs") / "run"
     config = kept.config_of(folder)
+    names = config.teachers
+    config = kept.config_of(folder, *(f"teachers.{name}.weight=auto" for name in names))
     kept.begin(config, folder)
     kept.train(config, build_learner(config, "cpu"), range(1, STEPS + 1))
     return folder

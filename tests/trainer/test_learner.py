@@ -362,7 +362,7 @@ def test_an_error_in_the_middle_of_a_step_leaves_the_other_ranks_out_of_step() -
     rank_group = Watched()
     made = of_a_rank_group(rank_group)
 
-    def fail(parts: Any) -> None:
+    def fail(*_: Any) -> None:
         raise RuntimeError("out of memory")
 
     made._rank.backward = fail  # type: ignore[method-assign,assignment]
@@ -469,7 +469,7 @@ async def test_a_follower_computes_all_that_it_has_taken_once() -> None:
     computed: list[list[str]] = []
 
     class Kept:
-        def backward(self, parts: list[str]) -> BackwardResult:
+        def backward(self, parts: list[str], factors: Any) -> BackwardResult:
             computed.append(parts)
             return BackwardResult({}, 0.0)
 
@@ -488,7 +488,7 @@ async def test_a_follower_computes_the_batch_of_the_number_and_lets_earlier_ones
     computed: list[Any] = []
 
     class Kept:
-        def backward(self, parts: Any) -> BackwardResult:
+        def backward(self, parts: Any, factors: Any) -> BackwardResult:
             computed.append(parts)
             return BackwardResult({}, 0.0)
 

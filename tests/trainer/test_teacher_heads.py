@@ -322,7 +322,7 @@ def test_samples_of_one_teacher_lie_side_by_side() -> None:
     batch = [scored(model, i, 2, name) for i, name in enumerate("abba")]
     made = learner({name: head_of(model, name) for name in "ab"}, JSDConfig(kind="jsd"))
     seen: list[Any] = []
-    made._rank.backward = lambda parts: seen.append(parts) or BackwardResult({}, 0.0)  # type: ignore
+    made._rank.backward = lambda parts, factors: seen.append(parts) or BackwardResult({}, 0.0)  # type: ignore
     made.train_batch(batch)
     ((part,),) = seen
     assert [one.teacher for one in pack(part.samples).tokens.teacher_states] == ["a", "b"]

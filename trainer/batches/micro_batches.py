@@ -38,6 +38,15 @@ class MicroBatch:
     counts: bool = True
     supervised: bool = False
 
+    def scaled(self, factors: Mapping[str, float]) -> MicroBatch:
+        """With the distillation weights of each teacher's samples times the teacher's factor."""
+        pairs = zip(self.samples, self.token_weights, strict=True)
+        scaled = tuple(
+            replace(one, weight=one.weight * factors.get(sample.rollout.prompt.teacher, 1.0))
+            for sample, one in pairs
+        )
+        return replace(self, token_weights=scaled)
+
     @property
     def nbytes(self) -> int:
         """Bytes of the samples' arrays."""

@@ -33,12 +33,14 @@ class Plan:
     """A batch, and the micro-batches of each group of ranks that share rows.
 
     ``counted`` are the indices of samples with a weight; ``rewards`` are metrics of the rewards.
+    ``factors`` by teacher multiply the micro-batches' distillation weights (``balance.py``).
     """
 
     headers: tuple[Header, ...]
     micro_batches: tuple[tuple[PlannedMicroBatch, ...], ...]
     counted: tuple[int, ...]
     rewards: dict[str, float] = field(default_factory=dict)
+    factors: dict[str, float] = field(default_factory=dict)
 
     @property
     def computed(self) -> list[Header]:

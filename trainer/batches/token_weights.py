@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -34,7 +34,8 @@ class TokenWeighting:
     """Computes the token weights of a batch. ``reward_weight`` None: there is no reward.
 
     ``teachers`` are the weights of teachers' samples in the distillation loss, by default 1; the
-    reward weighs the samples of all teachers alike. ``mask_truncated`` excludes truncated responses
+    reward weighs the samples of all teachers alike. With ``auto`` each step multiplies them by
+    factors (``balance.py``). ``mask_truncated`` excludes truncated responses
     from the distillation loss, ``mask_truncated_rewards`` from the reward's: their tokens weigh 0,
     and they count in no denominator and in no group.
     """
@@ -45,6 +46,7 @@ class TokenWeighting:
     reward_weight: float | None = None
     normalize: Normalize = "std"
     teachers: Mapping[str, float] = field(default_factory=dict)
+    auto: bool = False
     mask_truncated: bool = False
     mask_truncated_rewards: bool = False
 
@@ -54,11 +56,13 @@ class TokenWeighting:
         loss: Loss,
         reward: RewardConfig | None,
         max_tokens: int,
-        teachers: Mapping[str, float] | None = None,
+        teachers: Mapping[str, float | Literal["auto"]] | None = None,
     ) -> TokenWeighting:
         """From the config; ``max_tokens`` is ``rollout.max_tokens``, ``teachers`` are weights."""
-        made = cls(loss.weight, loss.reduction, max_tokens, teachers=teachers or {})
-        made = replace(made, mask_truncated=loss.mask_truncated)
+        given = teachers or {}
+        fixed = {name: one for name, one in given.items() if one != "auto"}
+        made = cls(loss.weight, loss.reduction, max_tokens, teachers=fixed)
+        made = replace(made, auto=len(fixed) < len(given), mask_truncated=loss.mask_truncated)
         if reward is None:
             return made
         made = replace(made, reward_weight=reward.weight, normalize=reward.normalize)

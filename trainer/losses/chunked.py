@@ -30,7 +30,7 @@ from trainer.losses.base import TeacherStates, Tokens
 from trainer.losses.compiled import ObjectiveRun
 from trainer.losses.logits import PLAIN, shape_logits, slope_of
 from trainer.losses.objective import Objective
-from trainer.losses.report import Metrics, concat_metrics
+from trainer.losses.report import GRADIENT, Metrics, concat_metrics
 from trainer.losses.responses import Sum, log_sampled, response_sums
 from trainer.recording.rows import Recorded, most_probable, normalized
 
@@ -169,6 +169,8 @@ class _ChunkPass:
             reports.append(self._losses(out, rows, states))
             _accumulate(sums, rows, out, part, matrix)
         self.metrics = concat_metrics(reports) | concat_metrics(self.top)
+        if sums[0] is not None:
+            self.metrics[GRADIENT] = torch.linalg.vector_norm(sums[0], dim=-1)
         loss = self.metrics["total"].sum() if reports else hidden.new_zeros((), dtype=precise)
         inputs = (hidden, weight, bias)
         return loss, [

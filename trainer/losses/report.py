@@ -19,7 +19,12 @@ and log p - log mu of the sampled tokens becomes, for hidden states,
 
     teacher/<name>/agreement           its mean over this teacher's tokens, in nats
 
-For all other scores the scoring stage computes the agreement (``teachers/meter.py``).
+For all other scores the scoring stage computes the agreement (``teachers/meter.py``). Of norms of
+tokens' gradients only the share of each teacher is a metric:
+
+    teacher/<name>/gradient_share      Σ ‖∂loss/∂h_t‖ over its tokens, by that over all tokens
+
+where h_t are the student's output states, from which the head computes the logits of token t.
 """
 
 from __future__ import annotations
@@ -32,6 +37,8 @@ import torch
 from trainer.losses.terms import Metrics as Metrics
 from trainer.recording.rows import STUDENT, TEACHER, TOP
 
+GRADIENT = "gradient"
+"""Norm of each token's part of the loss's gradient by the student's output states [H]."""
 LARGEST, SQUARES = "importance largest", "importance squared"
 """Names of the largest importance ratio and of the sum of their squares."""
 OF, OF_SOURCE, MEASURED = "of teachers: ", "of sources: ", "measured "
@@ -76,7 +83,8 @@ def token_sums(
     found = {name: value.double() for name, value in values.items() if name not in UNLOGGED}
     ratio = found["importance"]
     sums = {} if owners is None else _of_owners(found, owners, names)
-    found.pop("agreement", None)
+    for name in ("agreement", GRADIENT):
+        found.pop(name, None)
     parts = [part for name in found for part in _measured(name, found[name])]
     sums |= {name: value.sum() for name, value in parts}
     sums |= {"tokens": ratio.new_full((), len(ratio)), SQUARES: ratio.square().sum()}
@@ -153,14 +161,15 @@ def not_finite(means: Mapping[str, float], norm: float) -> str:
 
 def _of_owners(found: Metrics, owners: torch.Tensor, names: Sequence[tuple[str, str]]) -> Metrics:
     """Sums over the tokens of each teacher and each source: ``OF``, the value's name and theirs."""
-    parts = [part for name in OF_TEACHERS if name in found for part in _measured(name, found[name])]
+    own = [name for name in (*OF_TEACHERS, GRADIENT) if name in found]
+    parts = [part for name in own for part in _measured(name, found[name])]
     every = {"tokens": torch.ones_like(found["importance"]), **dict(parts)}
     values = torch.stack(list(every.values()))
     sums: Metrics = {}
     for index, (teacher, source) in enumerate(names):
         # Not index_add: CUDA adds with atomics there, in another order each time.
-        own = torch.where(owners == index, values, 0.0).sum(1)
-        for name, value in zip(every, own.unbind(), strict=True):
+        sums_of_owner = torch.where(owners == index, values, 0.0).sum(1)
+        for name, value in zip(every, sums_of_owner.unbind(), strict=True):
             keys = [f"{OF}{name}/{teacher}"]
             if name == "tokens" or name in OF_SOURCES:
                 keys.append(f"{OF_SOURCE}{name}/{source}")
@@ -173,7 +182,10 @@ def _by_owner(kind: str, names: Mapping[str, str], sums: Mapping[str, float]) ->
     """``<kind>/<name>/…`` of each teacher, or data source, that has tokens."""
     counts = {k.removeprefix("tokens/"): n for k, n in sums.items() if k.startswith("tokens/")}
     metrics: dict[str, float] = {}
+    norms = sum(sums.get(f"{GRADIENT}/{owner}", 0.0) for owner in counts)
     for owner, tokens in counts.items():
+        if tokens and norms and (norm := sums.get(f"{GRADIENT}/{owner}")) is not None:
+            metrics[f"{kind}/{owner}/gradient_share"] = norm / norms
         for name, key in names.items() if tokens else ():
             number = sums.get(f"{MEASURED}{name}/{owner}", tokens)
             if number and (value := sums.get(f"{name}/{owner}")) is not None:

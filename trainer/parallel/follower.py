@@ -7,7 +7,7 @@ learner ──rank group──► Follower ──its thread──► Rank
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -54,14 +54,16 @@ class Follower:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())
 
-    async def backward(self, number: int | None = None) -> BackwardResult:
+    async def backward(
+        self, number: int | None = None, factors: Mapping[str, float] | None = None
+    ) -> BackwardResult:
         """Runs Rank.backward on the batch of this number, or on all that was taken."""
         if number is None:
             given, self._taken = self._taken, []
         else:
             given = list(self._fetched[number])
             self._fetched = {key: v for key, v in self._fetched.items() if key > number}
-        return await self.computing.run(self.rank.backward, given)
+        return await self.computing.run(self.rank.backward, given, factors)
 
     async def write(self, folder: str) -> RankFile:
         """See Rank.write; steps go on meanwhile."""

@@ -43,7 +43,8 @@ Where = tuple[slice, ...]
 class Stamp:
     """What all files of one checkpoint have in common; ``id`` is drawn for each.
 
-    ``frozen`` is ``saving.state.frozen_digest``, '' if it is not known.
+    ``frozen`` is ``saving.state.frozen_digest``, '' if it is not known; ``balance`` the text of
+    ``batches.balance.Balance``, '' without automatic weights of teachers.
     """
 
     step: int
@@ -51,6 +52,7 @@ class Stamp:
     ranks: int
     id: str
     frozen: str = ""
+    balance: str = ""
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,8 @@ class Shards:
             return Stamp(step, version, 1, "")
         if int(metadata["rank"]) != rank:
             raise ValueError(f"{path.name} is the file of rank {metadata['rank']}")
-        frozen = metadata.get("frozen", "")
-        return Stamp(step, version, int(metadata["ranks"]), metadata["id"], frozen)
+        frozen, balance = metadata.get("frozen", ""), metadata.get("balance", "")
+        return Stamp(step, version, int(metadata["ranks"]), metadata["id"], frozen, balance)
 
     def _unreadable(self, error: Exception) -> CheckpointError:
         if isinstance(error, CheckpointError):

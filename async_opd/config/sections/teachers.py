@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import Field, PositiveInt, field_validator, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 from async_opd.config.sections.engine import EngineConfig
 from async_opd.config.sections.section import ModelSection, Rendering, Section
@@ -63,9 +63,11 @@ class Teacher(Rendering):
     sources: list[str] | None = None
     """Values of ``data.route_by`` whose rows this teacher scores; by default its own name, and all
     rows if it is the only teacher."""
-    weight: float = Field(default=1.0, gt=0)
+    weight: PositiveFloat | Literal["auto"] = 1.0
     """Factor of its samples in the distillation loss, beside those of other teachers: the loss is a
-    weighted mean, so that only ratios between teachers matter."""
+    weighted mean, so that only ratios between teachers matter. ``auto``, of all teachers: computed
+    before each step from their gaps and tokens, so that no teacher starves the others
+    (docs/objectives.md)."""
     temperature: float = Field(default=1.0, ge=0.01, le=100)
     """The teacher's scores are those of softmax(logits / temperature): above 1 unlikely tokens get
     more weight, below 1 less. Its own answers (``eval.teachers``) do not use it."""

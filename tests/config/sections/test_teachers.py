@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from async_opd.checks.preflight import preflight
 from async_opd.checks.resources import hosts_of, misplaced, pools
@@ -248,3 +249,39 @@ def test_a_replica_shares_the_gpus_of_as_many_hosts_as_have_those_that_it_needs(
 def test_a_refreshed_teacher_cannot_be_colocated() -> None:
     (problem,) = problems(SELF | COLOCATED | {"refresh_every": 1})
     assert problem.key == "teachers.sort.refresh_every"
+
+
+def both(weight: object, *overrides: str) -> list[Problem]:
+    weights = (f"teachers.{name}.weight={weight}" for name in ("sort", "reverse"))
+    try:
+        load_config(EXAMPLE, [*weights, *overrides])
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+def test_weights_are_automatic_for_all_teachers_or_for_none() -> None:
+    assert both("auto") == []
+    (problem,) = both("auto", "teachers.reverse.weight=2")
+    assert problem.key == "teachers.sort.weight"
+    assert "a number for reverse" in problem.message
+
+
+def test_automatic_weights_need_a_distillation_loss() -> None:
+    (problem,) = both("auto", "loss.weight=0", "reward={}")
+    assert (problem.key, "loss.weight is 0" in problem.message) == ("teachers.sort.weight", True)
+
+
+def test_the_only_teacher_has_nothing_to_be_balanced_with(tmp_path: Path) -> None:
+    tree = yaml.safe_load(EXAMPLE.read_text())
+    tree["teachers"] = {"sort": tree["teachers"]["sort"] | {"weight": "auto"}}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(tree))
+    with pytest.raises(ConfigError) as error:
+        load_config(tmp_path / "c.yaml")
+    (problem,) = error.value.problems
+    assert "the only teacher" in problem.message
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "automatic"])
+def test_another_weight_is_refused(weight: str) -> None:
+    assert {problem.key.split(".")[1] for problem in both(weight)} == {"sort", "reverse"}
