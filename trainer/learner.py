@@ -77,11 +77,9 @@ class Learner:
         rank_group: RankGroup = SINGLE_RANK,
     ) -> None:
         """By default every token weighs 1 / (tokens of the batch)."""
-        self._rank = rank
-        self._rank_group = rank_group
+        self._rank, self._rank_group = rank, rank_group
         self._balancing = Balancing(token_weights or TokenWeighting())
-        self._train = rank.train
-        self._sharing = rank.train.context_parallel
+        self._train, self._sharing = rank.train, rank.train.context_parallel
         most = rank.train.tokens_per_micro_batch
         self._row_tokens = min(most, CPU_ROW_TOKENS) if rank.device.type == "cpu" else most
         self.lr_factor = 1.0  # of the rates of ``train``

@@ -21,7 +21,7 @@ import torch
 from async_opd.config.device_defaults import offloads
 from async_opd.core.arrays import Int32
 from async_opd.weight_sync.layout import Reference
-from trainer.batches.micro_batches import MicroBatch
+from trainer.batches.micro_batches import Factors, MicroBatch, scaled
 from trainer.batches.packing import Row, Vocabularies, pack
 from trainer.flops import ModelSize
 from trainer.layers.compiled import CompiledLayers
@@ -100,8 +100,7 @@ class Rank:
         offload = offloads(train, device.type)
         self._on_host = offload == "parameters"
         self._autocast = self.half and mesh is None  # FSDP casts the parameters that it gathers
-        self.ranks = 1 if mesh is None else mesh.size()
-        self._number = 0 if mesh is None else mesh.get_rank()
+        self.ranks, self._number = (1, 0) if mesh is None else (mesh.size(), mesh.get_rank())
         self._captured = CapturedParts(self._number)
         self.keeper: Keeper | None = None  # with ``log.replay``
         self.layers: CompiledLayers | None = None  # with ``train.compile``
@@ -155,22 +154,18 @@ class Rank:
         if self._on_host:
             park(self._student_loss)
 
-    def backward(
-        self, micro_batches: Sequence[MicroBatch], factors: Mapping[str, float] | None = None
-    ) -> BackwardResult:
+    def backward(self, own: Sequence[MicroBatch], factors: Factors = None) -> BackwardResult:
         """Computes the gradient of the sum of all ranks' losses, clipped to ``max_grad_norm``.
 
         It stays until ``apply``, also after an error. ``factors`` by teacher multiply the token
         weights in the distillation loss; see ``batches.balance``.
         """
-        if factors:
-            micro_batches = [one.scaled(factors) for one in micro_batches]
+        own = scaled(own, factors)
         if self.keeper is not None:
-            self.keeper.computed = micro_batches
+            self.keeper.computed = own
         if self.recorder is not None:
             self.recorder.begin()
-        once = self.reduces_once
-        given = reducing_last(self._student_loss, micro_batches) if once else micro_batches
+        given = reducing_last(self._student_loss, own) if self.reduces_once else own
         sums = merged([self._backward(one) for one in given])
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.train.max_grad_norm)
         return BackwardResult(sums, float(full_tensor(norm)))

@@ -38,19 +38,28 @@ class MicroBatch:
     counts: bool = True
     supervised: bool = False
 
-    def scaled(self, factors: Mapping[str, float]) -> MicroBatch:
-        """With the distillation weights of each teacher's samples times the teacher's factor."""
-        pairs = zip(self.samples, self.token_weights, strict=True)
-        scaled = tuple(
-            replace(one, weight=one.weight * factors.get(sample.rollout.prompt.teacher, 1.0))
-            for sample, one in pairs
-        )
-        return replace(self, token_weights=scaled)
-
     @property
     def nbytes(self) -> int:
         """Bytes of the samples' arrays."""
         return sum(sample.nbytes for sample in self.samples)
+
+
+Factors = Mapping[str, float] | None
+"""By teacher, what multiplies its samples' distillation weights; None and teachers without: 1."""
+
+
+def scaled(micro_batches: Sequence[MicroBatch], factors: Factors) -> Sequence[MicroBatch]:
+    """The micro-batches with their token weights times the factors."""
+    if not factors:
+        return micro_batches
+    weights = [
+        tuple(
+            replace(weight, weight=weight.weight * factors.get(sample.rollout.prompt.teacher, 1.0))
+            for sample, weight in zip(one.samples, one.token_weights, strict=True)
+        )
+        for one in micro_batches
+    ]
+    return [replace(o, token_weights=w) for o, w in zip(micro_batches, weights, strict=True)]
 
 
 @dataclass(frozen=True)

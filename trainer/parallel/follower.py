@@ -7,12 +7,12 @@ learner ──rank group──► Follower ──its thread──► Rank
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Concatenate, ParamSpec, TypeVar
 
 from async_opd.core.stages import Queue
-from trainer.batches.micro_batches import MicroBatch
+from trainer.batches.micro_batches import Factors, MicroBatch
 from trainer.batches.shares import Fetched, Share, fetch
 from trainer.rank import BackwardResult, Rank
 from trainer.saving.captured import RankFile
@@ -54,9 +54,7 @@ class Follower:
             self._fetched[share.number] = found.micro_batches
         return replace(found, micro_batches=())
 
-    async def backward(
-        self, number: int | None = None, factors: Mapping[str, float] | None = None
-    ) -> BackwardResult:
+    async def backward(self, number: int | None = None, factors: Factors = None) -> BackwardResult:
         """Runs Rank.backward on the batch of this number, or on all that was taken."""
         if number is None:
             given, self._taken = self._taken, []
