@@ -1,4 +1,4 @@
-"""``async_opd init`` and ``async_opd quickstart``: a first config, and a first run.
+"""``async_opd init``, ``quickstart``, ``completion``: a first config, a first run, a shell's help.
 
     flags, or answers at a terminal ──draft──► keys ──config_text──► commented YAML ──check──► FILE
     the quickstart's files, of the wheel or the repository ──copied──► DIR ──► async_opd run
