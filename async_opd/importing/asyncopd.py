@@ -26,7 +26,7 @@ def together(draft: Draft) -> None:
     if mode != "opd":
         draft.differs.append(f"algorithm.mode is {mode}: only opd is distillation with a teacher")
     _loss(draft)
-    sync = _sizes(draft)
+    _sizes(draft)
     joined_files(draft)
     _pools(draft)
     answers = draft.whole("eval.n_samples", default=32)
@@ -35,7 +35,8 @@ def together(draft: Draft) -> None:
     draft.put("eval.temperature", temperature if answers > 1 else None)
     draft.put("eval.before", draft.take("eval.before_train", default=True))
     every = draft.number("eval.freq", default=-1)
-    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), sync)
+    # a step there makes one weight version, however many updates it has
+    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), 1)
     log_to(draft, ["wandb"] if draft.has("logging.wandb.project") else ["console"])
     thinking = draft.take("data.enable_thinking")
     if thinking is not None:
@@ -81,7 +82,7 @@ def _importance(draft: Draft) -> None:
         draft.ours["loss.importance_cap"] = cap
 
 
-def _sizes(draft: Draft) -> int:
+def _sizes(draft: Draft) -> None:
     whole = draft.whole("trainer.batch_size", default=256)
     mini = draft.count("trainer.mini_batch_size", default=whole)
     sync = max(whole // mini, 1)
@@ -109,7 +110,6 @@ def _sizes(draft: Draft) -> int:
     rate = draft.number("trainer.optim.lr", default=1e-5)
     if draft.ours.get("train.schedule", "constant") == "cosine" and rate:
         draft.ours["train.min_lr_ratio"] = round(lowest / rate, 6)
-    return sync
 
 
 def _pools(draft: Draft) -> None:

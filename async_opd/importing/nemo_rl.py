@@ -16,7 +16,7 @@ def together(draft: Draft) -> None:
     _loss(draft)
     sync = _sizes(draft)
     _pools(draft)
-    _schedule(draft)
+    _optimizer(draft, sync)
     _data(draft)
     answers = draft.whole("data.validation.repeat", default=1)
     temperature = draft.take(f"{GENERATION}.val_temperature", f"{GENERATION}.temperature")
@@ -24,7 +24,8 @@ def together(draft: Draft) -> None:
     draft.put("eval.n", answers if temperature else None)
     saved = draft.take("checkpointing.enabled", default=True)
     save = draft.number("checkpointing.save_period", default=10) if saved else -1
-    evaluation_every(draft, draft.number("distillation.val_period", default=20), save, sync)
+    # a step there makes one weight version, however many updates it has
+    evaluation_every(draft, draft.number("distillation.val_period", default=20), save, 1)
     names = ("wandb", "tensorboard", "mlflow")
     log_to(draft, [name for name in names if draft.take(f"logger.{name}_enabled")] or ["console"])
     draft.take("logger.swanlab_enabled")
@@ -95,23 +96,42 @@ def _pools(draft: Draft) -> None:
         draft.take(f"policy.{unused}.context_parallel_size")
     draft.put("train.context_parallel", draft.take(*keys, default=1))
     boxes = ("automodel_cfg", "dtensor_cfg")
-    again = draft.take(*(f"policy.{one}.activation_checkpointing" for one in boxes))
+    again = draft.take(*(f"policy.{one}.activation_checkpointing" for one in names))
     draft.put(
         "train.gradient_checkpointing", None if again is None else "full" if again else "none"
     )
     draft.take(*(f"policy.{one}.cpu_offload" for one in boxes))
-    for key in draft.theirs:
-        if key.startswith("teacher.") and "tensor_" in key and key.endswith("parallel_size"):
-            own_engine = "vllm_cfg" in key
-            value = draft.take(key)
-            if not own_engine and not ("megatron" in key and not megatron):
-                draft.ours["teachers.teacher.tensor_parallel"] = value
+    size = "tensor_model_parallel_size" if megatron else "tensor_parallel_size"
+    own_ranks = draft.take(*(f"teacher.{name}.{size}" for name in names))
+    draft.put("teachers.teacher.tensor_parallel", own_ranks)
     draft.differs.append("the teacher shares the student's GPUs there; here it has GPUs of its own")
 
 
-def _schedule(draft: Draft) -> None:
-    """A linear rise and then a constant rate is the only schedule that is read."""
+def _optimizer(draft: Draft, sync: int) -> None:
+    """A linear rise and then a constant rate is the only schedule that is read.
+
+    The schedule goes on once a step, after all of its ``sync`` updates.
+    """
+    box = "policy.megatron_cfg"
+    megatron = draft.take(f"{box}.enabled", default=False)
     draft.ours["train.schedule"] = "constant"
+    warmup = _scheduled(draft)
+    if megatron:
+        warmup = draft.whole(f"{box}.scheduler.lr_warmup_iters")
+        style = draft.take(f"{box}.scheduler.lr_decay_style", default="constant")
+        if style != "constant":
+            draft.differs.append(f"policy.scheduler: {style} is no schedule here; constant is used")
+        for name in ("lr", "weight_decay"):
+            if draft.has(f"{box}.optimizer.{name}"):
+                draft.ours[f"train.{name}"] = draft.number(f"{box}.optimizer.{name}")
+        first = draft.number(f"{box}.optimizer.adam_beta1", default=0.9)
+        second = draft.number(f"{box}.optimizer.adam_beta2", default=0.999)
+        draft.ours["train.betas"] = [first, second]
+    draft.ours["train.warmup_steps"] = warmup * sync
+
+
+def _scheduled(draft: Draft) -> int:
+    """Steps of the linear rise in ``policy.scheduler``, which torch's optimizers have."""
     warmup = 0
     for name in draft.below("policy.scheduler"):
         kind = str(draft.take(f"policy.scheduler.{name}.name", default=""))
@@ -125,7 +145,7 @@ def _schedule(draft: Draft) -> None:
             draft.differs.append(f"policy.scheduler: {kind} is no schedule here; constant is used")
         elif not kind and milestones is None:
             draft.take(f"policy.scheduler.{name}")
-    draft.ours["train.warmup_steps"] = warmup
+    return warmup
 
 
 def _data(draft: Draft) -> None:
@@ -137,6 +157,12 @@ def _data(draft: Draft) -> None:
     for key, name in names.items():
         split = "eval" if "validation" in key else "train"
         draft.fill_in.append(f"data.{split}: NeMo-RL loads {name} by name; give a file here")
+    for key in ("prompt_file", "system_prompt_file"):
+        if text := draft.take(f"data.default.{key}"):
+            draft.fill_in.append(
+                f"data.train: NeMo-RL puts each problem into the text of {text} ({key}): your "
+                "prompts have to have it"
+            )
     prompt = draft.take("data.default.teacher_prompt_file")
     if prompt:
         draft.ours["teachers.teacher.prompt_template"] = "{prompt}"

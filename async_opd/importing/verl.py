@@ -91,9 +91,10 @@ def _sizes(draft: Draft) -> int:
     tokens = draft.whole(f"{ACTOR}.ppo_max_token_len_per_gpu", default=16384)
     parallel = draft.whole(f"{ACTOR}.ulysses_sequence_parallel_size", default=1)
     draft.put("train.tokens_per_micro_batch", tokens * parallel)
+    steps = draft.given("trainer.total_training_steps")
     epochs(
         draft,
-        draft.given("trainer.total_training_steps"),
+        steps and int(steps) * (1 if trigger else sync),  # a step there has several updates
         draft.number("trainer.total_epochs", "rollout.total_epochs", default=30),
     )
     rollouts = draft.given("rollout.total_rollout_steps")
@@ -255,4 +256,6 @@ def _evaluation(draft: Draft, sync: int) -> None:
     before = draft.take("trainer.val_before_train", default=True)
     draft.put("eval.before", before)
     every = draft.number("trainer.test_freq", "rollout.test_freq", default=-1)
-    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), sync)
+    # without the trigger a step there makes one weight version, however many updates it has
+    each = sync if draft.has("async_training.trigger_parameter_sync_step") else 1
+    evaluation_every(draft, every, draft.number("trainer.save_freq", default=-1), each)
