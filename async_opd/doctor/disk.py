@@ -1,4 +1,4 @@
-"""Whether the run directory can be written, and has room for what a run keeps in it."""
+"""Whether run directory and mirror can be written, and the former has room for a run's files."""
 
 from __future__ import annotations
 
@@ -6,10 +6,13 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 
+from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checks.memory_fit import in_gib
 from async_opd.config.run_config import RunConfig
 from async_opd.doctor.finding import Finding
+from async_opd.files.remote import RemoteFile
 from async_opd.models.model_files import ModelError
 from async_opd.models.model_size import ModelSize
 
@@ -20,7 +23,12 @@ REMEDY = "make room, choose another run_dir, or lower checkpoint.keep"
 
 
 def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
-    """Findings about the run directory. ``free``: bytes left there, by default as the disk says."""
+    """Findings about the run directory and ``checkpoint.mirror``.
+
+    ``free``: bytes left in the run directory, by default as the disk says.
+    """
+    if config.checkpoint.mirror is not None:
+        yield _mirror(config.checkpoint.mirror)
     run_dir = Path(config.run_dir or "runs").absolute()
     there = next(folder for folder in (run_dir, *run_dir.parents) if folder.exists())
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
@@ -36,6 +44,21 @@ def disk(config: RunConfig, free: int | None = None) -> Iterator[Finding]:
         return
     found = f"{run_dir} has {in_gib(free)}, the run keeps at most {in_gib(needed)} ({terms})"
     yield Finding(TOPIC, "ok", found) if needed <= free else Finding(TOPIC, "error", found, REMEDY)
+
+
+def _mirror(url: str) -> Finding:
+    """Writes a small file to the mirror, and reads and removes it."""
+    probe = RemoteFile(url) / f"doctor-{token_hex(8)}"
+    try:
+        probe.write(b"probe")
+        probe.read(len(b"probe"))
+        probe.remove()
+        newest = RunCopies.at(url).newest()
+    except OSError as error:
+        remedy = "look at the credentials in this environment, and their rights to write and remove"
+        return Finding(TOPIC, "error", f"{url} (checkpoint.mirror) cannot be used: {error}", remedy)
+    has = "no checkpoint" if newest is None else f"step {newest[0]} of a run, for --resume"
+    return Finding(TOPIC, "ok", f"{url} (checkpoint.mirror) can be written; it has {has}")
 
 
 def _needed(config: RunConfig) -> tuple[int, str]:

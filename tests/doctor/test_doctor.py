@@ -127,6 +127,20 @@ def test_a_run_directory_below_a_file_is_an_error(tmp_path: Path) -> None:
     assert (line.status, "no folder" in line.found) == ("error", True)
 
 
+def test_a_mirror_that_can_be_written_is_ok_and_keeps_no_probe(tmp_path: Path) -> None:
+    mirror, _ = disk(config(f"checkpoint.mirror=file://{tmp_path}/bucket/a"), free=1 << 30)
+    assert mirror.status == "ok"
+    assert "can be written; it has no checkpoint" in mirror.found
+    assert list((tmp_path / "bucket/a").iterdir()) == []
+
+
+def test_a_mirror_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "bucket").touch()
+    mirror, _ = disk(config(f"checkpoint.mirror=file://{tmp_path}/bucket/a"), free=1 << 30)
+    assert (mirror.status, "cannot be used" in mirror.found) == ("error", True)
+    assert "credentials" in mirror.remedy
+
+
 def test_taken_ports_are_counted() -> None:
     with listening_socket("127.0.0.1") as taken:
         port = taken.getsockname()[1]
