@@ -175,19 +175,17 @@ class DataChecks:
                 self.found.add(f"teachers.{name}", f"gets no prompts: {has}", remedy)
 
     def images(self, part: str) -> None:
-        """Says which images the rows have, and that no model gets them yet."""
+        """Checks that no row has images, since no model gets them yet; says which there are."""
         key, pictured, images = key_of(part), self.parts[part].pictured, self.parts[part].images
         if not pictured.count:
             return
         largest = max(images, key=lambda one: one.width * one.height)
-        self.found.notes.append(
-            f"{key}: {pictured.count} rows with images, {len(images)} different ones of "
-            f"{in_mib(sum(one.nbytes for one in images))}, the largest of {largest.width} x "
-            f"{largest.height} pixels"
-        )
+        size = in_mib(sum(one.nbytes for one in images))
         self.found.add(
             key,
-            f"{pictured.count} rows have images, the first is {pictured.first}: {IMAGES_NOT_BUILT}",
+            f"{pictured.count} rows have images, the first is {pictured.first} ({len(images)} "
+            f"different ones of {size}, the largest of {largest.width} x {largest.height} pixels): "
+            f"{IMAGES_NOT_BUILT}",
             "take out these rows: a prompt without its images is another prompt",
         )
 

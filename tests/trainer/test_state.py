@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import tempfile
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from safetensors.numpy import save_file
 
 from async_opd.core.batch import Batch
 from async_opd.core.errors import CheckpointError
+from async_opd.core.row import Media
 from async_opd.core.samples import Sample
 from async_opd.core.scores import CandidateLogprobs, HiddenStates, SampledLogprobs, Scores, TopK
 from async_opd.core.stages import SCORED, topics
@@ -29,6 +32,8 @@ from tests.trainer.test_learner import learner
 from trainer.batcher import Batcher
 from trainer.saving.sample_file import (
     SCORED_FILE,
+    decoded,
+    encoded,
     read_samples,
     read_scored,
     write_samples,
@@ -157,6 +162,18 @@ async def test_a_folder_that_cannot_be_written_is_a_checkpoint_error(tmp_path: P
     await made.capture()
     with pytest.raises(CheckpointError, match="cannot be written"):
         await made.checkpoint(str(tmp_path / "missing"), frozenset())
+
+
+def test_prompts_keep_their_images_and_those_of_files_without_the_key_have_none() -> None:
+    image, rollout = Media("a1" * 32, 70, 8, 4), make_rollout("p/1", version=3)
+    rollout = replace(rollout, prompt=replace(rollout.prompt, media=(image,)), media=(image,))
+    arrays, entries = encoded([Sample(rollout, next(iter(scores())))])
+    (read,) = decoded(entries, arrays)
+    assert (read.rollout.prompt.media, read.rollout.media) == ((image,), (image,))
+    plain = json.loads(entries)
+    del plain[0]["prompt"]["media"]
+    (read,) = decoded(json.dumps(plain), arrays)
+    assert read.rollout.prompt.media == ()
 
 
 @pytest.fixture(scope="module")
