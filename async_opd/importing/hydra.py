@@ -7,33 +7,52 @@ from collections.abc import Iterable
 from typing import Any
 
 from async_opd.config.yaml_text import YamlError, load_yaml
+from async_opd.importing.draft import flat
 
 OVERRIDE = re.compile(r"^\+{0,2}([A-Za-z_][\w-]*(?:\.[\w-]+)+)=(.*)$", re.DOTALL)
+REMOVED = re.compile(r"^~([A-Za-z_][\w-]*(?:\.[\w-]+)+)")
+"""A key that an override takes away."""
+KEY = re.compile(r"(?<=[{,])(\s*[\w.-]+):(?=\S)")
+"""A key of Hydra's ``{a:1}``, which YAML would read as one text."""
+SHELL = re.compile(r"^(?:\d*[<>].*|&&?|\|\|?|;)$")
+"""Redirections and what joins two commands."""
 FLAG = re.compile(r"^--([A-Za-z][\w-]*)(?:=(.*))?$", re.DOTALL)
 
 
 def overrides(words: Iterable[str]) -> dict[str, Any]:
-    """The dotted keys with their values; a later one replaces an earlier one."""
-    found = (OVERRIDE.match(word) for word in words)
-    return {one[1]: value_of(one[2]) for one in found if one}
+    """The dotted keys with their values; a later one replaces an earlier one.
+
+    A key that is taken away has a ``~`` before it.
+    """
+    found: dict[str, Any] = {}
+    for word in words:
+        if removed := REMOVED.match(word):
+            found[f"~{removed[1]}"] = None
+        if one := OVERRIDE.match(word):
+            text = KEY.sub(r"\1: ", one[2]) if one[2].startswith("{") else one[2]
+            found |= flat(value_of(text), one[1])
+    return found
 
 
 def flags(words: list[str]) -> dict[str, Any]:
-    """``--name value``, ``--name=value`` and ``--name`` alone, which is true."""
+    """``--name value …``, ``--name=value`` and ``--name`` alone, which is true.
+
+    Several values are a list. What the shell reads (``2>&1``, ``|``) ends the flags.
+    """
     found: dict[str, Any] = {}
-    for index, word in enumerate(words):
-        flag = FLAG.match(word)
-        if not flag:
-            continue
-        following = words[index + 1 : index + 2]
-        if flag[2] is not None:
-            value: Any = value_of(flag[2])
-        elif following and not following[0].startswith("--"):
-            value = value_of(following[0])
-        else:
-            value = True
-        found[flag[1].replace("-", "_")] = value
+    name, ended = "", next((at for at, one in enumerate(words) if SHELL.match(one)), len(words))
+    for word in words[:ended]:
+        if flag := FLAG.match(word):
+            name = flag[1].replace("-", "_")
+            found[name] = True if flag[2] is None else value_of(flag[2])
+        elif name:
+            value, before = value_of(word), found[name]
+            found[name] = value if before is True else [*_listed(before), value]
     return found
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
 
 
 def value_of(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import Counter
 from typing import Any
 
 from async_opd.importing.draft import Expression, flat
@@ -16,65 +17,110 @@ DATASET = ("dataset_name", "dataset_config")
 def read_python(text: str) -> dict[str, Any]:
     """TRL's keys by name, with ``config_class``. SyntaxError for what is no Python.
 
-    A value that is neither a literal nor a name assigned one is an Expression.
+    A value that is neither a literal nor a name assigned one, once, is an Expression, and so is
+    one that two calls give differently.
     """
     tree = ast.parse(text)
-    names = {
-        target.id: node.value
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign)
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    found: dict[str, Any] = {}
+    names, found = _assigned(tree), dict[str, Any]()
     for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
         name = _called(call)
         if name in CONFIGS:
             found["config_class"] = name
-            found.update(flat({one: _value(v, names) for one, v in _keywords(call)}))
+            _add(found, flat({one: _value(v, names) for one, v in _keywords(call, names)}))
         elif name in TRAINERS:
             found.setdefault("config_class", name.replace("Trainer", "Config"))
             _read_trainer(call, names, found)
         elif name == "LoraConfig":
-            known = ((ADAPTER.get(one, f"lora.{one}"), v) for one, v in _keywords(call))
-            found.update({one: _value(v, names) for one, v in known})
-        elif name == "load_dataset" and "dataset_name" not in found:
+            known = ((ADAPTER.get(one, f"lora.{one}"), v) for one, v in _keywords(call, names))
+            _add(found, {one: _value(v, names) for one, v in known})
+        elif name == "load_dataset" and "dataset_name" in found:
+            found["load_dataset"] = Expression(ast.unparse(call))
+        elif name == "load_dataset":
             found.update(
                 {one: _value(v, names) for one, v in zip(DATASET, call.args, strict=False)}
             )
-            for one, value in _keywords(call):
+            for one, value in _keywords(call, names):
                 if one == "split":
                     found["dataset_train_split"] = _value(value, names)
     return found
 
 
+def _assigned(tree: ast.Module) -> dict[str, ast.expr]:
+    """The values of names that are assigned once, and are no argument of a function."""
+    bound = Counter(
+        node.arg if isinstance(node, ast.arg) else node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg) or (isinstance(node, ast.Name) and _is_set(node))
+    )
+    return {
+        target.id: node.value
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and bound[target.id] == 1
+    }
+
+
+def _is_set(name: ast.Name) -> bool:
+    return isinstance(name.ctx, ast.Store)
+
+
+def _add(found: dict[str, Any], given: dict[str, Any]) -> None:
+    for key, value in given.items():
+        if key in found and found[key] != value:
+            value = Expression(f"{_text(found[key])} or {_text(value)}")
+        found[key] = value
+
+
+def _text(value: Any) -> str:
+    return value.text if isinstance(value, Expression) else repr(value)
+
+
 def _read_trainer(call: ast.Call, names: dict[str, ast.expr], found: dict[str, Any]) -> None:
     ours = {"model": "model_name_or_path", "teacher_model": "teacher_model_name_or_path"}
-    for one, value in _keywords(call):
+    for one, value in [*zip(ours, call.args, strict=False), *_keywords(call, names)]:
         if one in ours:
             found.setdefault(ours[one], _model(value, names))
 
 
 def _model(value: ast.expr, names: dict[str, ast.expr]) -> Any:
     """The name of a model that is given itself or loaded by ``from_pretrained``."""
-    while isinstance(value, ast.Name) and value.id in names:
-        value = names[value.id]
+    value = _followed(value, names)
     if isinstance(value, ast.Call) and _called(value) == "from_pretrained" and value.args:
         value = value.args[0]
     return _value(value, names)
 
 
-def _value(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> Any:
-    if isinstance(node, ast.Name) and node.id in names and depth < 10:
-        return _value(names[node.id], names, depth + 1)
+def _followed(node: ast.expr, names: dict[str, ast.expr]) -> ast.expr:
+    """What a name means, through names that it is assigned; one of a circle means itself."""
+    seen = set[str]()
+    while isinstance(node, ast.Name) and node.id in names and node.id not in seen:
+        seen.add(node.id)
+        node = names[node.id]
+    return node
+
+
+def _value(node: ast.expr, names: dict[str, ast.expr]) -> Any:
+    node = _followed(node, names)
     try:
         return ast.literal_eval(node)
     except ValueError:
         return Expression(ast.unparse(node))
 
 
-def _keywords(call: ast.Call) -> list[tuple[str, ast.expr]]:
-    return [(one.arg, one.value) for one in call.keywords if one.arg is not None]
+def _keywords(call: ast.Call, names: dict[str, ast.expr]) -> list[tuple[str, ast.expr]]:
+    """Arguments by name, those of a ``**`` dictionary too; of another one that as a whole."""
+    found: list[tuple[str, ast.expr]] = []
+    for one in call.keywords:
+        passed = _followed(one.value, names)
+        if one.arg is not None:
+            found.append((one.arg, one.value))
+        elif isinstance(passed, ast.Dict) and all(isinstance(k, ast.Constant) for k in passed.keys):
+            keys = (str(k.value) for k in passed.keys if isinstance(k, ast.Constant))
+            found += zip(keys, passed.values, strict=True)
+        else:
+            found.append((f"**{ast.unparse(one.value)}", one.value))
+    return found
 
 
 def _called(call: ast.Call) -> str:

@@ -72,6 +72,59 @@ def test_flags_have_a_value_or_are_true() -> None:
     assert flags(given) == {"learning_rate": 2e-5, "use_peft": True, "lora_r": 8, "beta": -1}
 
 
+def test_a_flag_may_have_several_values_and_what_the_shell_reads_is_none() -> None:
+    given = ["trl", "gold", "--lora_target_modules", "q_proj", "k_proj", "--use_peft", "2>&1", "|"]
+    assert flags([*given, "tee", "log"]) == {
+        "lora_target_modules": ["q_proj", "k_proj"],
+        "use_peft": True,
+    }
+
+
+def test_overrides_of_whole_sections_are_those_of_their_keys_and_removed_keys_are_named() -> None:
+    assert overrides(["+a.b={c:1,d:{e:x}}", "~a.f", "a.g={}"]) == {
+        "a.b.c": 1,
+        "a.b.d.e": "x",
+        "~a.f": None,
+        "a.g": {},
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "lr = 1e-5\nif big:\n    lr = 1e-6\nGKDConfig(learning_rate=lr)",
+        "lr = 1e-5\nlr *= 2\nGKDConfig(learning_rate=lr)",
+        "lr = 1e-5\nfor lr in rates:\n    GKDConfig(learning_rate=lr)",
+        "lr = 1e-5\ndef train(lr):\n    GKDConfig(learning_rate=lr)",
+        "lr = lr\nGKDConfig(learning_rate=lr)",
+    ],
+)
+def test_a_name_with_more_than_one_value_is_no_literal(text: str) -> None:
+    assert read_python(text)["learning_rate"] == Expression("lr")
+
+
+def test_keys_that_two_calls_set_differently_are_named() -> None:
+    found = read_python("GKDConfig(beta=0.1, seed=3)\nGKDConfig(beta=0.9, seed=3)")
+    assert (found["beta"], found["seed"]) == (Expression("0.1 or 0.9"), 3)
+
+
+def test_arguments_that_are_passed_on_are_named() -> None:
+    found = read_python("rest = {'beta': 0.5}\nGKDConfig(**rest, **others())")
+    assert (found["beta"], found["**others()"]) == (0.5, Expression("others()"))
+
+
+def test_models_that_are_given_by_position_are_read_and_a_name_that_is_itself_ends() -> None:
+    found = read_python("model = model\nGKDTrainer(model, 'teacher')")
+    assert found["model_name_or_path"] == Expression("model")
+    assert found["teacher_model_name_or_path"] == "teacher"
+
+
+def test_a_second_data_set_is_named() -> None:
+    found = read_python("load_dataset('a', split='train')\nload_dataset('b', split='test')")
+    assert (found["dataset_name"], found["dataset_train_split"]) == ("a", "train")
+    assert found["load_dataset"] == Expression("load_dataset('b', split='test')")
+
+
 def test_a_scripts_literals_and_names_are_followed_and_the_rest_is_named() -> None:
     found = read_python(
         "name = 'student'\nmodel = AutoModelForCausalLM.from_pretrained(name)\n"
