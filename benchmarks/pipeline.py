@@ -151,6 +151,7 @@ class Prompts:
 
     def __init__(self) -> None:
         self._count = 0
+        self.metrics: dict[str, float] = {}
 
     def next(self, count: int) -> list[Prompt]:
         """The next ones."""

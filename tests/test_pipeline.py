@@ -289,6 +289,10 @@ class FakePrompts:
 
     def read_ahead(self) -> None: ...
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def find(self, uid: str) -> Prompt:
         teacher = TEACHERS[int(uid[1:]) % 2]
         return Prompt(uid, teacher, teacher, np.zeros(2, np.int32))

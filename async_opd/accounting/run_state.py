@@ -129,6 +129,7 @@ class RunState:
             "sync/version": float(self.admission.version),
             "rollout/admitted": float(self.admission.admitted),
             **{f"ledger/{state}": float(count) for state, count in self.ledger.counts.items()},
+            **self._prompts.metrics,
             **self.dead_letters.metrics,
             **self.waste.metrics,
         }

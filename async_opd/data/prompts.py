@@ -179,6 +179,13 @@ class PromptStream:
         """Prompts taken so far."""
         return self._mixture.cursor
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """How many rows streamed sources have left out, if any may: ``data.overlong: filter``."""
+        streamed = [one for one in self._sources if isinstance(one, StreamedRows)]
+        counts = [one.left_out for one in streamed if one.left_out is not None]
+        return {"data/overlong_rows": float(sum(counts))} if counts else {}
+
     def next(self, count: int) -> list[Prompt | DeadLetter]:
         """The next ``count`` prompts; a bad prompt is a dead letter.
 

@@ -38,6 +38,7 @@ class StreamedRows:
         self._ahead: tuple[int, Future[list[Entry]]] | None = None  # what a thread reads
         self._length: int | None = None
         self._order: tuple[str, list[int]] = ("", [])
+        self._fitting: _Fitting | None = None
 
     def only(self, fits: Callable[[Row], bool]) -> StreamedRows:
         """The same rows without those that do not fit; unreadable ones stay.
@@ -45,7 +46,15 @@ class StreamedRows:
         Where a position lies in the source is only known once all rows before it were looked at: a
         run that is resumed far into the source does so once.
         """
-        return StreamedRows(_Fitting(self._read, fits).read, self._size)
+        fitting = _Fitting(self._read, fits)
+        made = StreamedRows(fitting.read, self._size)
+        made._fitting = fitting
+        return made
+
+    @property
+    def left_out(self) -> int | None:
+        """Rows that ``only`` left out so far, each counted once; None if all rows come."""
+        return None if self._fitting is None else self._fitting.left_out
 
     @property
     def head(self) -> list[Entry]:
@@ -155,18 +164,26 @@ class StreamedRows:
 
 
 class _Fitting:
-    """Reads the entries that fit. ``_known``: positions among them, and in the source, by order."""
+    """Reads the entries that fit. ``_known``: positions among them, and in the source, by order.
+
+    ``left_out`` counts the others. Rows are read again (epochs, a lost window): those before
+    ``_counted``, a position in the source, are in it.
+    """
 
     def __init__(self, read: Callable[[int], Iterator[Entry]], fits: Callable[[Row], bool]) -> None:
         self._read, self._fits = read, fits
         self._known = [(0, 0)]
+        self._counted = self.left_out = 0
 
     def read(self, start: int) -> Iterator[Entry]:
         """The entries from position ``start`` among those that fit."""
         at, position = self._known[bisect_right(self._known, (start, sys.maxsize)) - 1]
         for entry in self._read(position):
             position += 1
-            if isinstance(entry, Row) and not self._fits(entry):
+            left_out = isinstance(entry, Row) and not self._fits(entry)
+            if position > self._counted:
+                self._counted, self.left_out = position, self.left_out + left_out
+            if left_out:
                 continue
             if at >= start:
                 yield entry

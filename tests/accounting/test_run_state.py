@@ -33,6 +33,10 @@ class Stream:
         first, self.cursor = self.cursor, self.cursor + count
         return [make_prompt(f"p{number}") for number in range(first, self.cursor)]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {}
+
     def find(self, uid: str) -> Prompt:
         return make_prompt(uid)
 

@@ -291,6 +291,24 @@ def test_a_filtered_source_is_resumed_at_the_row_that_was_next(
     assert len(epoch) == len(set(epoch))
 
 
+def test_each_row_that_a_filtered_source_leaves_out_is_counted_once_also_after_a_resume() -> None:
+    def made(cursor: int = 0) -> PromptStream:
+        rows = StreamedRows(Source(40).read, 4)
+        return stream(rows.only(lambda row: number_of(row) % 4 != 0), cursor)
+
+    prompts = made()
+    assert prompts.metrics == {"data/overlong_rows": 0.0}
+    prompts.next(75)  # 30 rows fit: two epochs and a half
+    assert prompts.metrics == {"data/overlong_rows": 10.0}
+    resumed = made(75)
+    resumed.next(1)
+    assert resumed.metrics == {"data/overlong_rows": 10.0}
+
+
+def test_a_stream_that_leaves_no_rows_out_has_no_count_of_them() -> None:
+    assert stream(StreamedRows(Source(4).read, 2)).metrics == {}
+
+
 def test_positions_in_a_filtered_source_are_found_without_looking_at_all_rows_again() -> None:
     looked = list[int]()
 

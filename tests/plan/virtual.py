@@ -107,6 +107,7 @@ class Prompts:
     tokens: int
     random: random.Random
     taken: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def next(self, count: int) -> list[Prompt]:
         ids = np.zeros(self.tokens, dtype=np.int32)
