@@ -214,8 +214,8 @@ def _engine_section(config: RunConfig, name: str) -> tuple[RolloutConfig | Engin
     if name == "rollout":
         return config.rollout, config.student.model
     if name == EVAL:
-        evaluating = config.rollout.model_copy(update={"replicas": config.eval.replicas})
-        return evaluating, config.student.model
+        own = {"replicas": config.eval.replicas, "placement": "dedicated", "with_": None}
+        return config.rollout.model_copy(update=own), config.student.model
     teacher = config.teachers[name.removeprefix("teachers.")]
     assert isinstance(teacher, EngineTeacher)
     return teacher, config.teacher_model(name.removeprefix("teachers."))

@@ -153,6 +153,13 @@ def test_an_engine_that_sleeps_has_its_weights_in_host_memory(
     assert "asleep" not in host(config("4"), "rollout")
 
 
+def test_engines_that_only_evaluate_never_sleep_though_those_of_rollouts_do() -> None:
+    shared = {"placement": "colocated", "with": "train"}
+    sections = {"rollout": shared, "eval": {"replicas": 1, "every": 1}}
+    assert "weights asleep" in host(config("4", **sections), "rollout")
+    assert "asleep" not in host(config("4", **sections), "eval")
+
+
 def test_with_enough_ranks_it_fits() -> None:
     assert fewest_ranks(config("4"), gpus(70)) == 2
     assert list(faults_of_memory(config("4", {"ranks": 2}), gpus(70))) == []
