@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -12,6 +12,8 @@ PromptText = str | list[dict[str, Any]]
 AnswerIn = Literal["whole", "####", "boxed"]
 """Where a text has its answer: all of it, after its last ``####``, in its last ``\\boxed{}``."""
 BOX = "\\boxed{"
+MEDIA = {"image", "image_url", "images", "audio", "audios", "video", "videos"}
+"""Fields of rows, and keys of parts of messages, that are more than text."""
 IMAGES_NOT_BUILT = "images are read and checked; training on them is not built yet"
 
 
@@ -83,8 +85,15 @@ def answer_in(text: str, place: AnswerIn) -> str | None:
     return None
 
 
-def has_images(prompt: PromptText) -> bool:
-    """Whether a message of the prompt has a part that is an image."""
-    contents = (one.get("content") for one in prompt) if isinstance(prompt, list) else ()
-    parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") == "image" for part in parts)
+def kind_of(part: Any) -> str:
+    """The type of a message's part, which some data sets only say by the key of its value."""
+    if not isinstance(part, dict):
+        return "text"
+    return str(part.get("type") or next((key for key in part if key in MEDIA), "text"))
+
+
+def kinds_of(prompt: PromptText) -> Iterator[str]:
+    """The types of the parts of a prompt's messages; of plain text there are none."""
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content")
+        yield from map(kind_of, content if isinstance(content, list) else ())

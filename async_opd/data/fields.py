@@ -9,8 +9,8 @@ from pydantic import Field
 
 from async_opd.config.registry import PromptSource
 from async_opd.core.nesting import MAX_DEPTH
-from async_opd.core.row import AnswerIn, Row, answer_in, value_at
-from async_opd.data.images import MEDIA, RowImages, kind_of
+from async_opd.core.row import MEDIA, AnswerIn, Row, answer_in, kinds_of, value_at
+from async_opd.data.images import RowImages
 
 if TYPE_CHECKING:
     from async_opd.config.sections.data import DataConfig
@@ -121,13 +121,7 @@ def _unread(row: Row, images: str) -> str | None:
     for name in sorted(MEDIA & row.fields.keys() - {images}):
         if row.fields[name] not in (None, "", [], {}):
             return name
-    for message in row.prompt if isinstance(row.prompt, list) else ():
-        content = message.get("content")
-        for part in content if isinstance(content, list) else ():
-            kind = kind_of(part) if isinstance(part, dict) else "text"
-            if kind not in ("text", "image"):
-                return kind
-    return None
+    return next((kind for kind in kinds_of(row.prompt) if kind not in ("text", "image")), None)
 
 
 def _names(fields: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from async_opd.core.row import Media, PromptText, Row, value_at
+from async_opd.core.row import Media, PromptText, Row, kind_of, value_at
 from async_opd.files.safe_open import regular_file
 
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
@@ -31,8 +31,6 @@ DATA_URL = re.compile(r"data:[\w/+.;=-]*?;?base64,")
 URL = re.compile(r"[A-Za-z][\w+.-]*://")
 KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
 """Keys of a part that holds its own image."""
-MEDIA = {"image", "image_url", "images", "audio", "audios", "video", "videos"}
-"""Fields of rows, and keys of parts, that are more than text."""
 Part = dict[str, Any]
 
 
@@ -185,18 +183,12 @@ def _divided(message: Part, placeholder: str) -> Part:
     return {**message, "content": [dict(part) for part in parts]}
 
 
-def kind_of(part: Part) -> str:
-    """The type of a message's part, which some data sets only say by the key of its value."""
-    named = next((key for key in part if key in MEDIA), "text")
-    return str(part.get("type") or named)
-
-
 def _places(messages: list[Part]) -> Iterator[Part]:
     """The parts of messages that are images, in order."""
     for message in messages:
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and kind_of(part) in ("image", "image_url"):
+            if kind_of(part) in ("image", "image_url"):
                 yield part
 
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tokenizers import Tokenizer
 
-from async_opd.core.row import IMAGES_NOT_BUILT, PromptText, has_images
+from async_opd.core.row import IMAGES_NOT_BUILT, PromptText, kinds_of
 from async_opd.models.chat_template import ChatTemplate, aligned_prefix
 from async_opd.models.chat_template import read_json as read_json
 from async_opd.models.special_tokens import SpecialTokens
@@ -94,7 +94,7 @@ class Text:
         ValueError for chat messages without a chat template or with images, and for a special token
         in the text that the tokenizer cannot read as text.
         """
-        if has_images(prompt):
+        if any(kind != "text" for kind in kinds_of(prompt)):
             raise ValueError(IMAGES_NOT_BUILT)
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":

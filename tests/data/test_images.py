@@ -321,9 +321,10 @@ def test_a_streamed_row_with_images_is_a_dead_letter_until_a_model_gets_them(
     assert "training on them is not built yet" in pictured.reason
 
 
-def test_the_tokenizer_refuses_a_prompt_with_images() -> None:
+@pytest.mark.parametrize("part", [image(RED), {"image_url": {"url": "a.png"}}])
+def test_the_tokenizer_refuses_a_prompt_with_images(part: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="training on them is not built yet"):
-        Text(STUDENT).encode([{"role": "user", "content": [image(RED)]}])
+        Text(STUDENT).encode([{"role": "user", "content": [part]}])
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8)
