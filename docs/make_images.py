@@ -1,14 +1,17 @@
-"""Makes the images of docs/report.md: a report and a comparison of simulated runs, in Chromium.
+"""Makes the images of docs/report.md and docs/microscope.md, in Chromium.
 
-    PYTHONPATH=. python docs/make_images.py
+    async_opd run examples/quickstart.yaml log.microscope.share=0.05 --run-dir runs/shown
+    PYTHONPATH=. python docs/make_images.py runs/shown
 
-The runs are the real pipeline in virtual time (tests/report/pages.py); their accuracies are made
-up. The images are 8-bit PNGs of the upper part of each page.
+The report and its section of tokens are those of the run; the comparison is of two simulated runs:
+the real pipeline in virtual time (tests/report/pages.py), with accuracies that are made up. The
+images are 8-bit PNGs of the upper part of each page or section.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import tempfile
 from pathlib import Path
 
@@ -21,33 +24,39 @@ from tests.report.browser import chromium, opened
 from tests.report.pages import write_full_run
 
 IMAGES = Path(__file__).resolve().parent / "images"
+LOOKS = ((1280, "light"), (1280, "dark"), (390, "light"), (390, "dark"))
 SHOTS = (
-    ("report", 1280, "light", 1500),
-    ("report", 1280, "dark", 1500),
-    ("report", 390, "light", 1500),
-    ("compare", 1280, "light", 1200),
+    *(("report", "header", *look, 1500) for look in LOOKS),
+    *(("lives", "figure:has(#chart-life)", *look, 1100) for look in LOOKS),
+    *(("tokens", "#tokens", *look, 1100) for look in LOOKS),
+    ("compare", "header", 1280, "light", 1200),
 )
+"""Name of the image, where in the page it begins, width, colour scheme and height."""
 
 
-def main() -> None:
-    """Makes the runs, their pages and the images."""
+def main(run_dir: str) -> None:
+    """Makes the pages and the images."""
     IMAGES.mkdir(exist_ok=True)
+    one = read_recorded_run(Path(run_dir))
+    verdict = judge(one)
+    shown = report(one, verdict, str(forecast(one, verdict)))
     with tempfile.TemporaryDirectory() as made, contextlib.chdir(made):
         folder = Path("runs")
-        one = read_recorded_run(write_full_run(folder / "teachers-2", factor=1.6, hostile=False))
-        other = read_recorded_run(write_full_run(folder / "slow-trainer", 1, 3.0, hostile=False))
-        verdict = judge(one)
+        others = (("teachers-2", 0, 1.6), ("slow-trainer", 1, 3.0))
+        runs = [write_full_run(folder / name, *made, hostile=False) for name, *made in others]
         pages = {"report": folder / "report.html", "compare": folder / "compare.html"}
-        pages["report"].write_text(report(one, verdict, str(forecast(one, verdict))))
-        pages["compare"].write_text(comparison([one, other]))
+        pages["report"].write_text(shown)
+        pages["compare"].write_text(comparison([read_recorded_run(run) for run in runs]))
         with chromium() as browser:
-            for name, width, scheme, height in SHOTS:
-                with opened(browser, pages[name], width, scheme) as (page, _):
-                    clip = {"x": 0, "y": 0, "width": width, "height": height}
-                    file = IMAGES / f"{name}-{width}-{scheme}.png"
-                    page.screenshot(path=file, full_page=True, clip=clip)
-                    print(file, f"{file.stat().st_size >> 10} KiB")
+            for name, place, width, scheme, height in SHOTS:
+                file = pages.get(name, pages["report"])
+                with opened(browser, file, width, scheme) as (page, _):
+                    top = page.locator(place).first.bounding_box()["y"]
+                    clip = {"x": 0, "y": max(top - 16, 0), "width": width, "height": height}
+                    image = IMAGES / f"{name}-{width}-{scheme}.png"
+                    page.screenshot(path=image, full_page=True, clip=clip)
+                    print(image, f"{image.stat().st_size >> 10} KiB")
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

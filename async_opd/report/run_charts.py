@@ -201,7 +201,7 @@ def sample_lives(lives: Sequence[Life]) -> Iterator[Chart]:
         "The life of a sample",
         f"Means of {len(lives):,} trained samples, which the trace follows (one in {TRACED}): "
         f"{mean_s:.3g} s from admission to the end of the step, {work:.0%} of them at work (thick "
-        "bars) and the others waiting (thin). The longest wait is before the pool that limits.",
+        "bars) and the others waiting (thin).",
         [Span(name, name, place, kind == WORK, *at) for name, place, kind, *at in means],
         places=PLACES,
         x="share of its life",
