@@ -7,15 +7,21 @@ Real Ray actors, queue, admission, stages and ledger; the engines are simulated
 teacher replicas, responses of 400 tokens, k = 16, batch 1024, K = 2. One run, in which segments of
 4 steps with everything on (reports of all pools, metrics.jsonl, run.log, wandb offline, trace, live
 view on a terminal of 120 columns) take turns with segments without any of it: on, off, off, on, …
+A segment admits its samples and ends when all of them are trained, so that each begins and ends
+with empty queues: every one is the same work of every stage.
+``log.microscope`` is as by default: it records nothing.
 
     cost_share        CPU seconds of driver and stages with everything on over those without,
                       less 1: the median of the blocks of four segments (on, off, off, on)
+    cost_interval     95 % of the medians of 2,000 draws of as many blocks, with replacement
     cost_of_sums      the same of all segments together
+    cost_ms           what a step costs more with everything on, by kind of process, in CPU ms
     trace_share       CPU seconds of the trace (its writer, the calls that fill it, the records of
                       intervals in the replicas) over all of driver and stages
     wandb_process_share  the same for wandb's own process, which is neither driver nor stage
 
-Prints one JSON line last. About 4 minutes.
+User and system time of each process, all its threads included; without Ray's own processes.
+Prints one JSON line last. About 4 minutes. ``taskset -c 1`` keeps all of it on one core.
 """
 
 from __future__ import annotations
@@ -26,9 +32,9 @@ import fcntl
 import json
 import os
 import pty
-import statistics
 import struct
 import subprocess
+import sys
 import tempfile
 import termios
 import time
@@ -58,15 +64,12 @@ from async_opd.observability.trace import Pools, TraceSink
 from async_opd.observability.wandb_sink import SERVICE, WandbSink
 from async_opd.pipeline import Pipeline
 from async_opd.plan.measure.lengths import Lengths
+from benchmarks.cpu_costs import Segment, cpu_s, stage_pids, summary
 from benchmarks.pipeline import Prompts, _either
 
 BATCH, SYNC_STEPS, TOP_K = 1024, 2, 16
 STEPS = 2 * SYNC_STEPS
 """Steps of a segment."""
-SETTLE = 2
-"""Steps after a switch that are not counted: with a log a step counts when it is metered, which is
-while the next one is trained."""
-WARM_UP = 8
 COLUMNS, ROWS = 120, 40
 
 
@@ -155,7 +158,29 @@ class SwitchedLog:
 
 @dataclass
 class SwitchedPipeline(Pipeline):
-    """Asks the pools for reports, and meters a step, only while there is a log."""
+    """Asks the pools for reports, and meters a step, only while there is a log.
+
+    Admits ``left`` samples, and then none until there are more.
+    """
+
+    left: int = 0
+    more: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def _admit(self) -> None:
+        while True:
+            while not self.left:
+                self.more.clear()
+                await self.more.wait()
+            groups = await self.run_state.admission.admit(1, min(64, self.left))
+            self.left -= groups
+            await self._issue(self.run_state.supply.groups(groups))
+
+    async def segment(self) -> None:
+        """Trains ``STEPS`` steps, from empty queues to empty queues."""
+        assert isinstance(self.log, SwitchedLog)
+        self.left += STEPS * BATCH
+        self.more.set()
+        await self.log.until(self.log.steps + STEPS)
 
     async def _meter(self, report: StepReport) -> None:
         assert isinstance(self.log, SwitchedLog)
@@ -218,22 +243,10 @@ class Switch:
         self.on, self.log.real = on, self.real if on else None
 
 
-def cpu_s(pids: Sequence[int]) -> float:
-    """CPU seconds of the processes with all their threads, in the kernel's nanoseconds."""
-    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
-
-
 def wandb_pids() -> list[int]:
     """wandb's own processes."""
     children = psutil.Process().children(recursive=True)
     return [child.pid for child in children if child.name() == SERVICE]
-
-
-def stage_pids() -> list[int]:
-    """The driver and all actors, which Ray names by their classes."""
-    children = psutil.Process().children(recursive=True)
-    actors = [child.pid for child in children if " ".join(child.cmdline()).startswith("ray::")]
-    return [os.getpid(), *actors]
 
 
 def activity_s(count: int = 20_000) -> float:
@@ -246,25 +259,19 @@ def activity_s(count: int = 20_000) -> float:
     return (time.thread_time() - begun) / count
 
 
-@dataclass(frozen=True)
-class Segment:
-    """Seconds a step: CPU of driver and stages, of wandb's process, of the trace; and wall."""
+async def segment(
+    made: SwitchedPipeline, pids: Mapping[str, Sequence[int]], wandb: Sequence[int]
+) -> Segment:
+    """The next ``STEPS`` steps."""
 
-    cpu_s: float
-    wandb_s: float
-    trace_s: float
-    wall_s: float
+    def now() -> list[float]:
+        kinds = map(cpu_s, pids.values())
+        return [*kinds, cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()]
 
-
-async def segment(log: SwitchedLog, pids: Sequence[int], wandb: Sequence[int]) -> Segment:
-    """The next ``STEPS`` steps, but for ``SETTLE`` before them."""
-    await log.until(log.steps + SETTLE)
-    first = log.steps
-    before = cpu_s(pids), cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()
-    await log.until(first + STEPS)
-    after = cpu_s(pids), cpu_s(wandb), TimedTrace.cpu_s, time.perf_counter()
-    per_step = 1 / (log.steps - first)
-    return Segment(*((b - a) * per_step for a, b in zip(before, after, strict=True)))
+    before = now()
+    await made.segment()
+    *kinds, wandb_s, trace_s, wall_s = ((b - a) / STEPS for a, b in zip(before, now(), strict=True))
+    return Segment(dict(zip(pids, kinds, strict=True)), wandb_s, trace_s, wall_s)
 
 
 async def measure(blocks: int, folder: Path) -> dict[str, Any]:
@@ -289,43 +296,18 @@ async def measure(blocks: int, folder: Path) -> dict[str, Any]:
             pipeline = asyncio.create_task(made.run())
             try:
                 switch.turn(True)
-                await _either(log.until(WARM_UP), pipeline)
+                for _ in range(2):
+                    await _either(made.segment(), pipeline)
                 pids, wandb = stage_pids(), wandb_pids()
                 for turn in range(4 * blocks):
                     switch.turn(turn % 4 in (0, 3))
-                    found[switch.on].append(one := await segment(log, pids, wandb))
-                    print("on " if switch.on else "off", one, flush=True)
+                    found[switch.on].append(one := await segment(made, pids, wandb))
+                    print("on " if switch.on else "off", one, file=sys.__stdout__, flush=True)
             finally:
                 pipeline.cancel()
                 await asyncio.gather(pipeline, return_exceptions=True)
-    return summary(found[True], found[False])
-
-
-def summary(on: Sequence[Segment], off: Sequence[Segment]) -> dict[str, Any]:
-    """The result of the pairs."""
-    with_all, without = _of_blocks(on), _of_blocks(off)
-    costs = [a / b - 1 for a, b in zip(with_all, without, strict=True)]
-    total = sum(with_all)
-    samples = len(on) * BATCH
-    return {
-        "cost_share": round(statistics.median(costs), 4),
-        "trace_share": round(
-            (sum(one.trace_s for one in on) + 2 * samples * activity_s()) / total, 4
-        ),
-        "wandb_process_share": round(sum(one.wandb_s for one in on) / total, 4),
-        "cost_quartiles": [round(cost, 4) for cost in statistics.quantiles(costs)],
-        "cost_of_sums": round(total / sum(without) - 1, 4),
-        "cpu_ms_per_sample": round(1000 * sum(without) / samples, 3),
-        "samples_per_s": round(samples / sum(one.wall_s for one in on)),
-        "samples_per_s_off": round(samples / sum(one.wall_s for one in off)),
-        "blocks": len(costs),
-    }
-
-
-def _of_blocks(segments: Sequence[Segment]) -> list[float]:
-    """CPU seconds of both segments of each block."""
-    seconds = [one.cpu_s for one in segments]
-    return [a + b for a, b in zip(seconds[::2], seconds[1::2], strict=True)]
+    samples = BATCH * len(found[True])  # of one step of each segment
+    return summary(found[True], found[False], samples, 2 * activity_s())
 
 
 def main() -> None:
