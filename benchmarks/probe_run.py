@@ -148,6 +148,7 @@ class Prompts:
 
     ids: np.ndarray[Any, Any]
     cursor: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
 
     def next(self, count: int) -> list[Prompt]:
         """The next ``count``."""
