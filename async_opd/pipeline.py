@@ -22,7 +22,7 @@ All of them run at the same time. The first one that ends with an error ends the
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -81,9 +81,8 @@ class Pipeline:
         self.metering = Metering(before=self.log.last)
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
-        self._issued = self.start is None
+        self._issued = self._restored = self.start is None
         self._past_cold_start = self.cold_start is None
-        self._restored = self.start is None
         self.rewound = False
         self._pushing: asyncio.Task[None] | None = None
         self._unlogged: list[StepReport] = []
@@ -171,9 +170,8 @@ class Pipeline:
             before = "the cold start is not over" if self._restored else "nothing is restored yet"
             cause = "the run is being rewound" if self.rewound else before
             raise CheckpointError("checkpoint", cause)
-        for report in self._unlogged:  # the pools may not answer any more
-            self.log.log(report.step, self.metering.step(report, {}, {}) | self.run_state.metrics)
-        self._unlogged.clear()
+        for report in [*self._unlogged]:  # the pools may not answer any more
+            self._log(report, self.metering.step(report, {}, {}) | self.run_state.metrics)
         if self.checkpointer is not None:
             await self.checkpointer.settled()
             await self.checkpointer.take(self.run_state.cut)
@@ -338,13 +336,15 @@ class Pipeline:
         metrics = self.metering.step(report, pools, topics)
         self.log.busy(shown(report, pools))
         warnings = self.run_state.guardrail.observe(metrics)
-        metrics |= self.run_state.metrics
-        metrics |= {} if self.checkpointer is None else self.checkpointer.metrics
+        metrics |= self.run_state.metrics | (self.checkpointer.metrics if self.checkpointer else {})
         self.log.waits(self.metering.waits)
+        self._log(report, metrics)
+        for warning in warnings:
+            self.log.message(f"step {report.step}: {warning}", "warning")
+        self.run_state.guardrail.enforce(report.step, warnings)
+
+    def _log(self, report: StepReport, metrics: Mapping[str, float]) -> None:
         self.log.log(report.step, metrics)
         self._unlogged.remove(report)
         for line in report.notes:
             self.log.message(f"trainer: {line}")
-        for warning in warnings:
-            self.log.message(f"step {report.step}: {warning}", "warning")
-        self.run_state.guardrail.enforce(report.step, warnings)

@@ -13,6 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -550,7 +551,14 @@ def logged(folder: Path, ticks: int, end: str, unanswered: int) -> list[int]:
                     await asyncio.Event().wait()
                 return await report()
 
+            step = life.world.trainer.step
+
+            async def noting() -> Any:
+                report = await step()
+                return replace(report, notes=(f"a note of step {report.step}.",))
+
             life.world.rollouter.report = silent  # type: ignore[method-assign]
+            life.world.trainer.step = noting  # type: ignore[method-assign]
             await life.live(ticks, end=end)
 
     asyncio.run(run())
@@ -569,6 +577,8 @@ def test_a_signal_before_a_row_is_made_leaves_the_row_of_what_the_trainer_report
 ) -> None:
     *rows, step = logged(tmp_path, 3000, "signal", unanswered=3)
     assert rows == list(range(1, step + 1))
+    said = (tmp_path / RUN_LOG).read_text()
+    assert all(said.count(f"trainer: a note of step {row}.") == 1 for row in rows)
 
 
 def test_a_trainer_that_is_elsewhere_than_the_ledger_makes_no_checkpoint(tmp_path: Path) -> None:

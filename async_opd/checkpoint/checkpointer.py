@@ -126,6 +126,7 @@ class Checkpointer:
                 late = cut.step in await asyncio.to_thread(self.store.steps)
             if late:
                 self.notify(f"checkpoint of step {cut.step}, though: {str(error) or 'it was late'}")
+                self._written(cut.step, self.store.folder / f"step_{cut.step}", started)
                 return
             self.metrics["checkpoint/failures"] += 1
             cause = error.cause if isinstance(error, CheckpointError) else str(error)
@@ -139,10 +140,13 @@ class Checkpointer:
         finally:
             if part is not None:  # a checkpoint has another name now
                 await asyncio.to_thread(shutil.rmtree, part, ignore_errors=True)
-        self.metrics["checkpoint/write_s"] = self.clock() - started
-        self.metrics["checkpoint/step"] = float(cut.step)
         self.notify(f"checkpoint of step {cut.step}: {folder}")
-        self.written(cut.step, folder)
+        self._written(cut.step, folder, started)
+
+    def _written(self, step: int, folder: Path, started: float) -> None:
+        self.metrics["checkpoint/write_s"] = self.clock() - started
+        self.metrics["checkpoint/step"] = float(step)
+        self.written(step, folder)
 
     def _commit(self, part: Path, cut: Cut, files: Mapping[str, WrittenFile]) -> Path:
         self.sync()

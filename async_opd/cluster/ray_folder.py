@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -59,8 +58,7 @@ class RayFolder:
         target = run_dir / LOGS
         remove_tree(target)
         make_folder(target)
-        newest = deque(sorted(self._logs(pattern)), MAX_LOGS)
-        for log in newest:
+        for log in self._newest(pattern):
             with suppress(OSError), open(log, "rb", opener=regular_file) as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - LOG_BYTES))
                 with open(target / log.name, "wb", opener=regular_file) as copy:
@@ -69,12 +67,15 @@ class RayFolder:
     def stream_logs(self, run_dir: Path) -> None:
         """Appends to the copies of the workers' logs what these have written since, up to a bound.
 
+        Copies of older logs than the MAX_LOGS newest are removed, those of an earlier part too.
         The copies are in the run directory, for who looks while it runs; ``keep_logs`` replaces
         them by the ends of the logs. Raises OSError.
         """
         target = run_dir / LOGS
         make_folder(target)
-        newest = deque(sorted(self._logs(WORKER_LOGS)), MAX_LOGS)
+        newest = self._newest(WORKER_LOGS)
+        for copied_log in set(target.iterdir()) - {target / log.name for log in newest}:
+            copied_log.unlink()
         for log in newest:
             with (
                 suppress(OSError),
@@ -84,8 +85,13 @@ class RayFolder:
                 file.seek(copied := copy.tell())
                 copy.write(file.read(max(LOG_BYTES - copied, 0)))
 
-    def _logs(self, pattern: str) -> Iterator[Path]:
-        return (self.session / "session_latest" / "logs").glob(pattern)
+    def _newest(self, pattern: str) -> list[Path]:
+        """The logs that were written to last, MAX_LOGS at most."""
+        times = list[tuple[float, Path]]()
+        for log in (self.session / "session_latest" / "logs").glob(pattern):
+            with suppress(OSError):  # a link to nothing
+                times.append((log.stat(follow_symlinks=False).st_mtime, log))
+        return [log for _, log in sorted(times)[-MAX_LOGS:]]
 
 
 @contextmanager

@@ -20,8 +20,10 @@ from async_opd.cluster.actor_names import namespace
 from async_opd.cluster.ray_folder import WORKER_LOGS, RayFolder, environment, ray_folder
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import StageError
+from async_opd.core.printable import indented
 from async_opd.files.private_folder import private_compile_cache
 from async_opd.files.safe_open import regular_file
+from async_opd.processes.output import write_stderr
 from async_opd.processes.parent_death import SAFE_PATH
 from async_opd.processes.reaper import ProcessReaper, process_reaper
 
@@ -92,10 +94,18 @@ async def _logs_kept(
 
 
 async def _stream_logs(folder: RayFolder, run_dir: Path, ended: asyncio.Event) -> None:
-    """Copies what workers write, until the run has ended; a disk that fails may answer later."""
+    """Copies what workers write, until the run has ended; what failed is tried again.
+
+    Each new error is said once.
+    """
+    said = ""
     while not ended.is_set():
-        with suppress(OSError):
+        try:
             await asyncio.to_thread(folder.stream_logs, run_dir)
+        except Exception as error:  # of any kind: the run goes on
+            if repr(error) != said:
+                said = repr(error)
+                write_stderr(indented(f"ray_logs/ does not have what workers write now: {said}"))
         with suppress(TimeoutError):
             async with asyncio.timeout(STREAM_S):
                 await ended.wait()

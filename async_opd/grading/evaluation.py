@@ -53,7 +53,7 @@ class EvaluationResult:
         return (min(found), max(found)) if found else None
 
 
-Record = Callable[[str, EvaluationResult], None]
+Record = Callable[[str, EvaluationResult], int]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Evaluation:
 
     ``grade`` returns 0 to 1 for a rollout of one of the prompts, or raises RolloutFault; it bounds
     its own time and its number of concurrent calls. An answer is correct whose grade is at least
-    ``correct_at``. ``record`` keeps the answers under a name; it blocks: callers use a thread.
+    ``correct_at``. ``record`` keeps the answers under a name and returns how
+    many it could not; it blocks: callers use a thread.
     ``close`` ends the grader's processes.
     """
 
@@ -71,7 +72,7 @@ class Evaluation:
     grade: GradeRollout
     close: Callable[[], None] = lambda: None
     correct_at: float = 1.0
-    record: Record = lambda name, result: None
+    record: Record = lambda name, result: 0
 
     @property
     def requests(self) -> int:

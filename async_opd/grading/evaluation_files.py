@@ -46,20 +46,22 @@ class EvaluationFiles:
     decode: Callable[[list[int]], str]
     redacted: Callable[[str], str] = lambda text: text
 
-    def write(self, name: str, result: EvaluationResult) -> None:
-        """Writes the answers that fit, of each data source equally many. StageError.
+    def write(self, name: str, result: EvaluationResult) -> int:
+        """Writes the answers that fit, of the data sources by turns; returns how many do not.
 
-        ``most`` 0: no file. The files of the oldest steps make room for it.
+        An answer that does not fit is left out; none is tried once seven eighths are full. ``most``
+        0: no file. The files of the oldest steps make room for it. StageError.
         """
         if not self.most:
-            return
+            return 0
         lines, size = list[str](), 0
         for answer in _by_turns(result.answers):
             line = json.dumps(self._line(answer)) + "\n"  # ASCII: as many bytes as characters
-            if size + len(line) > self.most:
+            if size + len(line) <= self.most:
+                lines.append(line)
+                size += len(line)
+            elif size > self.most - self.most // 8:
                 break
-            lines.append(line)
-            size += len(line)
         path = self.folder / f"{name}.jsonl"
         try:
             make_folder(self.folder)
@@ -69,6 +71,7 @@ class EvaluationFiles:
             cause = f"{path} cannot be written: {error.strerror or error}"
             remedy = "make room on its disk, or set eval.samples_mib to 0"
             raise StageError("evaluation", cause, remedy) from error
+        return len(result.answers) - len(lines)
 
     def _make_room(self, newest: Path) -> None:
         sizes = {path: path.stat().st_size for path in self.folder.glob("*.jsonl")}

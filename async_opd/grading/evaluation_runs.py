@@ -114,7 +114,7 @@ class EvaluationRuns:
     async def _record(self, measured: EvaluationResult, name: str) -> None:
         assert self._evaluation is not None
         # not beyond its cancellation: a rewind removes the files of evaluations that are undone
-        await in_thread(self._evaluation.record, name, measured)
+        self._schedule.left_out(name, await in_thread(self._evaluation.record, name, measured))
 
     def _publish(self, measured: EvaluationResult, step: int, version: int) -> None:
         self._ungraded(measured.dead_letters)

@@ -56,6 +56,13 @@ class Evaluations:
             "than eval.every weight versions"
         )
 
+    def left_out(self, name: str, answers: int) -> None:
+        """Says that a file of ``evals/`` lacks so many answers."""
+        if answers:
+            self._log.message(
+                f"evals/{name}.jsonl lacks {answers} answers, which eval.samples_mib leaves no room"
+            )
+
     def log(self, metrics: Mapping[str, float], step: int, version: int) -> None:
         """Logs an evaluation at the step of the oldest ``version`` that it measured."""
         self._log.summarize(metrics)

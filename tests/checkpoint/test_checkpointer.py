@@ -131,14 +131,18 @@ async def test_what_is_abandoned_while_it_is_committed_is_a_checkpoint_first(
 async def test_what_is_committed_after_its_timeout_is_told_as_a_checkpoint(tmp_path: Path) -> None:
     said: list[str] = []
     checkpointer, trainer = writing(tmp_path, said, 0.05)
-    loop, late = asyncio.get_running_loop(), threading.Event()
+    loop, late, told = asyncio.get_running_loop(), threading.Event(), list[tuple[int, Path]]()
     checkpointer.sync = lambda: assert_set(late)
+    checkpointer.written = lambda step, folder: told.append((step, folder))
     loop.call_later(0.2, late.set)
     trainer.written.set()
     await checkpointer.take(lambda captured: cut(captured.step))
     await checkpointer.settled()
     assert checkpointer.store.steps() == [4]
     assert said == ["checkpoint of step 4, though: it was late"]
+    assert told == [(4, checkpointer.store.folder / "step_4")]
+    assert checkpointer.metrics["checkpoint/step"] == 4
+    assert checkpointer.metrics["checkpoint/write_s"] > 0
     assert checkpointer.metrics["checkpoint/failures"] == 0
 
 

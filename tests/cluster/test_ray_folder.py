@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 from pathlib import Path
 
 import pytest
 
-from async_opd.cluster import ray_folder
+from async_opd.cluster import ray_folder, session
 from async_opd.cluster.ray_folder import LOGS, RayFolder
 
 
@@ -46,6 +48,22 @@ def test_a_streamed_log_has_a_bound_and_ends_as_the_end_of_the_log(
     assert (run_dir / LOGS / log.name).read_text() == "6789"
 
 
+def test_of_more_logs_than_the_bound_the_last_written_are_kept_whatever_their_names(
+    folder: RayFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_folder, "MAX_LOGS", 2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    for age, name in enumerate(["worker-c", "worker-a", "worker-b"]):
+        log_of(folder, name).write_text(name)
+        os.utime(log_of(folder, name), (age, age))
+        folder.stream_logs(run_dir)
+    assert sorted(path.name for path in (run_dir / LOGS).iterdir()) == ["worker-a", "worker-b"]
+    os.utime(log_of(folder, "worker-c"), (9, 9))
+    folder.keep_logs(run_dir)
+    assert sorted(path.name for path in (run_dir / LOGS).iterdir()) == ["worker-b", "worker-c"]
+
+
 def test_only_logs_of_the_runs_own_processes_are_streamed(
     folder: RayFolder, tmp_path: Path
 ) -> None:
@@ -54,3 +72,23 @@ def test_only_logs_of_the_runs_own_processes_are_streamed(
     log_of(folder).symlink_to(log_of(folder, "gcs_server.err"))
     folder.stream_logs(tmp_path / "run")
     assert list((tmp_path / "run" / LOGS).iterdir()) == []
+
+
+async def test_an_error_of_any_kind_is_said_once_and_logs_are_streamed_again(
+    folder: RayFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ended, calls = asyncio.Event(), list[int]()
+
+    def stream(self: RayFolder, run_dir: Path) -> None:
+        calls.append(1)
+        if len(calls) == 4:
+            loop.call_soon_threadsafe(ended.set)
+            return
+        raise ValueError("a name with a NUL")
+
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(RayFolder, "stream_logs", stream)
+    monkeypatch.setattr(session, "STREAM_S", 0.001)
+    await asyncio.wait_for(session._stream_logs(folder, folder.path / "run", ended), 20)
+    assert len(calls) == 4
+    assert capsys.readouterr().err.count("a name with a NUL") == 1

@@ -73,6 +73,16 @@ def test_a_bounded_file_has_equally_many_answers_of_each_data_source(tmp_path: P
     assert path.stat().st_size <= 800
 
 
+def test_an_answer_that_does_not_fit_is_left_out_and_counted_and_others_are_written(
+    tmp_path: Path,
+) -> None:
+    long = Answer(make_rollout("long/0", "t", tokens=400), Grade(1.0))
+    both = (long, *result(("p/0", "q/0")).answers)
+    assert files(tmp_path, 800).write("step_4", EvaluationResult({}, both)) == 1
+    path = tmp_path / EVALS / "step_4.jsonl"
+    assert [line["uid"] for line in lines(path)] == ["p/0", "q/0"]
+
+
 def test_answers_after_the_last_one_that_fits_are_not_decoded(tmp_path: Path) -> None:
     decoded: list[list[int]] = []
 
