@@ -24,7 +24,7 @@ SURE, SURE_OF_TEMPLATE = 2.0, 3.0
 and few templates are wrong."""
 LEAST_ACCURACY, LEAST_NATS = 0.02, 0.1
 """Smaller differences of accuracies, and of nats a token, do not count however sure they are."""
-STARTS, NEVER_STARTS, FRONT = 0.5, 0.01, 1.0
+STARTS, SELDOM_STARTS, FRONT = 0.5, 0.05, 1.0
 """A foreign start: the teacher's mass on one token, the student's, and by how many nats the gap of
 the first position exceeds that of later ones."""
 LEAST_REACH = 0.5
@@ -121,7 +121,7 @@ def template_fault(one: PairFigures) -> str:
             nats = f"{own.logprob.mean:+.2f} ± {own.logprob.stderr:.2f} nats a token"
             return f"with its own template the teacher finds the student's answers likelier: {nats}"
     start = one.start
-    foreign = start.teacher >= STARTS and start.student < NEVER_STARTS
+    foreign = start.teacher >= STARTS and start.student < SELDOM_STARTS
     if foreign and one.first_gap > one.later_gap + FRONT:
         return (
             f"the teacher begins {start.teacher:.0%} of its responses with token {start.token}, "

@@ -68,7 +68,7 @@ def test_a_template_that_changes_little_is_not_wrong() -> None:
 FOREIGN = {"start": Start(7, 0.9, 0.001), "first_gap": 5.0, "later_gap": 0.5}
 
 
-def test_a_beginning_that_the_student_never_has_looks_like_another_template() -> None:
+def test_a_beginning_that_the_student_seldom_has_looks_like_another_template() -> None:
     found = verdict(**FOREIGN)
     assert found.kind == "wrong_template"
     assert "begins 90% of its responses with token 7, the student 0.1%" in found.words
