@@ -2,6 +2,8 @@
 # make test           installs everything and runs all tests but the long ones (under 15 minutes)
 # make test-long      runs the long tests: whole runs, kills in them, every objective's example
 # make test-security runs the tests of what docs/security.md promises (part of make test)
+# make docs           builds the site of docs/ into site/: open site/index.html (its search needs a server:
+#                     python -m http.server -d site)
 # make check          format, lint, types, layers and the fast tests, with a fifth of each property's
 #                     examples: what to run before a commit (under 2 minutes)
 
@@ -12,7 +14,7 @@ LOCK ?= prefer
 TWO := -n 2 --no-loadscope-reorder --dist
 SLOWEST := --durations=15
 
-.PHONY: quickstart test test-long test-security check format models lock clean
+.PHONY: quickstart test test-long test-security docs check format models lock clean
 
 quickstart: .venv/installed models
 	$(BIN)/async_opd run examples/quickstart.yaml
@@ -26,6 +28,9 @@ test-long: .venv/installed models
 
 test-security: .venv/installed
 	$(BIN)/pytest tests/security
+
+docs: .venv/installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 check: .venv/installed
 	$(BIN)/ruff format --check .
@@ -59,7 +64,7 @@ models: .venv/installed
 		{ $(BIN)/pip install --quiet uv && \
 		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
 	if test -e .venv/unlocked; then \
-		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,dev]" && \
+		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,docs,dev]" && \
 		$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
 	touch $@
@@ -71,4 +76,4 @@ lock: .venv/installed
 		--no-annotate --python-version 3.11 --output-file constraints.lock
 
 clean:
-	rm -rf .venv runs build dist
+	rm -rf .venv runs build dist site

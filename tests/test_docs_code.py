@@ -1,0 +1,149 @@
+"""The code of README.md and docs/: configs are valid, commands parse, Python code imports.
+
+A config that is a part of one is merged into a small one. The commands are parsed, and not run
+(tests/test_tutorial.py runs those of docs/tutorial.md); words in capitals stand for values.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import shlex
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from async_opd import cli
+from async_opd.config.load import load_config
+
+ROOT = Path(__file__).parent.parent
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+SMALL: dict[str, Any] = {
+    "student": {"model": "student"},
+    "teachers": {"math": {"model": "teacher"}},
+    "data": {"train": ["train.jsonl"], "eval": ["eval.jsonl"]},
+    "loss": {"kind": "forward_kl", "top_k": 64},
+    "train": {"steps": 1000, "batch_size": 128, "lr": 1e-5},
+}
+"""What every config has. A ``steps`` or ``teachers`` of a part is in place of these."""
+
+
+def blocks(*languages: str) -> list[Any]:
+    """The blocks of code in these languages, with the page and the line where they begin."""
+    return [
+        pytest.param(found[2], id=f"{page}:{text.count(chr(10), 0, found.start()) + 1}")
+        for page, text in PAGES.items()
+        for found in FENCE.finditer(text)
+        if found[1] in languages
+    ]
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_a_config_or_a_part_of_one_is_valid(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DATA", "/data")
+    part = yaml.safe_load(text)
+    merged = SMALL | part
+    for key in ("data", "train"):
+        merged[key] = SMALL[key] | part.get(key, {})
+    load_config(merged)
+
+
+# ── commands ───────────────────────────────────────────────────────────────────────────────────
+
+
+def commands() -> list[Any]:
+    """The lines of blocks that begin with async_opd, with the lines that continue them."""
+    found = []
+    for block in blocks("", "bash", "console"):
+        (text,) = block.values
+        lines = re.sub(r"(\\)?\n {12,}(?=\[)", " ", text).splitlines()
+        for line in lines:
+            words = re.match(r"(?:\$ )?async_opd .*", line)
+            if words:
+                found.append(pytest.param(words[0], id=f"{block.id} {words[0][:60]}"))
+    return found
+
+
+def words_of(line: str) -> list[str]:
+    """The words after async_opd. Of ``A|B`` the first one; N and F are numbers; … is nothing."""
+    line = re.split(r" {2,}(?=[a-z#])", line.removeprefix("$ "))[0]
+    words = shlex.split(re.sub(r"[\[\]…]", " ", line), comments=True)[1:]
+    return ["1" if word in "NF" else word.split("|")[0] for word in words]
+
+
+@pytest.mark.parametrize("line", commands())
+def test_a_command_is_one_of_the_command_line(line: str) -> None:
+    words = words_of(line)
+    arguments, rest = cli._parser().parse_known_args(words)
+    overrides = [*getattr(arguments, "overrides", []), *rest]
+    assert [word for word in rest if word.startswith("-")] == []
+    assert not rest or "overrides" in arguments, rest
+    load_config(SMALL, [one for one in overrides if one != "a.b.c=value"])
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_and_options_named_in_a_text_exist(page: str) -> None:
+    """In a text a command may be named without what it needs: `async_opd doctor --engines`."""
+    (known,) = (one for one in cli._parser()._actions if isinstance(one.choices, dict))
+    for named in re.findall(r"`async_opd ([^`]+)`", FENCE.sub("", PAGES[page])):
+        name, *words = re.sub(r"[\[\]…]", " ", named).split()
+        if not name.startswith("-"):
+            options = known.choices[name]._option_string_actions
+            assert [one for one in words if one.startswith("-") and one not in options] == [], named
+
+
+def test_modules_and_targets_that_are_run_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for page, text in PAGES.items():
+        for module in re.findall(r"python -m (benchmarks[.a-z_]*[a-z])", text):
+            assert find_spec(module), f"{page}: {module}"
+        for target in re.findall(r"`make ([a-z-]+)", text):
+            assert f"\n{target}:" in makefile, f"{page}: make {target}"
+
+
+# ── Python ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_what_python_code_takes_of_this_library_exists(text: str) -> None:
+    """Names of ``from module import name``, and attributes of modules that are imported."""
+    tree = ast.parse(text)
+    modules = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            for name in node.names:
+                assert hasattr(importlib.import_module(node.module), name.name), name.name
+        elif isinstance(node, ast.Import):
+            modules |= {name.name: importlib.import_module(name.name) for name in node.names}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in modules:
+            assert hasattr(modules[ast.unparse(node.value)], node.attr), ast.unparse(node)
+
+
+# ── links ──────────────────────────────────────────────────────────────────────────────────────
+
+LINKING = [*PAGES, "CONTRIBUTING.md", "CHANGELOG.md"]
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", path.read_text()), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", one).strip().lower().replace(" ", "-") for one in headings}
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_every_link_leads_to_a_file_and_a_heading(page: str) -> None:
+    text = FENCE.sub("", (ROOT / page).read_text())
+    for link in re.findall(r"\]\((?!\w+:)([^)\s]+)\)", text):
+        name, _, heading = link.partition("#")
+        to = (ROOT / page).parent / name if name else ROOT / page
+        assert to.exists(), link
+        assert not heading or heading in anchors(to), link
