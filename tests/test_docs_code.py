@@ -64,7 +64,7 @@ def commands() -> list[Any]:
     found = []
     for block in blocks("", "bash", "console"):
         (text,) = block.values
-        lines = re.sub(r"(\\)?\n {12,}(?=\[)", " ", text).splitlines()
+        lines = re.sub(r"\\\n\s+|\n {12,}(?=\[)", " ", text).splitlines()
         for line in lines:
             words = re.match(r"(?:\$ )?async_opd .*", line)
             if words:
@@ -75,6 +75,8 @@ def commands() -> list[Any]:
 def words_of(line: str) -> list[str]:
     """The words after async_opd. Of ``A|B`` the first one; N and F are numbers; … is nothing."""
     line = re.split(r" {2,}(?=[a-z#])", line.removeprefix("$ "))[0]
+    while inner := re.search(r"\[[^\[\] ]*\](?=[\w=\]])", line):  # of [NAME=]MODEL, MODEL is left
+        line = line.replace(inner[0], "")
     words = shlex.split(re.sub(r"[\[\]…]", " ", line), comments=True)[1:]
     return ["1" if word in "NF" else word.split("|")[0] for word in words]
 
@@ -86,6 +88,7 @@ def test_a_command_is_one_of_the_command_line(line: str) -> None:
     overrides = [*getattr(arguments, "overrides", []), *rest]
     assert [word for word in rest if word.startswith("-")] == []
     assert not rest or "overrides" in arguments, rest
+    overrides += getattr(arguments, "set", None) or []
     load_config(SMALL, [one for one in overrides if one != "a.b.c=value"])
 
 

@@ -1,4 +1,4 @@
-"""The site of docs/ (`make docs`): built without a warning, nothing of other hosts, as on GitHub."""
+"""The site of docs/ (`make docs`): built without a warning, nothing from other hosts."""
 
 from __future__ import annotations
 
