@@ -20,6 +20,9 @@ from async_opd.doctor.agreement import Agreement
 from async_opd.probe.positions import Float64, Positions
 
 UNGRADED = math.nan
+COVERED, LEAST_TOP_K = 0.99, 8
+"""Of a suggested top-k: its share of the scored mass, at this share of the positions; fewer tokens
+than ``LEAST_TOP_K`` would save nothing."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,8 @@ class PairFigures:
     prompts. ``bias``: log q - log p per token of the student's right responses, a mean over them;
     accuracy does not explain it. ``own_start``, ``own_later``: the teacher's log-probability of the
     first and the other tokens of its own answers. ``floor``: the student scored by itself against
-    what it was sampled with. ``top_k``: the least power of two whose teacher's mass is 0.99.
+    what it was sampled with. ``top_k``: the least power of two that has 99 % of the
+    teacher's scored mass at 99 % of the positions.
     """
 
     source: str
@@ -244,9 +248,10 @@ def _template(measured: Measured, responses: Sequence[Response]) -> Template | N
     return Template(accuracy, Estimate.of(differences))
 
 
-def _least_top_k(responses: Sequence[Response], share: float = 0.99) -> int:
-    """The least power of two whose mean mass is ``share`` of what the whole top-k has."""
+def _least_top_k(responses: Sequence[Response]) -> int:
+    """See PairFigures; at least ``LEAST_TOP_K``, at most what was scored."""
     masses = np.exp(np.concatenate([one.teacher.logprobs for one in responses]).astype(np.float64))
-    within = np.cumsum(masses.mean(0))
-    least = int(np.searchsorted(within, share * within[-1])) + 1
+    within = np.cumsum(masses, 1)
+    needed = (within < COVERED * within[:, -1:]).sum(1) + 1
+    least = max(LEAST_TOP_K, int(np.quantile(needed, COVERED, method="higher")))
     return min(1 << (least - 1).bit_length(), int(masses.shape[1]))

@@ -36,13 +36,17 @@ def topk(probabilities: Float64, sampled: Sequence[int], k: int = VOCABULARY) ->
 
 
 def response(
-    teacher: Float64, student: Float64, grade: float = math.nan, other: Float64 | None = None
+    teacher: Float64,
+    student: Float64,
+    grade: float = math.nan,
+    other: Float64 | None = None,
+    k: int = VOCABULARY,
 ) -> Response:
     """A response that has token 0 at all positions. ``other``: under the other template."""
     sampled = [0] * len(teacher)
-    own = topk(student, sampled)
+    own = topk(student, sampled, k)
     scored = None if other is None else topk(other, sampled).sampled_logprobs
-    return Response(grade, own.sampled_logprobs, topk(teacher, sampled), own, scored)
+    return Response(grade, own.sampled_logprobs, topk(teacher, sampled, k), own, scored)
 
 
 def measured(

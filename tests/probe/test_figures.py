@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from async_opd.probe.figures import Estimate, figures_of
+from async_opd.probe.figures import LEAST_TOP_K, Estimate, figures_of
+from async_opd.probe.positions import Float64
 from tests.probe.pairs import measured, response, softmax
 
 FLAT = softmax([[0] * 6] * 4)
@@ -89,10 +90,19 @@ def test_the_floor_is_what_the_student_scores_against_what_it_sampled() -> None:
     assert found.tokens == 4
 
 
-def test_the_suggested_k_has_99_percent_of_the_teachers_mass() -> None:
-    probabilities = np.array([[0.5, 0.3, 0.195, 0.003, 0.001, 0.001]])
-    assert figures_of(measured([response(probabilities, FLAT[:1])])).top_k == 4
-    assert figures_of(measured([response(SHARP, FLAT)])).top_k == 1
+def test_the_suggested_k_has_nearly_all_mass_at_nearly_all_positions() -> None:
+    wide = softmax([[0.0] * 32])
+    sharp = softmax([[9.0] + [-9.0] * 31])
+    spread = softmax([[5.0] * 12 + [-9.0] * 20])
+
+    def top_k(*rows: Float64) -> int:
+        teacher = np.vstack(rows)
+        return figures_of(measured([response(teacher, teacher, k=32)])).top_k
+
+    assert top_k(*[sharp] * 9) == LEAST_TOP_K
+    assert top_k(*[sharp] * 9, spread) == 16
+    assert top_k(*[sharp] * 200, spread) == LEAST_TOP_K
+    assert top_k(wide) == 32
 
 
 def test_a_teachers_own_answers_say_how_sure_it_begins() -> None:
