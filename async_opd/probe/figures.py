@@ -20,6 +20,7 @@ from async_opd.doctor.agreement import Agreement
 from async_opd.probe.positions import Float64, Positions
 
 UNGRADED = math.nan
+LEAST_LOGPROB = -100.0
 COVERED, LEAST_TOP_K = 0.99, 8
 """Of a suggested top-k: its share of the scored mass, at this share of the positions; fewer tokens
 than ``LEAST_TOP_K`` would save nothing."""
@@ -194,7 +195,12 @@ def figures_of(measured: Measured) -> PairFigures:
 
 
 def _bias(one: Response) -> float:
-    return float(np.mean(one.student.sampled_logprobs - one.teacher.sampled_logprobs))
+    return float(np.mean(one.student.sampled_logprobs - _bounded(one.teacher.sampled_logprobs)))
+
+
+def _bounded(logprobs: Float32) -> Float32:
+    """At least ``LEAST_LOGPROB``, so that a token that a teacher excludes leaves means finite."""
+    return np.maximum(logprobs, np.float32(LEAST_LOGPROB), dtype=np.float32)
 
 
 def _by_position(forward: Sequence[Float64], reverse: Sequence[Float64]) -> Iterable[PositionGap]:
@@ -227,8 +233,9 @@ def _first_masses(scores: Iterable[TopK]) -> dict[int, float]:
 
 
 def _own(answers: Sequence[Float32]) -> tuple[float | None, float | None]:
-    firsts = [float(one[0]) for one in answers if len(one)]
-    others = np.concatenate([np.zeros(0), *(one[1:] for one in answers)])
+    bounded = [_bounded(one) for one in answers if len(one)]
+    firsts = [float(one[0]) for one in bounded]
+    others = np.concatenate([np.zeros(0), *(one[1:] for one in bounded)])
     return (
         float(np.mean(firsts)) if firsts else None,
         float(others.mean()) if len(others) else None,
@@ -240,7 +247,7 @@ def _template(measured: Measured, responses: Sequence[Response]) -> Template | N
         return None
     graded = any(not math.isnan(one.grade) for one in responses)
     differences = (
-        float(np.mean(one.other - one.teacher.sampled_logprobs))
+        float(np.mean(_bounded(one.other) - _bounded(one.teacher.sampled_logprobs)))
         for one in responses
         if one.other is not None and (one.grade >= 1 or not graded)
     )

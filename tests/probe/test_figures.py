@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -110,6 +111,15 @@ def test_a_teachers_own_answers_say_how_sure_it_begins() -> None:
     found = figures_of(measured([response(FLAT, SHARP)], own=own))
     assert found.own_start == -2
     assert found.own_later == -1
+
+
+def test_tokens_that_the_teacher_excludes_leave_all_figures_finite() -> None:
+    excluded = np.array([-np.inf, -1.0, -1.0, -1.0], np.float32)
+    one = response(FLAT, SHARP, 1.0, other=SHARP)
+    one = replace(one, teacher=replace(one.teacher, sampled_logprobs=excluded), other=excluded)
+    grades = np.array([1.0, 1.0])
+    found = figures_of(measured([one], [0, 0], [0, 0], own=[excluded], other_grades=grades))
+    json.dumps(asdict(found), allow_nan=False)
 
 
 def test_empty_responses_have_no_figures() -> None:
