@@ -19,6 +19,8 @@ from async_opd.report.verdict import Verdict, spoken
 
 WORTH = 0.05
 """A change that gains so much is suggested without a look at the following ones."""
+LEAST = 0.01
+"""A smaller gain is none: two plans differ by as much for reasons that no run has."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +49,18 @@ def forecast(run: RecordedRun, verdict: Verdict) -> Forecast | str:
     if not found:
         return "There is no prediction: the pool that limits has no GPUs of this run."
     now = steady_state(setting).samples_per_s
-    best = Forecast("", 0.0)
+    best = Forecast("", LEAST)
     for what, to in found:
         gain = steady_state(to).samples_per_s / now - 1
         if gain > best.gain:
             best = Forecast(what, gain)
         if best.gain >= WORTH:
             break
-    return best if best.change else "The plan predicts no gain for any change that it knows."
+    return (
+        best
+        if best.change
+        else f"The plan predicts less than {LEAST:+.0%} for each change that it knows."
+    )
 
 
 def changes(setting: Setting, verdict: Verdict) -> list[tuple[str, Setting]]:

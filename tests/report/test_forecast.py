@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -59,6 +60,19 @@ def test_a_run_without_speeds_says_why_there_is_no_prediction(tmp_path: Path) ->
     assert forecast(run, judge(run)) == (
         "There is no prediction: train/compute_s was not measured."
     )
+
+
+def test_a_gain_that_would_be_shown_as_none_is_no_forecast(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates = iter([100.0, 100.4, 100.4, 100.4])
+    monkeypatch.setattr(
+        "async_opd.report.forecast.steady_state",
+        lambda setting: SimpleNamespace(samples_per_s=next(rates)),
+    )
+    run = read_recorded_run(write_run(tmp_path / "run"))
+    said = forecast(run, limited("train", "rollout"))
+    assert said == "The plan predicts less than +1% for each change that it knows."
 
 
 @pytest.mark.slow
