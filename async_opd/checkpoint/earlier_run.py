@@ -93,9 +93,11 @@ def _completed(folder: Path) -> bool:
 def take_mirrored(url: str, run_dir: Path, identity: str) -> list[str]:
     """Takes the newest copy at the URL, if its checkpoint is newer than those of the directory.
 
-    Every byte is verified before a file of the directory is replaced. Returns messages.
-    ConfigError for a copy of another config; CheckpointError if no newer copy is whole, or if the
-    store does not answer: a run that began without its checkpoints would train them again.
+    Damaged checkpoints of the directory do not count. Every byte is verified before a file of the
+    directory is replaced. Returns messages. ConfigError for a copy of another config, also an older
+    one, and for folders that no mirror wrote: this run's mirror would remove them. CheckpointError
+    if no newer copy is whole, or if the store does not answer: a run that began without its
+    checkpoints would train them again.
     """
     with _answering(url):
         return _taken(url, run_dir, identity)
@@ -103,10 +105,19 @@ def take_mirrored(url: str, run_dir: Path, identity: str) -> list[str]:
 
 def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     notes: list[str] = []
-    copies, own = RunCopies.at(url), Checkpoints(run_dir / FOLDER, 1).steps()
-    newer = [step for step in copies.steps() if not own or step > own[-1]]
-    found = [(step, copy) for step in newer if (copy := copies.complete(name_of(step)))]
-    partial = run_dir / PARTIAL
+    copies, partial = RunCopies.at(url), run_dir / PARTIAL
+    steps = copies.steps()
+    if not steps:
+        return _taken_completed(copies, run_dir)
+    if not copies.claimed():
+        message = f"{url} has {name_of(steps[-1])}, which no mirror wrote"
+        remedy = "name a URL of this run alone"
+        raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
+    complete = [(step, copy) for step in steps if (copy := copies.complete(name_of(step)))]
+    own = _newest_valid(run_dir / FOLDER) if complete else -1
+    found = [(step, copy) for step, copy in complete if step > own]
+    if complete and not found:
+        _refuse_older(copies, complete[-1][1], partial, identity)
     for step, copy in reversed(found):
         remove_tree(partial)
         try:
@@ -127,25 +138,73 @@ def _taken(url: str, run_dir: Path, identity: str) -> list[str]:
     return notes
 
 
+def _newest_valid(folder: Path) -> int:
+    """The step of the newest checkpoint that is not damaged; -1 if there is none."""
+    for step in reversed(Checkpoints(folder, 1).steps()):
+        with suppress(CheckpointError):
+            load(folder / name_of(step))
+            return step
+    return -1
+
+
+def _refuse_older(copies: RunCopies, copy: Copy, partial: Path, identity: str) -> None:
+    """ConfigError if a copy that is not taken is of another config: of another run."""
+    name = f"{FOLDER}/{copy.name}/{CONFIG}"
+    remove_tree(partial)
+    try:
+        copies.download(copy, partial, lambda one: one == name)
+        refuse_changes(read_text(partial / name), identity)
+    except (Changed, FileNotFoundError):  # a damaged copy, in whose place the run's own comes
+        return
+    finally:
+        remove_tree(partial)
+
+
 def _take_end(copies: RunCopies, partial: Path, step: int, notify: Callable[[str], None]) -> None:
     """Puts the files of the run's end, if it is there, over those of its last checkpoint.
 
     The models are only taken of a run that has completed: another one writes its own.
     """
-    end = copies.complete(END)
+    end, into = copies.complete(END), partial.with_name(f"{PARTIAL}.{END}")
     if end is None:
         return
-    into = partial.with_name(f"{PARTIAL}.{END}")
-    remove_tree(into)
     try:
-        copies.download(Copy(END, end.files), into, lambda name: name not in _models(end))
-        if _completed(into):
-            copies.download(Copy(END, end.files), into, lambda name: name in _models(end))
+        _download_end(copies, end, into)
         _replace(into, partial, "")
     except Changed as error:
         notify(f"the mirror's copy of the end is skipped, that of step {step} is taken: {error}")
     finally:
         remove_tree(into)
+
+
+def _taken_completed(copies: RunCopies, run_dir: Path) -> list[str]:
+    """Takes the end of a completed run that has no checkpoint (``checkpoint.every: 0``).
+
+    ConfigError if the directory has checkpoints, and so is of another run, whose mirror would
+    remove that end.
+    """
+    end, partial = copies.complete(END), run_dir / PARTIAL
+    if end is None:
+        return []
+    try:
+        _download_end(copies, end, partial)
+        if not _completed(partial):
+            return []
+        if Checkpoints(run_dir / FOLDER, 1).steps():
+            message = f"{copies.place} holds another run, which completed without a checkpoint"
+            remedy = "name a URL of this run alone"
+            raise ConfigError([Problem("--resume", "checkpoint.mirror", message, remedy)])
+        _replace(partial, run_dir, "")
+    finally:
+        remove_tree(partial)
+    return [f"the end of a completed run is taken from {copies.place}"]
+
+
+def _download_end(copies: RunCopies, end: Copy, into: Path) -> None:
+    remove_tree(into)
+    copies.download(end, into, lambda name: name not in _models(end))
+    if _completed(into):
+        copies.download(end, into, lambda name: name in _models(end))
 
 
 def _models(copy: Copy) -> set[str]:

@@ -180,8 +180,10 @@ class Mirror(Sink):
             self.metrics["mirror/step"] = float(now[-1])
             for step in self._copies.steps():
                 if step not in now:
+                    self._copies.refuse_other(self._me)
                     self._copies.remove(name_of(step))
         if ending:
+            self._copies.refuse_other(self._me)
             names = files_to_copy(self._run_dir, *RESULTS)
             files = {name: self._run_dir / name for name in names}
             self._copies.upload(END, files, lambda sent: None)
@@ -206,6 +208,7 @@ class Mirror(Sink):
             names += [f"{within}/{name}" for name in _manifest(before)]
 
             def check(sent: Files) -> None:
+                self._copies.refuse_other(self._me)  # an upload may take hours
                 # A run that has gone back has other files: they do not belong to this checkpoint.
                 if read_bytes(manifest) != before:
                     raise FileNotFoundError(str(manifest))
@@ -214,6 +217,7 @@ class Mirror(Sink):
                         raise OSError(f"{within}/{name} is not as its {MANIFEST} says")
 
             files = {name: self._run_dir / name for name in names}
+            self._copies.refuse_other(self._me)
             sent = self._copies.upload(name_of(step), files, check)
         except FileNotFoundError:
             if step in self._store.steps():

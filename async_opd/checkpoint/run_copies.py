@@ -10,7 +10,6 @@ with another content than these, nothing is taken for a copy. Nothing in a copy 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from async_opd.checkpoint.store import EVALUATED, FOLDER
 from async_opd.core.written_file import WrittenFile
 from async_opd.files.remote import Changed, RemoteFile
+from async_opd.processes.background import each_of
 
 LISTING, END, WRITER = "files.json", "end", "writer"
 MAX_LISTING_BYTES, MAX_WRITER_BYTES = 64 << 20, 64
@@ -104,9 +104,8 @@ class RunCopies:
     def upload(self, name: str, files: Mapping[str, Path], check: Callable[[Files], None]) -> Files:
         """Makes a copy of local files. What ``check`` raises of them keeps it incomplete."""
         self.remove(name)
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            sent = pool.map(lambda one: (self.place / name / one).upload(files[one]), files)
-            found = dict(zip(files, sent, strict=True))
+        sent = each_of(lambda one: (self.place / name / one).upload(files[one]), files, AT_ONCE)
+        found = dict(zip(files, sent, strict=True))
         check(found)
         (self.place / name / LISTING).write(_Listing.dump_json(found))
         return found
@@ -122,8 +121,7 @@ class RunCopies:
             (self.place / copy.name / name).download(into / name, chosen[name])
 
         try:
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(one, chosen))
+            each_of(one, chosen, AT_ONCE)
         except FileNotFoundError as error:
             raise Changed(f"{self.place / copy.name} lacks a file: {error}") from error
 
@@ -135,6 +133,10 @@ class RunCopies:
     def claim(self, writer: str) -> None:
         """Notes which process writes here from now on."""
         (self.place / WRITER).write(writer.encode())
+
+    def claimed(self) -> bool:
+        """Whether a process has ever claimed the URL: all that is written there follows that."""
+        return (self.place / WRITER).exists()
 
     def refuse_other(self, writer: str) -> None:
         """OSError if another process has claimed the URL since."""

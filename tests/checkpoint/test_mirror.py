@@ -257,6 +257,34 @@ def test_a_copy_of_another_config_replaces_nothing(tmp_path: Path) -> None:
     assert other.store.steps() == [2]
 
 
+def test_an_older_copy_of_another_run_is_refused_before_it_would_be_removed(tmp_path: Path) -> None:
+    other, run = LocalRun(tmp_path / "other"), LocalRun(tmp_path / "run")
+    other.train(2, identity(config(seed=1), ROWS))
+    sync(other)
+    run.train(4)
+    with pytest.raises(ConfigError, match="seed"):
+        take_mirrored(URL, run.folder, IDENTITY)
+    assert RunCopies.at(URL).steps() == [2]
+
+
+def test_folders_that_no_mirror_wrote_are_refused(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(4)
+    (RemoteFile(URL) / "step_100" / "model.safetensors").write(b"of somebody else")
+    with pytest.raises(ConfigError, match="no mirror wrote"):
+        take_mirrored(URL, run.folder, IDENTITY)
+
+
+def test_a_copy_replaces_a_damaged_checkpoint_of_its_step(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    sync(run)
+    (run.store.folder / "step_4" / "trainer.safetensors").write_bytes(b"a broken disk")
+    assert "step 4 is taken" in take_mirrored(URL, run.folder, IDENTITY)[-1]
+    assert load(run.store.folder / "step_4").cut.step == 4
+
+
 def test_a_changed_copy_is_skipped_and_without_a_whole_one_the_resume_is_refused(
     tmp_path: Path,
 ) -> None:
@@ -324,6 +352,32 @@ def test_a_process_stops_once_another_one_mirrors_to_its_url(tmp_path: Path) -> 
     assert RunCopies.at(URL).steps() == [2, 4]
 
 
+def test_a_process_whose_upload_took_long_removes_no_copy_of_the_one_that_took_over(
+    tmp_path: Path,
+) -> None:
+    old, new = LocalRun(tmp_path / "old"), LocalRun(tmp_path / "new")
+    old.train(2)
+    mirror = old.mirror()
+    mirror._sync(False)
+    old.train(4)
+    upload, first = RemoteFile.upload, threading.Semaphore(1)
+
+    def slow(self: RemoteFile, source: Path) -> Any:
+        if first.acquire(blocking=False):
+            take_mirrored(URL, new.folder, IDENTITY)
+            new.train(6)
+            sync(new)
+        return upload(self, source)
+
+    with (
+        patch.object(RemoteFile, "upload", slow),
+        pytest.raises(OSError, match="another process mirrors"),
+    ):
+        mirror._sync(False)
+    assert RunCopies.at(URL).complete("step_6") is not None
+    assert RunCopies.at(URL).complete("step_4") is None
+
+
 def test_a_failure_is_a_warning_and_is_mended_by_the_next_checkpoint(tmp_path: Path) -> None:
     run, said = LocalRun(tmp_path / "run"), list[tuple[str, str]]()
     run.train(2)
@@ -352,6 +406,37 @@ def test_the_end_has_the_results_and_a_resume_elsewhere_finds_the_run_completed(
     take_mirrored(URL, tmp_path / "other", IDENTITY)
     assert is_completed(tmp_path / "other")
     assert (tmp_path / "other/model/config.json").read_text() == "{}"
+
+
+def completed_without_checkpoints(folder: Path) -> None:
+    run = LocalRun(folder)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text("{}")
+    (folder / "summary.json").write_text('{"status": "completed"}')
+    assert run.mirror().close(summary("completed")) is None
+
+
+def test_a_run_that_completed_without_checkpoints_is_completed_elsewhere(tmp_path: Path) -> None:
+    completed_without_checkpoints(tmp_path / "run")
+    assert "completed run is taken" in take_mirrored(URL, tmp_path / "other", IDENTITY)[0]
+    assert is_completed(tmp_path / "other")
+    assert not (tmp_path / "other/.mirror.partial").exists()
+
+
+def test_the_end_of_another_run_without_checkpoints_is_not_removed(tmp_path: Path) -> None:
+    completed_without_checkpoints(tmp_path / "other")
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    with pytest.raises(ConfigError, match="holds another run"):
+        take_mirrored(URL, run.folder, IDENTITY)
+    assert not is_completed(run.folder)
+
+
+def test_a_changed_end_without_checkpoints_refuses_the_resume(tmp_path: Path) -> None:
+    completed_without_checkpoints(tmp_path / "run")
+    (RemoteFile(URL) / END / "model" / "config.json").write(b"{ }")
+    with pytest.raises(CheckpointError, match="was changed or cut off"):
+        take_mirrored(URL, tmp_path / "other", IDENTITY)
 
 
 def test_of_an_interrupted_run_no_model_is_taken_and_a_resumed_one_removes_its_end(
