@@ -12,6 +12,7 @@ from async_opd.api import checked
 from async_opd.checkpoint.earlier_run import (
     is_completed,
     left_in,
+    newest_mirrored,
     refuse_another,
     refuse_begun,
     refuse_mirrored,
@@ -104,7 +105,13 @@ def _resumed(config: RunConfig, inputs: Inputs, where: str, run_dir: Path) -> st
     if is_completed(run_dir):
         return f"{run_dir} is completed already"
     steps = Checkpoints(run_dir / FOLDER, 1).steps()
-    return f"the run would go on after step {steps[-1] if steps else 0} of {config.train.steps}"
+    step, mirror = steps[-1] if steps else 0, config.checkpoint.mirror
+    newest = 0 if mirror is None else newest_mirrored(mirror)
+    if newest > step:
+        return (
+            f"the run takes step {newest} from {mirror}, if it is whole, and would go on after it"
+        )
+    return f"the run would go on after step {step} of {config.train.steps}"
 
 
 def outputs(config: RunConfig) -> list[str]:

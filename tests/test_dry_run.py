@@ -74,6 +74,18 @@ def test_it_says_after_which_step_a_resumed_run_would_go_on(
     assert files(begun) == before
 
 
+def test_a_newer_step_of_the_mirror_is_named(
+    begun: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copies = RunCopies.at(f"file://{tmp_path}/mirror")
+    copies.upload("step_9", {"run.log": Path(__file__)}, lambda files: None)
+    before = files(tmp_path)
+    mirror = f"checkpoint.mirror=file://{tmp_path}/mirror"
+    assert dry_run("--run-dir", "runs/mine", "--resume", mirror) == 0
+    assert f"takes step 9 from file://{tmp_path}/mirror, if it is whole" in capsys.readouterr().out
+    assert files(tmp_path) == before
+
+
 def test_a_run_of_another_config_is_refused(
     begun: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -70,6 +70,13 @@ def refuse_mirrored(url: str) -> None:
         raise ConfigError([Problem("command line", "checkpoint.mirror", message, remedy)])
 
 
+def newest_mirrored(url: str) -> int:
+    """The newest step at the URL whose copy is complete; 0 without one. CheckpointError."""
+    with _answering(url):
+        newest = RunCopies.at(url).newest()
+    return 0 if newest is None else newest[0]
+
+
 def refuse_another(folder: Path, identity: str) -> None:
     """ConfigError if the last checkpoint in ``folder``, of a completed run, has another config."""
     for step in Checkpoints(folder, 1).steps()[-1:]:
