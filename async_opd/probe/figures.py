@@ -31,7 +31,7 @@ class Estimate:
     """A mean over prompts or responses, and its standard error.
 
     ``stderr`` is the sample standard deviation (denominator: values - 1) over the square root of
-    their number; 0 of a single value, which says nothing about others.
+    their number; of a single value its size, since it says nothing about others.
     """
 
     mean: float
@@ -44,7 +44,8 @@ class Estimate:
         found = found[~np.isnan(found)]
         if not len(found):
             return None
-        spread = found.std(ddof=1) / math.sqrt(len(found)) if len(found) > 1 else 0.0
+        one = len(found) == 1
+        spread = abs(found[0]) if one else found.std(ddof=1) / math.sqrt(len(found))
         return cls(float(found.mean()), float(spread))
 
     def exceeds(self, least: float, errors: float) -> bool:

@@ -98,6 +98,11 @@ def _judge(one: PairFigures) -> tuple[Kind, str]:
         return "will_teach", f"will teach: the teacher is better ({said})"
     if -one.headroom.mean > max(LEAST_ACCURACY, SURE * one.headroom.stderr):
         return "worse", f"worse: the student would forget what it can ({said})"
+    if abs(one.headroom.mean) > LEAST_ACCURACY:
+        return (
+            "equal",
+            f"equal, or who is better is not known: {said}, ask more prompts (--prompts)",
+        )
     return "equal", f"equal: nothing to gain in accuracy ({said})"
 
 

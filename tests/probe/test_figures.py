@@ -24,6 +24,12 @@ def test_an_estimate_has_the_standard_error_of_its_mean() -> None:
     assert found.stderr == pytest.approx(np.std([0, 1, 1, 0], ddof=1) / 2)
 
 
+def test_one_value_is_as_uncertain_as_it_is_large() -> None:
+    found = Estimate.of([-0.5])
+    assert found == Estimate(-0.5, 0.5)
+    assert not Estimate(0.5, 0.5).exceeds(0.02, 2)
+
+
 def test_without_grades_there_is_no_accuracy_and_no_headroom() -> None:
     nan = [math.nan, math.nan]
     found = figures_of(measured([response(FLAT, SHARP)], nan, nan))

@@ -37,6 +37,18 @@ def test_a_difference_within_two_standard_errors_is_equal(headroom: Estimate) ->
     assert verdict(headroom=headroom).kind == "equal"
 
 
+def test_one_prompt_decides_nothing() -> None:
+    one = figures_of(measured([response(TEACHER, STUDENT)], [0.0], [1.0]))
+    (found,) = verdicts([one])
+    assert found.kind == "equal"
+    assert "not known: +100.0% ± 100.0%, ask more prompts (--prompts)" in found.words
+
+
+def test_equal_models_differ_by_little_and_others_need_more_prompts() -> None:
+    assert "nothing to gain" in verdict(headroom=Estimate(0.01, 0.03)).words
+    assert "ask more prompts" in verdict(headroom=Estimate(-0.05, 0.03)).words
+
+
 def test_a_worse_teacher_is_left_out() -> None:
     found = verdict(headroom=Estimate(-0.3, 0.02))
     assert found.kind == "worse"
