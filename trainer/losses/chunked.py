@@ -169,7 +169,7 @@ class _ChunkPass:
             reports.append(self._losses(out, rows, states))
             _accumulate(sums, rows, out, part, matrix)
         self.metrics = concat_metrics(reports) | concat_metrics(self.top)
-        if sums[0] is not None:
+        if reports and sums[0] is not None:
             self.metrics[GRADIENT] = torch.linalg.vector_norm(sums[0], dim=-1)
         loss = self.metrics["total"].sum() if reports else hidden.new_zeros((), dtype=precise)
         inputs = (hidden, weight, bias)

@@ -155,9 +155,8 @@ class UserDivergenceConfig(DivergenceConfig):
         return self
 
 
-Loss = (
-    ForwardKLConfig | ReverseKLConfig | JSDConfig | UserDivergenceConfig | K1Config | SampledConfig
-)
+Divergence = ForwardKLConfig | ReverseKLConfig | JSDConfig
+Loss = Divergence | UserDivergenceConfig | K1Config | SampledConfig
 
 
 class RewardConfig(Section):
