@@ -163,9 +163,11 @@ def _listed(value: Any) -> list[Any]:
 def _divided(message: Part, placeholder: str) -> Part:
     """A copy of a message whose text has a part of type image for each placeholder.
 
-    Parts lose keys without a value, which parquet adds, and which templates take for an image.
+    A single part becomes a list of one. Parts lose keys without a value, which parquet adds, and
+    which templates take for an image.
     """
     content = message.get("content")
+    content = [content] if isinstance(content, dict) else content
     if isinstance(content, list):
         given = [
             {key: value for key, value in part.items() if value is not None}

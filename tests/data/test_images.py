@@ -106,6 +106,13 @@ def test_a_part_may_hold_its_own_image(tmp_path: Path, part: dict[str, Any]) -> 
     assert row.encoded == {sha256(RED): RED}
 
 
+def test_a_single_part_in_place_of_a_list_of_parts_is_read() -> None:
+    row = row_of({"prompt": [{"role": "user", "content": {"type": "image", "image": RED}}]})
+    assert content(row) == [image(RED)]
+    with pytest.raises(ValueError, match="has 'video', and only text and images are read"):
+        row_of({"prompt": [{"role": "user", "content": {"type": "video", "video": "a.mp4"}}]})
+
+
 def test_images_come_before_the_first_users_text_without_a_placeholder() -> None:
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What?"}]
     fields = {"prompt": messages, "images": [RED]}
