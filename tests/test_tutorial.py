@@ -62,7 +62,7 @@ def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> N
     empty.mkdir()
     walked = steps()
     names = [command.split()[1] for command, _ in walked if command.startswith("async_opd")]
-    assert names == ["quickstart", "init", "doctor", "run"]
+    assert names == ["quickstart", "init", "doctor", "probe", "run"]
     for command, lines in walked:
         done = subprocess.run(
             command,
