@@ -10,6 +10,7 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -95,16 +96,24 @@ def _started(processes: Sequence[Any]) -> Iterator[None]:
             process.join()
 
 
+def _forget_pools() -> None:
+    """No thread of a pool that the parent has used is here after the fork: it is waited for."""
+    torch.set_num_threads(1)
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is not None:  # which forgets its processes itself, and not its threads
+        inductor.AsyncCompile.pool.cache_clear()
+
+
 def _lead(spec: RankSpec, rank_group: Pipes, lead: Lead, answer: Connection) -> None:
     alone = rank_group.ranks == 1
-    torch.set_num_threads(1)
+    _forget_pools()
     answer.send(lead(None if alone else spec, SINGLE_RANK if alone else rank_group))
     os._exit(0)  # gloo's threads may abort an interpreter that is finalized
 
 
 def _following(spec: RankSpec, follow: Follow, orders: Connection) -> Callable[[], None]:
     def work() -> None:
-        torch.set_num_threads(1)
+        _forget_pools()
         follower = follow(spec)
         while True:
             method, given = orders.recv()
