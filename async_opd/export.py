@@ -10,10 +10,12 @@ import argparse
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from async_opd.config.run_config import RunConfig
 from async_opd.config.secrets import Redactor
@@ -56,7 +58,7 @@ def _export(given: argparse.Namespace) -> int:
     with private_files(), run_at(given.source, record_and_weights) as found:
         checkpoint = found / FOLDER / given.source.rstrip("/").rpartition("/")[2]
         source = checkpoint if is_url(given.source) and checkpoint.is_dir() else found
-        export(source.absolute(), out, given.dtype, adapter=given.adapter)
+        export(source.resolve(), out, given.dtype, adapter=given.adapter)
     print(on_one_line(f"the student is in {out}"))
     if given.push:
         print(on_one_line(f"pushed to {push(out, given.push)}"))
@@ -84,8 +86,7 @@ def export(source: Path, out: Path, dtype: str | None = None, *, adapter: bool =
     config = load_config(run_dir / "config.yaml")
     if adapter and config.train.lora is None:
         raise _refused("--adapter", "the run has no adapters", "leave --adapter out")
-    made = out.with_name(out.name + ".export")
-    remove_tree(made)
+    made = out.with_name(f".{out.name}.{os.getpid()}.partial")
     try:
         if is_checkpoint:
             _of_checkpoint(source, made, dtype)
@@ -109,7 +110,10 @@ def push(folder: Path, repo: str) -> str:
         done = hub.upload_folder(repo_id=repo, folder_path=folder, commit_message=words)
     except Exception as error:  # of HTTP, of names, of files: the library has many kinds
         cause = f"{repo} was not pushed: {type(error).__name__}: {error}"
-        remedy = f"{folder} is complete; HF_TOKEN needs the right to write, then push it again"
+        remedy = (
+            f"{folder} is complete; HF_TOKEN needs the right to write, then "
+            f"hf upload {repo} {folder}"
+        )
         raise StageError("export", cause, remedy) from error
     return str(done)
 
@@ -206,17 +210,30 @@ def _results(run_dir: Path) -> Iterator[tuple[str, float]]:
 
 
 def _named(name: str) -> str:
-    """The last part of an absolute path; a hub's id as it is."""
-    return on_one_line(Path(name).name if name.startswith("/") else name)
+    return on_one_line(_without_place(name))
+
+
+def _without_place(text: str) -> str:
+    """The last part of a path or URL, without folders and hosts; any other text as it is.
+
+    A copy in the hub's cache is named by id and revision.
+    """
+    from async_opd.files.hub_snapshot import hub_id
+
+    if (cached := hub_id(text)) is not None:
+        return "@".join(cached)
+    if re.match(r"[a-z][a-z0-9+.-]*://", text):
+        text = urlsplit(text).path or "/"
+    return Path(text).name or "…" if text.startswith(("/", "~")) else text
 
 
 def _without_folders(value: Any) -> Any:
-    """The tree with ``_named`` applied to all texts that are absolute paths."""
+    """The tree with ``_without_place`` applied to all texts."""
     if isinstance(value, dict):
         return {key: _without_folders(one) for key, one in value.items()}
     if isinstance(value, list):
         return [_without_folders(one) for one in value]
-    return _named(value) if isinstance(value, str) and value.startswith("/") else value
+    return _without_place(value) if isinstance(value, str) else value
 
 
 def _refused(key: str, message: str, remedy: str) -> ConfigError:

@@ -18,6 +18,7 @@ from async_opd.checkpoint.run_copies import RunCopies
 from async_opd.checkpoint.store import Checkpoints
 from async_opd.cli import main
 from async_opd.config.load import dump_config
+from async_opd.export import _without_folders
 from async_opd.files.durable import written_file
 from async_opd.files.origin import add_origin
 from async_opd.files.run_format import write_run_format
@@ -96,13 +97,36 @@ def test_the_card_names_student_teachers_data_results_versions_and_no_folder(
     assert str(run_dir.parent) not in card
 
 
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        ("/cache/hub/models--Qwen--Qwen3-8B/snapshots/0f1e", "Qwen/Qwen3-8B@0f1e"),
+        ("/home/me/student", "student"),
+        ("~/student", "student"),
+        ("file:///home/me/rows.jsonl", "rows.jsonl"),
+        ("http://10.0.0.7:8000", "…"),
+        ("Qwen/Qwen3-8B", "Qwen/Qwen3-8B"),
+        ("Answer.\nBriefly.", "Answer.\nBriefly."),
+    ],
+)
+def test_the_cards_config_has_ids_and_no_folder_or_host(given: str, shown: str) -> None:
+    assert _without_folders({"a": [given]}) == {"a": [shown]}
+
+
+def test_a_checkpoint_is_named_from_within_the_run(
+    run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_dir / "checkpoints")
+    assert main(["export", "../checkpoints/step_2", str(tmp_path / "out")]) == 0
+
+
 def test_adapters_are_written_alone(tmp_path: Path) -> None:
     made = run_of(tmp_path, lora=LORA)
     out = tmp_path / "out"
     assert main(["export", f"{made}/checkpoints/step_2", str(out), "--adapter"]) == 0
     names = {path.name for path in out.iterdir()}
     assert names == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
-    assert not (tmp_path / "out.export").exists()
+    assert list(tmp_path.glob(".out*")) == []
 
 
 @pytest.mark.parametrize(

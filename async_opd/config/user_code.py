@@ -68,7 +68,7 @@ def user_transport(name: str) -> ModuleType:
     return found
 
 
-def fits(function: Callable[..., Any], name: str, *given: Any, **options: Any) -> None:
+def fits(function: Callable[..., Any], name: str, /, *given: Any, **options: Any) -> None:
     """UserCodeError if the function does not take these arguments."""
     try:
         signature = inspect.signature(function)

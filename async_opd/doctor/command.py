@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +76,7 @@ def _doctor(given: argparse.Namespace) -> int:
             _start(config, given.config, found)
     prompts = [] if shown else found.prompts
     rest = _lines(found.findings[shown:], prompts) + _summary(found)
-    print(given.redacted(_document(found) if given.json else rest))
+    print(_document(found, given.redacted) if given.json else given.redacted(rest))
     return WORKS if found.works else COULD_NOT
 
 
@@ -95,8 +95,18 @@ def _say(text: str) -> None:
     write_stderr(indented(text))
 
 
-def _document(found: Examination) -> str:
-    return json.dumps({"works": found.works} | asdict(found), indent=2, allow_nan=False)
+def _document(found: Examination, redacted: Callable[[str], str]) -> str:
+    """JSON, whose texts are redacted before they are escaped: a secret may have a quote in it."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: shown(one) for key, one in value.items()}
+        if isinstance(value, list | tuple):
+            return [shown(one) for one in value]
+        return redacted(value) if isinstance(value, str) else value
+
+    document = {"works": found.works} | shown(asdict(found))
+    return json.dumps(document, indent=2, allow_nan=False)
 
 
 def _lines(findings: Sequence[Finding], prompts: Sequence[ShownPrompt]) -> str:

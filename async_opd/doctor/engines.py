@@ -195,6 +195,9 @@ async def _scored_by_itself(
 
 def _floor(what: str, found: Agreement, bound: float) -> Finding:
     message = f"mismatch floor, the student by itself: {what}: {found}; bound {bound:.2g}"
+    if not found.tokens:
+        message = f"mismatch floor, the student by itself: {what}: not measured, without any token"
+        return Finding(TOPIC, "warning", message, "see why responses are empty: doctor's prompts")
     fits = found.mean <= bound
     return Finding(TOPIC, "ok" if fits else "warning", message, "" if fits else DTYPES)
 
@@ -237,6 +240,9 @@ async def _of_teacher(
 def _apart(name: str, who: str, found: Agreement, signal: float, bound: float) -> Finding:
     """``signal``: mean absolute difference in nats between teacher and student."""
     message = f"teachers.{name}: {who}: {found}; from the student it is {signal:.2g} nats"
+    if not found.tokens:
+        remedy = "see why responses are empty: doctor's prompts"
+        return Finding(TOPIC, "warning", f"teachers.{name}: {who}: no token to compare", remedy)
     if found.mean <= bound:
         return Finding(TOPIC, "ok", message)
     remedy = "give all of them the same weights, dtype, quantization and version of the server"

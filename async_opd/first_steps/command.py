@@ -88,6 +88,9 @@ def _init(given: argparse.Namespace) -> int:
     if target.exists() and not given.force:
         problem = Problem(str(target), "", "exists already", "add --force, or name another file")
         raise ConfigError([problem])
+    if "=" in target.name and not target.exists():
+        remedy = f"for a key of the config: --set {target}"
+        raise ConfigError([Problem("command line", "FILE", f"{target} is taken for it", remedy)])
     if not target.parent.is_dir():
         problem = Problem(str(target), "", "has no directory yet", f"mkdir -p {target.parent}")
         raise ConfigError([problem])
@@ -130,14 +133,14 @@ def _asked(question: str, default: str) -> str:
 
 
 def _quickstart(run: Run, given: argparse.Namespace) -> int:
-    from async_opd.first_steps.quickstart import CONFIG, NAME, copy_to, packaged
+    from async_opd.first_steps.quickstart import CONFIG, NAME, copy_to, packaged, refuse_folder
 
     folder = Path(given.folder)
     config = folder / CONFIG
     if given.dry_run:
+        refuse_folder(folder)
         config = config if config.exists() else packaged() / CONFIG
     else:
-        folder.mkdir(parents=True, exist_ok=True)
         for path in copy_to(folder):
             print(on_one_line(f"wrote {path}"))
     given.config = str(config)

@@ -23,17 +23,29 @@ def packaged() -> Path:
     return found
 
 
+def refuse_folder(folder: Path) -> None:
+    """ConfigError for a file, and for a folder with inputs and without their config."""
+    if folder.exists() and not folder.is_dir():
+        message, remedy = f"{folder} is no directory", "name another one"
+    elif not folder.exists() and "=" in folder.name:
+        message, remedy = f"{folder} is taken for DIR", f"for a key of the config: --set {folder}"
+    elif (folder / NAME).exists() and not (folder / CONFIG).exists():
+        message = f"{folder / NAME} exists, but {CONFIG} beside it does not"
+        remedy = f"remove {folder / NAME}, or name another directory: async_opd quickstart DIR"
+    else:
+        return
+    raise ConfigError([Problem("command line", "DIR", message, remedy)])
+
+
 def copy_to(folder: Path) -> list[Path]:
     """Copies what is not in the folder yet, the config last; returns what was written.
 
-    ConfigError if the config is missing beside inputs that are there.
+    ConfigError where ``refuse_folder`` raises it.
     """
+    refuse_folder(folder)
     if (folder / CONFIG).exists():
         return []
-    if (folder / NAME).exists():
-        message = f"{folder / NAME} exists, but {CONFIG} beside it does not"
-        remedy = f"remove {folder / NAME}, or name another directory: async_opd quickstart DIR"
-        raise ConfigError([Problem("command line", "DIR", message, remedy)])
+    folder.mkdir(parents=True, exist_ok=True)
     source, partial = packaged(), folder / f".{NAME}.partial"
     shutil.rmtree(partial, ignore_errors=True)  # of a copy that was interrupted
     for name in INPUTS:

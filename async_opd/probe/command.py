@@ -82,11 +82,13 @@ def _lines(pairs: Sequence[PairFigures], judged: Sequence[Judgement]) -> Iterato
         asked = verdict.suggestion
         advice = f"loss.kind={asked.objective} loss.top_k={asked.top_k}"
         weight = f"teachers.{pair.teacher}.weight={asked.weight}"
-        left_out = f"leave {pair.teacher} out for {pair.source}"
+        without = f"leave {pair.teacher} out for {pair.source}"
+        if verdict.kind == "unclear":
+            without = f"first --prompts {4 * pair.prompts}"
         yield indented(f"{pair.source}, teacher {pair.teacher}: {verdict.words}")
         yield indented(f"  score        {score}, the expected gain in accuracy")
         yield from (indented(f"  {name:<13}{text}") for name, text in _figures(pair))
-        yield indented(f"  suggestion   {advice} {left_out if asked.weight is None else weight}")
+        yield indented(f"  suggestion   {advice} {without if asked.weight is None else weight}")
         yield ""
 
 

@@ -18,7 +18,7 @@ from typing import Literal
 
 from async_opd.probe.figures import PairFigures
 
-Kind = Literal["will_teach", "equal", "worse", "wrong_template", "nothing_to_reach"]
+Kind = Literal["will_teach", "equal", "unclear", "worse", "wrong_template", "nothing_to_reach"]
 SURE, SURE_OF_TEMPLATE = 2.0, 3.0
 """Standard errors of a difference that counts; of the template's more, because each pair is asked
 and few templates are wrong."""
@@ -35,7 +35,7 @@ reverse KL of a teacher that is broader than the student."""
 
 @dataclass(frozen=True)
 class Suggestion:
-    """``weight`` is the teacher's, beside those of others; None: leave the teacher out."""
+    """``weight`` is the teacher's, beside those of others; None where it does not teach."""
 
     objective: str
     top_k: int
@@ -99,10 +99,7 @@ def _judge(one: PairFigures) -> tuple[Kind, str]:
     if -one.headroom.mean > max(LEAST_ACCURACY, SURE * one.headroom.stderr):
         return "worse", f"worse: the student would forget what it can ({said})"
     if abs(one.headroom.mean) > LEAST_ACCURACY:
-        return (
-            "equal",
-            f"equal, or who is better is not known: {said}, ask more prompts (--prompts)",
-        )
+        return "unclear", f"unclear: who is better is not known ({said}), ask more prompts"
     return "equal", f"equal: nothing to gain in accuracy ({said})"
 
 

@@ -10,7 +10,7 @@ import pytest
 from async_opd.checks.preflight import preflight
 from async_opd.config.load import load_config
 from async_opd.config.run_config import RunConfig
-from async_opd.config.user_code import LOGGERS, UserCodeError, user_object
+from async_opd.config.user_code import LOGGERS, UserCodeError, fits, user_object
 from async_opd.core.errors import ConfigError, SourceError
 from async_opd.core.row import Row
 from async_opd.data.user import UserSource
@@ -105,6 +105,10 @@ def test_a_logger_that_cannot_be_made_is_refused_before_a_run(name: str, cause: 
 def test_a_name_without_an_entry_point_is_told_those_that_are_installed() -> None:
     with pytest.raises(UserCodeError, match=r"'keptt' of async_opd.loggers \(installed: .*kept"):
         user_object("keptt", LOGGERS)
+
+
+def test_an_option_may_have_any_name() -> None:
+    fits(lambda *, name, function: None, "of_a_user:rows", name="a", function="b")
 
 
 def source(**options: int) -> UserSource:

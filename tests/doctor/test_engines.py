@@ -22,7 +22,8 @@ from async_opd.core.samples import Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
-from async_opd.doctor.engines import ITSELF, examine_engines
+from async_opd.doctor.agreement import Agreement
+from async_opd.doctor.engines import ITSELF, _apart, _floor, examine_engines
 from async_opd.doctor.finding import Finding
 from async_opd.weight_sync.layout import Reference, WeightMeta
 from tests.checks.inputs import EXAMPLE, FEW, config
@@ -166,6 +167,12 @@ def test_an_update_that_a_replica_does_not_compute_with_is_an_error(
     cluster.pools.syncs = [1e-4, 0.5]
     (error,) = [one for one in found(tmp_path) if one.status == "error"]
     assert error.found.startswith("one update, rollout engines against trainer: mean |Δ| 0.5")
+
+
+def test_what_was_compared_on_no_token_is_no_agreement() -> None:
+    nothing = Agreement.of([], [])
+    assert _floor("its responses", nothing, 1e-3).status == "warning"
+    assert _apart("t", "its replicas", nothing, 0.0, 1e-3).status == "warning"
 
 
 def test_the_replicas_that_are_farthest_apart_are_named(cluster: Cluster, tmp_path: Path) -> None:

