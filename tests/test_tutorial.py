@@ -70,10 +70,11 @@ def test_every_command_of_the_tutorial_prints_what_it_shows(tmp_path: Path) -> N
             cwd=empty,
             env=environment(installed),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,  # in the order of a terminal
             text=True,
             timeout=300,
         )
-        said = done.stdout + done.stderr
+        said = done.stdout
         assert done.returncode == 0, f"{command}\n{said}"
         assert missing(lines, said) is None, f"{command}: no {missing(lines, said)!r} in\n{said}"

@@ -142,7 +142,7 @@ def _quickstart(run: Run, given: argparse.Namespace) -> int:
         config = config if config.exists() else packaged() / CONFIG
     else:
         for path in copy_to(folder):
-            print(on_one_line(f"wrote {path}"))
+            print(on_one_line(f"wrote {path}"), flush=True)  # before the run's own lines
     given.config = str(config)
     given.run_dir = str(folder / "runs" / f"{NAME}-{time.strftime('%Y%m%d-%H%M%S')}")
     return run(given)
