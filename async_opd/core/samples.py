@@ -9,8 +9,8 @@ response), k for the teacher's top-k. Log-probabilities are natural logarithms (
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, Self
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,7 +52,11 @@ class Prompt:
     ``token_ids`` is int32 [P]. ``teacher`` is the name of the teacher that scores its rollouts.
     ``row`` is the source's entry for a grader, where there is a reward; a graded rollout has none.
     ``teacher_ids`` int32 are the prompt's tokens for the teacher, if they differ. ``media`` are its
-    images, in order, without their bytes.
+    images, in order. ``encoded`` are their bytes by ``sha256``, where the prompt was made: a
+    pickled prompt has none.
+
+    Before a rollout ``token_ids`` has one placeholder an image. A rollout's prompt has the tokens
+    of each image in place of it, and its ``teacher_ids`` still one.
     """
 
     uid: Uid
@@ -62,6 +66,10 @@ class Prompt:
     row: Row | None = None
     teacher_ids: Int32 | None = None
     media: tuple[Media, ...] = ()
+    encoded: dict[str, bytes] = field(default_factory=dict, repr=False, compare=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "encoded": {}}
 
     @property
     def seen_by_teacher(self) -> Prompt:

@@ -44,7 +44,7 @@ def to_prompt(
 ) -> Prompt:
     """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
-    The prompt contains the row, without its images' bytes, if its rollouts are ``graded``.
+    The prompt has the row, without its images' bytes, if its rollouts are ``graded``.
     ``readers`` are of the teachers that read another prompt (``async_opd.data.teacher_prompts``).
     ``truncate`` cuts off what is before the last ``limit`` tokens. RolloutFault if the row has no
     teacher, or not 1 to ``limit`` tokens.
@@ -55,7 +55,7 @@ def to_prompt(
     teacher_ids = None if reader is None else _encoded(row, reader, limit, truncate)
     graded_row = replace(row, encoded={}) if graded else None
     own = (_uid(row, epoch), row.data_source, teacher, ids)
-    return Prompt(*own, graded_row, teacher_ids, row.images)
+    return Prompt(*own, graded_row, teacher_ids, row.images, row.encoded)
 
 
 def _encoded(

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -305,6 +306,13 @@ def test_a_prompt_has_references_to_its_images_and_a_graded_ones_row_has_no_byte
     assert prompt.media == row.images
     assert prompt.row is not None
     assert (prompt.row.images, prompt.row.encoded) == (row.images, {})
+
+
+def test_a_prompt_has_its_images_bytes_where_it_was_made_and_a_message_of_it_has_none() -> None:
+    prompt = to_prompt(row_of({"prompt": "<image>?", "images": [RED]}), lambda _: [1, 2], str)
+    assert prompt.encoded == {sha256(RED): RED}
+    assert RED not in pickle.dumps(replace(prompt, teacher="other"), protocol=5)
+    assert pickle.loads(pickle.dumps(prompt)).encoded == {}
 
 
 def stream(path: Path, window: int) -> list[Prompt | DeadLetter]:

@@ -32,7 +32,7 @@ SCORED_FILE = "scored.safetensors"
 FORMAT_ERRORS = (AttributeError, KeyError, TypeError, ValueError)
 """Errors of reading a safetensors file that ``write_samples`` did not write."""
 KINDS = {kind.__name__: kind for kind in get_args(Scores)}
-NOT_STORED = ("prompt", "row", "spans", "version_spans")
+NOT_STORED = ("prompt", "row", "spans", "version_spans", "encoded")
 """Fields stored on their own, and ``row``, which only graders read: a scored sample is graded."""
 
 
