@@ -41,10 +41,9 @@ from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_runs import EvaluationRuns
 from async_opd.grading.evaluation_schedule import Evaluations
-from async_opd.observability.activity import admitted, shown, traced
+from async_opd.observability.activity import admitted, traced
 from async_opd.observability.event_forwarder import EventForwarder
 from async_opd.observability.metering import Metering
-from async_opd.observability.pool_report import pool_reports
 from async_opd.observability.stall import StallDetector, teachers_s
 from async_opd.observability.trace_events import ADMISSION
 from async_opd.waiting.race import endless
@@ -78,7 +77,7 @@ class Pipeline:
         cut = None if self.start is None else self.start.cut
         self.run_state = RunState(self.config, self.prompts, self.log, self.journal, cut)
         self.schedule = Evaluations(self.config, self.log, self.evaluated)
-        self.metering = Metering(before=self.log.last)
+        self.metering = Metering(self.config.log.pools_every_s, before=self.log.last)
         self._step = self.run_state.step
         self._events = EventForwarder(self.log)
         self._issued = self._restored = self.start is None
@@ -332,9 +331,10 @@ class Pipeline:
             return await self._bounded(what, work, least_s, endless)
 
     async def _meter(self, report: StepReport) -> None:
-        pools, topics = await pool_reports(self.stages)
+        last = report.step == self.config.train.steps
+        pools, topics = await self.metering.pools(self.stages, last)
         metrics = self.metering.step(report, pools, topics)
-        self.log.busy(shown(report, pools))
+        self.log.busy(self.metering.traced(report, pools))
         warnings = self.run_state.guardrail.observe(metrics)
         metrics |= self.run_state.metrics | (self.checkpointer.metrics if self.checkpointer else {})
         self.log.waits(self.metering.waits)

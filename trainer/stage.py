@@ -120,8 +120,9 @@ class TrainerStage:
             gpu_s = clock() - started - wait_s
             self._learner.version = self._version
             self._pending_tokens = sum(header.tokens for header in taken.headers)
-            with self._activity.busy():
+            with self._activity.busy() as begun:
                 report = await self._compute(train)
+                computed = self._activity.since(begun)
             self._step += 1
             self._trained, self._skipped = taken.headers, report.skipped
         await self._batcher.done()
@@ -143,6 +144,7 @@ class TrainerStage:
             taken.requeued,
             report.skipped,
             report.notes,
+            computed,
         )
 
     async def _take(self) -> tuple[TrainBatch, Callable[[], LearnerReport]]:

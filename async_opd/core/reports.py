@@ -70,7 +70,7 @@ class StepReport:
     ``trained`` are the headers of the batch, ``staleness`` each sample's, in weight versions;
     ``requeued`` is the number of samples that were too stale for it and went to topic ``stale``;
     ``skipped`` is the reason why the batch changed no weights, '' if it did; ``notes`` are lines
-    for the run's log.
+    for the run's log. ``computed`` is when the learner computed it.
     """
 
     step: int
@@ -80,6 +80,7 @@ class StepReport:
     requeued: int = 0
     skipped: str = ""
     notes: tuple[str, ...] = ()
+    computed: Interval | None = None
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from async_opd.core.reports import Interval, StageReport, StepReport
+from async_opd.core.reports import Interval, StepReport
 from async_opd.core.samples import Group, Rollout
 from async_opd.core.stages import Log
 from async_opd.core.uid import is_traced, rollout_uid
@@ -83,13 +83,17 @@ class Activity:
             self._waits[cause] += now - since
             self._idle = None
 
+    def since(self, begun: float) -> Interval:
+        """Work of the pool that ends now. Records nothing: call it in a ``busy`` block."""
+        return self._interval(begun, self.clock())
+
     def sampled(self, uid: str, since: float) -> None:
         """Records work on one sample that ends now, in a ``busy`` block, if the trace follows it.
 
         ``since`` is when it began.
         """
         if is_traced(uid):
-            self._spans.append(replace(self._interval(since, self.clock()), sample=uid))
+            self._spans.append(replace(self.since(since), sample=uid))
 
     def followed(
         self, what: str, work: Callable[[Rollout], Awaitable[Rollout]]
@@ -137,20 +141,10 @@ def admitted(groups: Iterable[Group], now: float) -> list[Interval]:
     return [Interval(ADMIT, now, now, sample=uid) for uid in uids if is_traced(uid)]
 
 
-def shown(report: StepReport, pools: Mapping[str, StageReport]) -> dict[str, list[Interval]]:
-    """What the trace shows of the pools' reports, with the samples of a step."""
-    found = {pool: [*stage.busy, *stage.spans] for pool, stage in pools.items()}
-    found["train"] += trained_samples(report, pools["train"].busy)
-    return found
-
-
-def trained_samples(report: StepReport, busy: Sequence[Interval]) -> list[Interval]:
-    """The step as work on each of its samples that the trace follows.
-
-    ``busy`` are the trainer's intervals, of which the last one is the step.
-    """
-    uids = [header.uid for header in report.trained if is_traced(header.uid)] if busy else []
-    return [replace(busy[-1], sample=uid) for uid in uids]
+def trained_samples(report: StepReport) -> list[Interval]:
+    """The step as work on each of its samples that the trace follows."""
+    uids = [header.uid for header in report.trained if is_traced(header.uid)]
+    return [replace(report.computed, sample=uid) for uid in uids] if report.computed else []
 
 
 def covered(intervals: list[Interval]) -> list[Interval]:

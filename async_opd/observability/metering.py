@@ -10,30 +10,44 @@ from dataclasses import asdict
 
 from async_opd.core.lease import TopicStats
 from async_opd.core.reports import Interval, StageReport, StepReport, SyncReport
-from async_opd.observability.activity import covered, overlap_s
+from async_opd.core.stages import Stages
+from async_opd.observability.activity import covered, overlap_s, trained_samples
+from async_opd.observability.pool_report import pool_reports
 
 LONG_LAG = 8
 """Samples with this staleness and more are counted together."""
 INITIAL = "initial_gap"
+POOLS_S = "perf/pools_s"
+"""Seconds that a row's metrics of pools are about: since the last row with metrics of pools."""
 
 
 class Metering:
-    """Keeps the time of the last step, and the overlap of the pools' intervals so far."""
+    """Keeps the times of the last step and of the pools' last reports, and their overlap so far."""
 
     def __init__(
-        self, clock: Callable[[], float] = time.time, before: Mapping[str, float] | None = None
+        self,
+        every_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
+        before: Mapping[str, float] | None = None,
     ) -> None:
-        """``before`` are the last metrics of the run that is resumed."""
+        """``every_s``: see ``log.pools_every_s``.
+
+        ``before`` are the last metrics of the run that is resumed.
+        """
         self.waits: dict[str, str] = {}
         self.clock = clock
-        self._started = self._last = clock()
+        self._every_s = every_s
+        self._asks = True
+        self._trained: list[Interval] = []
+        self._started = self._last = self._reported = clock()
         self._sync: dict[str, float] = {}
         self._overlap_s = 0.0
         self._initial = {k: v for k, v in (before or {}).items() if k.endswith(INITIAL)}
 
     def start(self) -> None:
         """Called when training begins: time before it (evaluation) is no part of any rate."""
-        self._started = self._last = self.clock()
+        self._started = self._last = self._reported = self.clock()
+        self._asks = True
         self._overlap_s = 0.0
 
     def synced(self, report: SyncReport) -> None:
@@ -47,10 +61,22 @@ class Metering:
         yield
         self._sync[metric] = self.clock() - started
 
+    async def pools(
+        self, stages: Stages, last: bool
+    ) -> tuple[Mapping[str, StageReport], Mapping[str, TopicStats]]:
+        """The pools' reports and the queue's topics, for ``step``; none before it is time.
+
+        It is with the first step and the ``last``, and ``every_s`` after the reports before.
+        """
+        if self._asks or last or self.clock() - self._reported >= self._every_s:
+            self._asks = False
+            return await pool_reports(stages)
+        return {}, {}
+
     def step(
         self, report: StepReport, pools: Mapping[str, StageReport], topics: Mapping[str, TopicStats]
     ) -> dict[str, float]:
-        """The metrics of a step. Rates and busy shares are since the step before."""
+        """The metrics of a step. The pools' rates and busy shares are since their last reports."""
         now = self.clock()
         elapsed = max(now - self._last, 1e-9)
         metrics = dict(report.metrics) | self._sync | self._gaps(report.metrics)
@@ -62,15 +88,34 @@ class Metering:
         for lag, count in Counter(min(lag, LONG_LAG) for lag in report.staleness).items():
             metrics[f"staleness/lag_{lag}"] = float(count)
         metrics["staleness/max"] = float(max(report.staleness, default=0))
-        for pool, stage in pools.items():
-            metrics |= self._pool(pool, stage, elapsed)
-        metrics["perf/overlap"] = self._overlap(pools, now)
+        if pools:
+            metrics[POOLS_S] = covered_s = max(now - self._reported, 1e-9)
+            for pool, stage in pools.items():
+                metrics |= self._pool(pool, stage, covered_s)
+            metrics["perf/overlap"] = self._overlap(pools, now)
+            self._reported = now
         for topic, stats in topics.items():
             metrics |= {
                 f"queue/{topic}/{key}": float(value) for key, value in asdict(stats).items()
             }
         self._last = now
         return metrics
+
+    def traced(
+        self, report: StepReport, pools: Mapping[str, StageReport]
+    ) -> dict[str, list[Interval]]:
+        """What the trace shows: the pools' intervals, and then the samples trained since the last.
+
+        Nothing without reports of pools: a sample's way is written when it is trained, and has to
+        be known by then.
+        """
+        self._trained += trained_samples(report)
+        if not pools:
+            return {}
+        found = {pool: [*stage.busy, *stage.spans] for pool, stage in pools.items()}
+        found["train"] += self._trained
+        self._trained = []
+        return found
 
     def _gaps(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Each teacher's gap in the run's first step with its tokens, and the share closed since.

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_opd.files.json_lines import MetricsRow
+from async_opd.observability.metering import POOLS_S
 from async_opd.plan.inputs import slots_of
 from async_opd.plan.setting import warmup_versions
 from async_opd.report.recorded_run import STEP_S, RecordedRun
@@ -93,9 +94,12 @@ def _rollout(run: RecordedRun, rows: Sequence[MetricsRow], seconds: float) -> Po
     """
     replicas = run.config.rollout.replicas
     all_slots = replicas * slots_of(run.config)
-    slot_s = sum(row.values.get("rollout/limit", all_slots) * row.values[STEP_S] for row in rows)
+    limited = [row.values for row in rows if "rollout/limit" in row.values]
+    limited_s = sum(values.get(POOLS_S, values[STEP_S]) for values in limited)
+    slot_s = sum(one["rollout/limit"] * one.get(POOLS_S, one[STEP_S]) for one in limited)
+    slots = slot_s / limited_s if limited_s else all_slots
     shares = {
-        COMPUTING: total(rows, "rollout/request_s") / max(slot_s, 1e-9),
+        COMPUTING: total(rows, "rollout/request_s") / max(slots * seconds, 1e-9),
         SYNC: total(rows, "rollout/paused_s") / seconds / replicas,
     }
     if any("rollout/wait_gpu_s" in row.values for row in rows):

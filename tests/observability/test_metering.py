@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from async_opd.core.lease import TopicStats
@@ -9,6 +11,7 @@ from async_opd.core.reports import Interval, StageReport, StepReport
 from async_opd.core.samples import (
     Header,
 )
+from async_opd.core.uid import is_traced
 from async_opd.observability.metering import Metering
 
 
@@ -86,3 +89,73 @@ def test_a_resumed_run_keeps_the_initial_gap() -> None:
 def test_a_teacher_that_agreed_from_the_start_has_no_share() -> None:
     metering = Metering()
     assert "teacher/a/gap_closed" not in stepped(metering, 0.0)
+
+
+class AskedStages:
+    """Stages of which only the number of reports is known."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self.rollouter = self.scorer = self.trainer = self.queue = self
+
+    async def report(self) -> Any:
+        self.asked += 1
+        return {}
+
+    async def stats(self) -> dict[str, TopicStats]:
+        return {}
+
+
+async def asked_at(*times: float, every_s: float, last: float = -1.0) -> list[float]:
+    """The times at which the pools are asked, with a step at each of these times."""
+    now, found = 0.0, []
+    metering = Metering(every_s, clock=lambda: now)
+    metering.start()
+    for now in times:
+        stages: Any = AskedStages()
+        pools, topics = await metering.pools(stages, now == last)
+        metering.step(StepReport(1, (), (), {}), {name: StageReport() for name in pools}, topics)
+        found += [now] * bool(stages.asked)
+    return found
+
+
+async def test_pools_are_asked_with_a_step_once_their_last_reports_are_old_enough() -> None:
+    assert await asked_at(2.0, 2.5, 3.9, 4.0, 9.0, 10.0, every_s=2.0) == [2.0, 4.0, 9.0]
+
+
+async def test_pools_are_asked_with_the_first_step() -> None:
+    assert await asked_at(0.5, 1.0, every_s=2.0) == [0.5]
+
+
+async def test_pools_are_asked_with_the_last_step() -> None:
+    assert await asked_at(0.5, 1.0, 1.1, every_s=2.0, last=1.1) == [0.5, 1.1]
+
+
+async def test_pools_are_asked_with_each_step_by_an_interval_of_zero() -> None:
+    assert await asked_at(1.0, 1.1, 1.2, every_s=0.0) == [1.0, 1.1, 1.2]
+
+
+def test_rates_are_over_all_steps_since_the_reports_before() -> None:
+    times = iter([0.0, 0.0, 3.0, 4.0])
+    metering = Metering(2.0, clock=lambda: next(times))
+    metering.start()
+    metering.step(StepReport(1, (), (), {}), {}, {})
+    pool = StageReport(counters={"tokens": 8.0}, busy=(Interval("x", 1, 3),))
+    metrics = metering.step(StepReport(2, (), (), {}), {"train": pool}, {})
+    shown = [metrics[key] for key in ("perf/step_s", "perf/pools_s", "train/tokens_per_s")]
+    assert [*shown, metrics["train/busy"]] == [1.0, 4.0, 2.0, 0.5]
+
+
+def test_a_step_without_reports_has_no_metrics_of_pools() -> None:
+    metrics = Metering().step(StepReport(1, (), (), {}), {}, {})
+    assert not {"perf/pools_s", "perf/overlap"} & metrics.keys()
+
+
+def test_the_trace_gets_samples_of_steps_without_reports_with_the_next_reports() -> None:
+    metering, uid = Metering(), next(name for name in map(str, range(999)) if is_traced(name))
+    steps = [
+        StepReport(n, (header(uid),), (0,), {}, computed=Interval("step", n, n + 1)) for n in (1, 2)
+    ]
+    assert metering.traced(steps[0], {}) == {}
+    found = metering.traced(steps[1], {"train": StageReport(busy=(Interval("step", 1, 3),))})
+    assert [(one.start, one.sample) for one in found["train"]] == [(1, ""), (1, uid), (2, uid)]

@@ -130,8 +130,9 @@ class Trainer(virtual.Trainer):
         staleness = tuple(header.staleness(self._version) for header in taken.headers)
         tokens = sum(h.tokens for h in taken.headers)
         started = clock()
-        with self.activity.busy():
+        with self.activity.busy() as since:
             await asyncio.sleep(self._speed.seconds(tokens))
+            computed = self.activity.since(since)
         await self._batcher.done()
         self.ends.append(clock())
         metrics = {
@@ -141,7 +142,8 @@ class Trainer(virtual.Trainer):
             "train/repetition": 0.0,  # simulated engines sample one token
             "loss/distillation": 1.0 / len(self.ends),
         }
-        return StepReport(len(self.ends), taken.headers, staleness, metrics, taken.requeued)
+        step, requeued = len(self.ends), taken.requeued
+        return StepReport(step, taken.headers, staleness, metrics, requeued, computed=computed)
 
     async def report(self) -> StageReport:
         return StageReport(busy=self.activity.drain(), spans=self._batcher.arrivals())
@@ -258,7 +260,7 @@ def _pipeline(
     )
     prompts: Any = Prompts(names, round(setting.prompt_tokens), Random(seed))
     pipeline = Pipeline(config, parts, prompts, None, log, journal)
-    pipeline.metering = Metering(clock)
+    pipeline.metering = Metering(clock=clock)
     return pipeline
 
 

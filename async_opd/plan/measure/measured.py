@@ -80,8 +80,10 @@ class RecordedSteps:
         self._steps = steps[warm:]
         self._check(run_dir)
         self._all_s = sum(row.values["perf/step_s"] for row in steps)
-        self._elapsed = self._of("perf/step_s")
-        self._seconds = float(self._elapsed.sum())
+        self._seconds = float(self._of("perf/step_s").sum())
+        self._covered = np.array(
+            [row.values.get("perf/pools_s", row.values["perf/step_s"]) for row in self._steps]
+        )
         self._evaluations = [
             (row.time - row.values["eval/seconds"], row.time)
             for row in rows
@@ -161,8 +163,8 @@ class RecordedSteps:
 
     def _teacher(self, name: str) -> dict[str, float]:
         pool = f"teacher/{name}"
-        batches = self._of(f"{pool}/batches_per_s") * self._elapsed
-        tokens = self._of(f"{pool}/tokens_per_s") * self._elapsed
+        batches = self._of(f"{pool}/batches_per_s") * self._covered
+        tokens = self._of(f"{pool}/tokens_per_s") * self._covered
         overhead, rate = batches_and_tokens(self._of(f"{pool}/busy_s"), batches, tokens)
         samples = {other: self._sum(f"teacher/{other}/samples") for other in self._config.teachers}
         share = samples[name] / sum(samples.values())
@@ -192,11 +194,11 @@ class RecordedSteps:
 
     def _sum(self, counter: str) -> float:
         """A counter's sum over the steps."""
-        return float((self._of(f"{counter}_per_s") * self._elapsed).sum())
+        return float((self._of(f"{counter}_per_s") * self._covered).sum())
 
     def _requests(self) -> tuple[Floats, Floats]:
         """Seconds and number of the requests that ended, by step."""
-        return self._of("rollout/request_s"), self._of("rollout/rollouts_per_s") * self._elapsed
+        return self._of("rollout/request_s"), self._of("rollout/rollouts_per_s") * self._covered
 
     def _generating(self) -> Floats:
         """Seconds in which replicas worked unpaused, summed over replicas, by step."""
@@ -204,7 +206,7 @@ class RecordedSteps:
 
     def _evaluated(self) -> Any:
         ends = np.array([row.time for row in self._steps], dtype=np.float64)
-        starts = ends - self._elapsed
+        starts = ends - self._covered
         touched = np.zeros(len(ends), dtype=bool)
         for start, end in self._evaluations:
             touched |= (starts < end) & (ends > start)
@@ -219,6 +221,11 @@ class RecordedSteps:
         if len(self._steps) < MIN_STEPS:
             message = f"has {len(self._steps)} steps after the warm-up, expected {MIN_STEPS}"
             raise ConfigError([Problem(where, "", message, "let the run make more steps")])
+        reported = sum("rollout/busy_s" in row.values for row in self._steps)
+        if 0 < reported < MIN_STEPS:
+            message = f"{reported} of its steps after the warm-up have pools' metrics"
+            remedy = f"let it make more steps, or set log.pools_every_s=0: {MIN_STEPS} are needed"
+            raise ConfigError([Problem(where, "log.pools_every_s", message, remedy)])
         teachers = (
             f"teacher/{name}/{key}" for name in self._config.teachers for key in PER_TEACHER
         )
