@@ -16,17 +16,13 @@ import os.path
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from io import BytesIO
 from pathlib import Path
 from typing import Any
 
 from async_opd.core.row import Media, PromptText, Row, kind_of, value_at
 from async_opd.files.safe_open import regular_file
+from async_opd.media.decode import opened
 
-FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
-"""What Pillow may decode."""
-MPO = "MPO"
-"""A JPEG to which a camera has added a second picture."""
 DATA_URL = re.compile(r"data:[\w/+.;=-]*?;?base64,")
 URL = re.compile(r"[A-Za-z][\w+.-]*://")
 KEYS = ("image", "image_url", "url", "path", "base64", "bytes")
@@ -209,28 +205,11 @@ def _own_image(part: Part) -> Any:
 
 def _media(encoded: bytes, max_pixels: int) -> Media:
     """An image's reference. ValueError unless all of it can be decoded, with few enough pixels."""
-    from PIL import Image
-
     try:
-        with Image.open(BytesIO(encoded), formats=FORMATS) as image:
-            width, height = image.size
-            moves = image.format != MPO and getattr(image, "is_animated", False)
-            if width * height <= max_pixels and not moves:
-                image.load()
-    except Exception as error:  # a broken image finds its way deep into Pillow
-        shown = f"{type(error).__name__}: {_shown(error)}"
-        raise ValueError(f"has an image that cannot be read: {shown}") from error
-    if width * height > max_pixels:
-        size = f"{width} x {height} pixels, more than data.max_image_pixels ({max_pixels})"
-        raise ValueError(f"has an image of {size}")
-    if moves:
-        raise ValueError("has an image of several frames, of which a model would see the first")
+        width, height = opened(encoded, max_pixels).size
+    except ValueError as error:
+        raise ValueError(f"has an image that {error}") from error
     return Media(hashlib.sha256(encoded).hexdigest(), len(encoded), width, height)
-
-
-def _shown(error: Exception) -> str:
-    """An error's message without the address of the buffer that Pillow names."""
-    return re.sub(r" <_io\.BytesIO object at \w+>", "", str(error))
 
 
 def _short(text: str) -> str:

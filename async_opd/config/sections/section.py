@@ -31,6 +31,9 @@ class ModelSection(Section):
     required, and a commit."""
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
+    processor_kwargs: dict[str, Any] = Field(default={})
+    """Settings of the model's image processor in place of its own, such as ``max_pixels``, for
+    engines and ranks. See docs/vision.md."""
 
 
 class Rendering(Section):

@@ -1,0 +1,152 @@
+"""A model's image processor: placeholders to the tokens that it computes, images to its inputs.
+
+It is what vLLM calls for the same model, through transformers' ``AutoProcessor``, so that engines
+and ranks expand a prompt to the same ids and see the same pixels. There is no code for single
+families here: each image's tokens are those that the processor puts in place of its placeholder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from async_opd.core.arrays import Int32
+from async_opd.core.row import Media
+from async_opd.media.decode import decode
+
+if TYPE_CHECKING:
+    import torch
+
+UNSAMPLED = ("image", "video", "audio")
+"""Kinds of placeholders that no response may have."""
+
+
+class ProcessorError(ValueError):
+    """A processor that cannot be loaded or used, with the cause and the remedy."""
+
+    def __init__(self, message: str, remedy: str) -> None:
+        super().__init__(f"{message}: {remedy}")
+        self.message, self.remedy = message, remedy
+
+
+class ImageProcessor:
+    """Expands prompts with images, and makes a model's inputs of them.
+
+    ``placeholder_id`` is the token that stands for an image in a short prompt; ``unsampled_ids``
+    are all tokens that stand for images, videos and sounds, which a response must not have.
+    """
+
+    def __init__(self, processor: Any) -> None:
+        """``processor``: of transformers. ProcessorError if it has no placeholder for images."""
+        self._processor = processor
+        name = type(processor).__name__
+        token = getattr(processor, "image_token", None)
+        if not isinstance(token, str) or not hasattr(processor, "image_processor"):
+            raise ProcessorError(f"{name} has no token for images", "take another model")
+        found = processor.tokenizer.convert_tokens_to_ids(token)
+        if found is None or found == processor.tokenizer.unk_token_id:
+            remedy = "give the model the tokenizer that it was trained with"
+            raise ProcessorError(f"{name}'s tokenizer has no token {token!r}", remedy)
+        self._token = token
+        self.placeholder_id: int = int(found)
+        self.unsampled_ids: tuple[int, ...] = _unsampled(processor, self.placeholder_id)
+
+    @classmethod
+    def load(
+        cls,
+        model: str,
+        *,
+        trust_remote_code: bool = False,
+        processor_kwargs: Mapping[str, Any] | None = None,
+    ) -> Self:
+        """The processor of a model's directory. ProcessorError if it cannot be loaded.
+
+        ``processor_kwargs`` replace settings of the image processor, such as ``max_pixels``.
+        """
+        from transformers import AutoProcessor
+        from transformers.processing_utils import ProcessorMixin
+
+        try:
+            processor = AutoProcessor.from_pretrained(
+                model, trust_remote_code=trust_remote_code, **(processor_kwargs or {})
+            )
+        except Exception as error:  # transformers raises what its classes raise
+            shown = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+            remedy = "save the model's processor there, and install async-opd[vision]"
+            raise ProcessorError(f"{model} has no processor that loads: {shown}", remedy) from error
+        if not isinstance(processor, ProcessorMixin):
+            found = f"{model} has only a {type(processor).__name__}"
+            raise ProcessorError(found, "save preprocessor_config.json or processor_config.json")
+        return cls(processor)
+
+    def expand(self, ids: Int32, images: Sequence[bytes]) -> Int32:
+        """Token ids int32 [P'] of a short prompt [P], which has one placeholder an image.
+
+        ValueError if places and images differ in number, or an image cannot be decoded.
+        """
+        places = np.flatnonzero(ids == self.placeholder_id)
+        if len(places) != len(images):
+            raise ValueError(
+                f"the prompt has {len(places)} placeholders (token {self.placeholder_id}) for "
+                f"{len(images)} images"
+            )
+        parts: list[Int32] = []
+        start = 0
+        for place, image in zip(places, images, strict=True):
+            parts += [ids[start:place], self._tokens_of(image)]
+            start = int(place) + 1
+        expanded: Int32 = np.concatenate([*parts, ids[start:]])
+        return expanded
+
+    def inputs(self, images: Sequence[bytes]) -> dict[str, torch.Tensor]:
+        """The model's inputs for the images of a sequence, in order, such as ``pixel_values``.
+
+        They are float32 and int64, as the processor gives them, and have no token ids. Empty
+        without images. Raises what ``decode`` raises.
+        """
+        if not images:
+            return {}
+        made = self._made([decode(image) for image in images])
+        return {name: made[name] for name in made if name in self._names}
+
+    def tokens(self, media: Media) -> int:
+        """The most tokens that an image may become, from its width and height alone.
+
+        An EXIF orientation may exchange them. ProcessorError if the processor does not count.
+        """
+        sizes = [(media.height, media.width), (media.width, media.height)]
+        count = getattr(self._processor, "_get_num_multimodal_tokens", None)
+        if count is None:
+            name = type(self._processor).__name__
+            raise ProcessorError(f"{name} does not say how many tokens an image has", "another")
+        return max(int(number) for number in count(image_sizes=sizes)["num_image_tokens"])
+
+    @property
+    def _names(self) -> set[str]:
+        return set(self._processor.image_processor.model_input_names)
+
+    def _tokens_of(self, image: bytes) -> Int32:
+        """The token ids that stand for one image, from its first placeholder to its last token."""
+        made = self._made([decode(image)])
+        return np.asarray(made["input_ids"], dtype=np.int32).reshape(-1)
+
+    def _made(self, images: list[Any]) -> Any:
+        """What the processor makes of images and their placeholders, as torch tensors."""
+        text = self._token * len(images)
+        return self._processor(
+            text=[text], images=images, add_special_tokens=False, return_tensors="pt"
+        )
+
+
+def _unsampled(processor: Any, placeholder: int) -> tuple[int, ...]:
+    """The ids of all tokens that stand for more than text, in order, each once."""
+    found = {placeholder}
+    for kind in UNSAMPLED:
+        for name in (f"{kind}_token_id", f"{kind}_token_ids"):
+            value = getattr(processor, name, None)
+            values = value if isinstance(value, list | tuple) else [value]
+            found |= {int(one) for one in values if isinstance(one, int)}
+    unknown = processor.tokenizer.unk_token_id
+    return tuple(sorted(one for one in found if one != unknown))

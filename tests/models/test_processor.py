@@ -1,0 +1,113 @@
+"""Prompts expand as transformers' processors do it, and images become a model's inputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from async_opd.core.row import Media
+from async_opd.media.decode import decode
+from async_opd.models.processor import ImageProcessor, ProcessorError
+from tests.data.pictures import picture
+from tests.vision_models import FAMILIES, SIZE
+
+pytest.importorskip("torchvision")
+
+WIDE, TALL = picture(100, 60), picture(30, 200, "blue")
+TEXT = "ab"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model of each family."""
+    folder: Path = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def processor(model: Path) -> ImageProcessor:
+    return ImageProcessor.load(str(model))
+
+
+@pytest.fixture(scope="module")
+def theirs(model: Path) -> Any:
+    """transformers' processor of the same model."""
+    from transformers import AutoProcessor
+
+    return AutoProcessor.from_pretrained(model)
+
+
+def short(theirs: Any, images: int) -> Any:
+    """Ids of a prompt with one placeholder an image, between texts."""
+    text = "b".join(["a", *[theirs.image_token] * images, "c"])
+    return np.array(theirs.tokenizer(text, add_special_tokens=False).input_ids, np.int32)
+
+
+@pytest.mark.parametrize("images", [[], [WIDE], [WIDE, TALL], [TALL, TALL, WIDE]])
+def test_a_prompt_expands_to_the_ids_of_transformers(
+    processor: ImageProcessor, theirs: Any, images: list[bytes]
+) -> None:
+    text = "b".join(["a", *[theirs.image_token] * len(images), "c"])
+    expected = theirs(
+        text=[text], images=[decode(one) for one in images] or None, add_special_tokens=False
+    )
+    found = processor.expand(short(theirs, len(images)), images)
+    assert found.tolist() == expected["input_ids"][0]
+    assert found.dtype == np.int32
+
+
+def test_an_image_has_at_most_the_tokens_of_its_bound(
+    processor: ImageProcessor, theirs: Any
+) -> None:
+    expanded = processor.expand(short(theirs, 1), [WIDE])
+    bound = processor.tokens(Media("", len(WIDE), 100, 60))
+    assert 1 < np.count_nonzero(expanded == processor.placeholder_id) <= bound
+
+
+def test_the_bound_holds_for_an_image_that_is_turned(processor: ImageProcessor) -> None:
+    one, other = (processor.tokens(Media("", 1, *size)) for size in ((100, 30), (30, 100)))
+    assert one == other
+
+
+def test_images_become_the_tensors_of_transformers(processor: ImageProcessor, theirs: Any) -> None:
+    import torch
+
+    expected = theirs.image_processor([decode(WIDE), decode(TALL)], return_tensors="pt")
+    found = processor.inputs([WIDE, TALL])
+    assert found.keys() == set(expected.keys())
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_text_alone_has_no_inputs(processor: ImageProcessor) -> None:
+    assert processor.inputs([]) == {}
+
+
+def test_every_placeholder_is_kept_out_of_responses(processor: ImageProcessor, theirs: Any) -> None:
+    assert processor.placeholder_id in processor.unsampled_ids
+    video = getattr(theirs, "video_token_id", None)
+    assert video is None or video in processor.unsampled_ids
+    assert all(0 < one < SIZE for one in processor.unsampled_ids)
+
+
+@pytest.mark.parametrize("images", [0, 2])
+def test_places_and_images_must_be_as_many(
+    processor: ImageProcessor, theirs: Any, images: int
+) -> None:
+    with pytest.raises(ValueError, match=f"has 1 placeholders .* for {images} images"):
+        processor.expand(short(theirs, 1), [WIDE] * images)
+
+
+def test_settings_of_the_config_replace_the_models_own(tmp_path: Path) -> None:
+    folder = FAMILIES["qwen3_vl"](tmp_path)
+    small = ImageProcessor.load(str(folder), processor_kwargs={"max_pixels": 32 * 32 * 2})
+    assert small.tokens(Media("", 1, 1000, 600)) <= 2
+    ids = np.array([small.placeholder_id], np.int32)
+    assert len(small.expand(ids, [picture(1000, 600)])) <= 2
+
+
+def test_a_model_of_text_has_no_image_processor(quickstart: str) -> None:
+    with pytest.raises(ProcessorError, match="processor"):
+        ImageProcessor.load(f"{quickstart}/models/student")
