@@ -94,6 +94,7 @@ BELOW_THE_STAGES = (
     "config",
     "files",
     "waiting",
+    "media",
     "core",
 )
 

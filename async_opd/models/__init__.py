@@ -1,4 +1,5 @@
 """Model directories, read without transformers: files, tokenizer, output head, engine arguments.
 
-Imports ``config`` and ``core``.
+``processor`` alone imports transformers, when a processor is loaded.
+Imports ``media``, ``config`` and ``core``.
 """
