@@ -240,7 +240,7 @@ async def run(case: Case, samples: int) -> dict[str, Any]:
     used = [1000 * (b - a) / trained for a, b in zip(before, after, strict=True)]
 
     def mean(key: str) -> float:
-        return round(statistics.fmean(step[key] for step in measured), 3)
+        return round(statistics.fmean(step[key] for step in measured if key in step), 3)
 
     return {
         "samples_per_s": round(rate, 2),

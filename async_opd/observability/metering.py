@@ -12,13 +12,11 @@ from async_opd.core.lease import TopicStats
 from async_opd.core.reports import Interval, StageReport, StepReport, SyncReport
 from async_opd.core.stages import Stages
 from async_opd.observability.activity import covered, overlap_s, trained_samples
-from async_opd.observability.pool_report import pool_reports
+from async_opd.observability.pool_report import POOLS_S, pool_reports
 
 LONG_LAG = 8
 """Samples with this staleness and more are counted together."""
 INITIAL = "initial_gap"
-POOLS_S = "perf/pools_s"
-"""Seconds that a row's metrics of pools are about: since the last row with metrics of pools."""
 
 
 class Metering:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from async_opd.core.lease import TopicStats
 from async_opd.core.reports import StageReport
 from async_opd.core.stages import Stages
+from async_opd.files.json_lines import MetricsRow
+
+POOLS_S = "perf/pools_s"
+"""Seconds that a row's metrics of pools are about: since the last row with metrics of pools."""
 
 
 def merge_reports(reports: Iterable[StageReport]) -> StageReport:
@@ -40,6 +44,18 @@ async def pool_reports(stages: Stages) -> tuple[dict[str, StageReport], dict[str
     pools = {"rollout": rollout.result()}
     pools |= {f"teacher/{name}": one for name, one in teachers.result().items()}
     return pools | {"train": trainer.result()}, topics.result()
+
+
+def between_reports(rows: Sequence[MetricsRow], start: int, end: int) -> Sequence[MetricsRow]:
+    """About ``rows[start:end]``, from after a row with reports of pools to another one.
+
+    What these rows say of pools is then about just their steps: a row with ``perf/pools_s`` is
+    about all steps since the row before that has it. ``rows[start:end]`` without two such rows.
+    """
+    ends = [index + 1 for index, row in enumerate(rows) if POOLS_S in row.values]
+    starts = [one for one in (0, *ends) if start <= one < end]
+    last = max((one for one in ends if one <= end), default=0)
+    return rows[starts[0] : last] if starts and starts[0] < last else rows[start:end]
 
 
 def _sums(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from async_opd.files.json_lines import MetricsRow
-from async_opd.observability.metering import POOLS_S
+from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.plan.inputs import slots_of
 from async_opd.plan.setting import warmup_versions
 from async_opd.report.recorded_run import STEP_S, RecordedRun
@@ -59,7 +59,7 @@ def steady_rows(run: RecordedRun) -> tuple[MetricsRow, ...]:
     drained = 0
     if steps and steps[-1].step >= config.train.steps:
         drained = min(math.ceil(1 + threshold) * sync_steps, len(steps) // 4)
-    return steps[warm : len(steps) - drained]
+    return tuple(between_reports(steps, warm, len(steps) - drained))
 
 
 def pool_times(run: RecordedRun, rows: Sequence[MetricsRow]) -> tuple[PoolTime, ...]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from async_opd.core.reports import StageReport
-from async_opd.observability.pool_report import merge_reports
+from async_opd.files.json_lines import MetricsRow
+from async_opd.observability.pool_report import between_reports, merge_reports
 
 
 def test_a_pool_waits_only_if_every_replica_does() -> None:
@@ -14,3 +17,28 @@ def test_a_pool_waits_only_if_every_replica_does() -> None:
 def test_a_pool_has_the_version_of_its_oldest_replica() -> None:
     reports = [StageReport(gauges={"version": 4.0}), StageReport(gauges={"version": 3.0})]
     assert merge_reports(reports).gauges["version"] == 3.0
+
+
+def rows_of(*reported: bool) -> list[MetricsRow]:
+    """One row a step, some of them with reports of pools."""
+    return [
+        MetricsRow(step, 0.0, {"perf/pools_s": 1.0} if has else {})
+        for step, has in enumerate(reported)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "kept"),
+    [
+        (0, 6, [0, 1, 2, 3, 4]),
+        (1, 6, [3, 4]),
+        (3, 5, [3, 4]),
+        (1, 4, [1, 2, 3]),
+        (5, 6, [5]),
+    ],
+)
+def test_steps_between_two_reports_are_those_that_the_reports_are_about(
+    start: int, end: int, kept: list[int]
+) -> None:
+    rows = rows_of(False, False, True, False, True, False)
+    assert [row.step for row in between_reports(rows, start, end)] == kept

@@ -50,7 +50,7 @@ class LogConfig(Section):
     ``async_opd.loggers`` (docs/extending.md). One that fails does not end the run: ``run.log`` says
     so."""
 
-    pools_every_s: float = Field(default=2.0, ge=0)
+    pools_every_s: float = Field(default=5.0, ge=0)
     """Seconds between two reports of the pools, which come with a step: rows of steps in between
     have no metrics of pools and queues. 0: a report with each step, which costs CPU time of every
     replica where steps are quick."""

@@ -20,6 +20,7 @@ from async_opd.core.errors import ConfigError, Problem
 from async_opd.files.json_lines import MetricsRow, metrics_rows
 from async_opd.files.run_format import refuse_other_formats
 from async_opd.files.safe_open import read_text
+from async_opd.observability.pool_report import POOLS_S, between_reports
 from async_opd.plan.inputs import setting_of, slots_of
 from async_opd.plan.measure.calibration import calibrate
 from async_opd.plan.measure.fit import Floats, batches_and_tokens, fixed_and_slope, lengths_of
@@ -77,12 +78,12 @@ class RecordedSteps:
         steps = [row for row in rows if "perf/step_s" in row.values]
         versions = warmup_versions(config.async_.staleness_threshold)
         warm = min(config.async_.sync_steps * versions, len(steps) // 2)
-        self._steps = steps[warm:]
+        self._steps = between_reports(steps, warm, len(steps))
         self._check(run_dir)
         self._all_s = sum(row.values["perf/step_s"] for row in steps)
         self._seconds = float(self._of("perf/step_s").sum())
         self._covered = np.array(
-            [row.values.get("perf/pools_s", row.values["perf/step_s"]) for row in self._steps]
+            [row.values.get(POOLS_S, row.values["perf/step_s"]) for row in self._steps]
         )
         self._evaluations = [
             (row.time - row.values["eval/seconds"], row.time)
