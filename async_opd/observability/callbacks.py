@@ -59,14 +59,16 @@ class CallbackSink(Sink):
             self._failure = error
 
     def close(self, summary: Summary) -> str | None:
-        """Raises as ``log`` does."""
+        """Tells all callbacks, and raises the first error: that of a checkpoint, or of one here."""
         self.summary = summary
-        try:
-            self._each(lambda one: one.on_end(summary))
-            self._raise()
-        except Exception as error:
-            self.error = f"{type(error).__name__}: {error}"
-            raise
+        for callback in self._callbacks:
+            try:
+                callback.on_end(summary)
+            except Exception as error:
+                self._failure = self._failure or error
+        if self._failure is not None:
+            self.error = f"{type(self._failure).__name__}: {self._failure}"
+        self._raise()
         return None
 
     def _each(self, call: Callable[[Callback], None]) -> None:
