@@ -13,6 +13,7 @@ from async_opd.core.uid import Uid
 from async_opd.grading.grader_pool import GraderSpec
 from async_opd.models.adapted import adapter_kwargs
 from async_opd.models.engine_args import Device, engine_kwargs
+from async_opd.models.model_files import sees
 from rollouter.transports import chosen
 
 
@@ -63,6 +64,8 @@ class StudentEngineSpec:
                 tensor_parallel=rollout.tensor_parallel,
                 seed=config.seed + index,
                 trust_remote_code=config.student.trust_remote_code,
+                images=config.data.max_images if sees(config.student.model) else 0,
+                processor_kwargs=config.student.processor_kwargs,
                 sleeps=not evaluates
                 and (
                     rollout.host is not None

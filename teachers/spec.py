@@ -9,6 +9,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.loss import ScoreKind, score_kind, scored_top_k
 from async_opd.config.sections.teachers import EngineTeacher, VllmTeacher
 from async_opd.models.engine_args import Device, engine_kwargs
+from async_opd.models.model_files import sees
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,19 @@ class TeacherEngineSpec:
         """Any replica of a run's teacher, on a device."""
         settings = config.teachers[teacher]
         assert isinstance(settings, EngineTeacher)
-        trusted = settings if isinstance(settings, VllmTeacher) else config.student
+        section = settings if isinstance(settings, VllmTeacher) else config.student
+        model = config.teacher_model(teacher)
         return cls(
             name=name,
             kwargs=engine_kwargs(
                 settings.engine,
-                model=config.teacher_model(teacher),
+                model=model,
                 device=device,
                 tensor_parallel=settings.tensor_parallel,
                 seed=config.seed,
-                trust_remote_code=trusted.trust_remote_code,
+                trust_remote_code=section.trust_remote_code,
+                images=config.data.max_images if sees(model) else 0,
+                processor_kwargs=section.processor_kwargs,
                 sleeps=settings.host is not None,
             ),
             kind=score_kind(config.loss),

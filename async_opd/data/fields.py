@@ -70,6 +70,7 @@ class RowSource(PromptSource):
             data.image_placeholder,
             folder if self.image_folder is None else Path(self.image_folder),
             data.max_image_pixels,
+            data.max_images,
             MAX_ROW_BYTES,
         )
         row = images.read(row)

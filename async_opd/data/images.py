@@ -37,7 +37,7 @@ class RowImages:
     ``field`` has images, ``prompt`` the prompt (names of fields, with dots). ``placeholder`` stands
     in texts where an image belongs; empty: images come before the first user message. Images
     named by path are below ``folder``; None: there are none. An image has at most ``max_pixels``
-    pixels, and those of a row ``max_bytes`` encoded bytes together.
+    pixels, and a row ``max_images``, of ``max_bytes`` encoded bytes together.
     """
 
     field: str
@@ -45,6 +45,7 @@ class RowImages:
     placeholder: str
     folder: Path | None
     max_pixels: int
+    max_images: int
     max_bytes: int
 
     def read(self, row: Row) -> Row:
@@ -64,6 +65,9 @@ class RowImages:
         own = [_own_image(part) for part in places]
         if own.count(None) != len(given):
             raise ValueError(self._misplaced(len(given), own.count(None)))
+        if len(places) > self.max_images:
+            most = f"more than data.max_images ({self.max_images})"
+            raise ValueError(f"has {len(places)} images, {most}")
         rest = iter(given)
         found = self._encoded([next(rest) if one is None else one for one in own])
         images = tuple(_media(encoded, self.max_pixels) for encoded in found)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from async_opd.config.device_defaults import ALLOCATOR, ALLOCATOR_KEYS, engine_sizes
@@ -31,13 +31,16 @@ def engine_kwargs(
     seed: int,
     trust_remote_code: bool,
     sleeps: bool = False,
+    images: int = 0,
+    processor_kwargs: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Arguments of ``vllm.AsyncEngineArgs`` for one replica.
 
     ``engine.extra`` overrides all other arguments, except ``load_format`` and
-    ``trust_remote_code``; its ``hf_overrides`` are added to ours. No engine loads a tokenizer:
-    requests and outputs are token ids. ``sleeps``: the engine shares its GPU, and can be put to
-    sleep.
+    ``trust_remote_code``; its ``hf_overrides`` are added to ours. Requests and outputs are token
+    ids: only an engine that takes ``images``, the most of a prompt, loads a tokenizer, for its
+    processor, which ``processor_kwargs`` are settings of. ``sleeps``: the engine shares its GPU,
+    and can be put to sleep.
     """
     kwargs: dict[str, Any] = {
         "model": model,
@@ -52,6 +55,8 @@ def engine_kwargs(
         "enable_prefix_caching": True,
         **_device_kwargs(engine, device, sleeps),
     }
+    if images:
+        kwargs |= _image_kwargs(images, processor_kwargs or {}, device)
     if tensor_parallel > 1:  # in a placement group vLLM would choose Ray, without a GPU left
         kwargs["distributed_executor_backend"] = "mp"
     if engine.max_model_len is not None:
@@ -61,6 +66,22 @@ def engine_kwargs(
         given["hf_overrides"] = kwargs.get("hf_overrides", {}) | given["hf_overrides"]
     fixed = {name: kwargs[name] for name in ("load_format", "trust_remote_code")}
     return kwargs | given | fixed
+
+
+def _image_kwargs(images: int, processor: Mapping[str, Any], device: Device) -> dict[str, Any]:
+    """The arguments that only engines for prompts with images have.
+
+    vLLM keeps no processed images: its replica renders each prompt once. On a GPU vLLM runs the
+    largest images at its start, to see what memory they leave; on a CPU its KV cache has a fixed
+    size, and they would take minutes.
+    """
+    return {
+        "skip_tokenizer_init": False,
+        "limit_mm_per_prompt": {"image": images, "video": 0, "audio": 0},
+        "mm_processor_kwargs": dict(processor),
+        "mm_processor_cache_gb": 0,
+        "skip_mm_profiling": device == "cpu",
+    }
 
 
 def _device_kwargs(engine: EngineConfig, device: Device, sleeps: bool) -> dict[str, Any]:

@@ -28,6 +28,7 @@ transformers' ``linear_attention`` is any layer with a recurrent state."""
 MEDIA = ("vision_config", "audio_config", "thinker_config")
 """Keys of configurations of models for more than text."""
 
+
 REDIRECTS = ("speculators_config", "configuration_files", "text_model_id", "audio_model_id")
 """Keys of a config.json that make vLLM or transformers load another model or configuration."""
 ADAPTER, BASE = "adapter_config.json", "base_model_name_or_path"
@@ -143,6 +144,14 @@ class ModelFiles:
     def _number(self, name: str) -> int | None:
         value = self.config.get(name)
         return value if isinstance(value, int) and value > 0 else None
+
+
+def sees(model: str) -> bool:
+    """Whether a local model computes images, by its config.json; a model without one does not.
+
+    ValueError or OSError if the file cannot be read.
+    """
+    return read_json(Path(model) / "config.json").get("vision_config") is not None
 
 
 def _text(value: object) -> str | None:

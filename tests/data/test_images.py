@@ -197,6 +197,13 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     assert row_of({**fields, "images": [picture(30, 20)]}, max_image_pixels=600).images
 
 
+def test_a_row_with_more_images_than_engines_take_is_refused() -> None:
+    fields = {"prompt": "<image><image>", "images": [RED, BLUE]}
+    with pytest.raises(ValueError, match=r"has 2 images, more than data\.max_images \(1\)"):
+        row_of(fields, max_images=1)
+    assert len(row_of(fields, max_images=2).images) == 2
+
+
 def test_images_of_a_row_that_are_too_many_bytes_are_refused(tmp_path: Path) -> None:
     with (tmp_path / "large.png").open("wb") as file:
         file.truncate(17 << 20)
@@ -355,7 +362,8 @@ def spelled(parts: list[Any]) -> str:
 def test_text_and_images_of_messages_keep_their_order(turns: list[list[str | bytes]]) -> None:
     given = [one for turn in turns for one in turn if isinstance(one, bytes)]
     texts = ["".join("<image>" if isinstance(one, bytes) else one for one in t) for t in turns]
-    row = row_of({"prompt": [{"role": "user", "content": one} for one in texts], "images": given})
+    messages = [{"role": "user", "content": one} for one in texts]
+    row = row_of({"prompt": messages, "images": given}, max_images=len(given) or 1)
     assert [row.encoded[one.sha256] for one in row.images] == given
     for turn, message in zip(turns, row.prompt, strict=True):
         assert isinstance(message, dict)

@@ -1,4 +1,4 @@
-"""The arguments of vLLM's engines: the precision of their logits."""
+"""The arguments of vLLM's engines: the precision of their logits, what they take beside text."""
 
 from __future__ import annotations
 
@@ -17,17 +17,22 @@ from async_opd.models.engine_args import (
 )
 
 
-def overrides(device: Device, **settings: Any) -> Any:
-    """What the engine's hf_overrides are; None without."""
-    found = engine_kwargs(
-        EngineConfig(**settings),
+def arguments(device: Device, engine: EngineConfig | None = None, **images: Any) -> dict[str, Any]:
+    """The arguments of one replica. ``images``: those about images."""
+    return engine_kwargs(
+        engine or EngineConfig(),
         model="m",
         device=device,
         tensor_parallel=1,
         seed=0,
         trust_remote_code=False,
+        **images,
     )
-    return found.get("hf_overrides")
+
+
+def overrides(device: Device, **settings: Any) -> Any:
+    """What the engine's hf_overrides are; None without."""
+    return arguments(device, EngineConfig(**settings)).get("hf_overrides")
 
 
 @pytest.mark.parametrize(
@@ -137,3 +142,26 @@ def test_an_engine_may_take_as_long_to_start_as_the_run_allows() -> None:
 def test_vllm_waits_for_a_step_as_long_as_a_request_may_last(request_s: float, waits: str) -> None:
     found = engine_env("cuda", request_s=request_s)["VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"]
     assert found == waits
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_of_text_loads_no_tokenizer_and_no_processor(device: Device) -> None:
+    found = arguments(device)
+    assert found["skip_tokenizer_init"]
+    assert not [name for name in found if "mm_" in name]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_for_images_takes_so_many_in_a_prompt_with_the_models_settings(
+    device: Device,
+) -> None:
+    found = arguments(device, images=3, processor_kwargs={"max_pixels": 784})
+    assert not found["skip_tokenizer_init"]
+    assert found["limit_mm_per_prompt"] == {"image": 3, "video": 0, "audio": 0}
+    assert found["mm_processor_kwargs"] == {"max_pixels": 784}
+    assert found["skip_mm_profiling"] == (device == "cpu")
+
+
+def test_the_users_own_arguments_about_images_win() -> None:
+    found = arguments("cpu", EngineConfig(extra={"mm_processor_cache_gb": 1}), images=3)
+    assert found["mm_processor_cache_gb"] == 1

@@ -71,3 +71,25 @@ def test_an_engine_wraps_no_layer_but_those_with_an_adapter() -> None:
 def test_an_engine_that_gets_merged_weights_has_no_lora() -> None:
     assert "enable_lora" not in engine_arguments(LoraConfig(rank=5))
     assert engine_arguments(LoraConfig(rank=5)) == engine_arguments(None)
+
+
+def images_of(model: Path, **student: object) -> dict[str, object]:
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": str(model), **student},
+            "teachers": {"t": {"model": "t"}},
+            "data": {"train": "none.jsonl", "max_images": 2},
+        }
+    )
+    return StudentEngineSpec.of(config, "cpu", (2,), "student/0", 0, 0, None).kwargs
+
+
+def test_an_engine_of_a_model_that_sees_takes_the_datas_images(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    found = images_of(tmp_path, processor_kwargs={"max_pixels": 784})
+    assert found["limit_mm_per_prompt"] == {"image": 2, "video": 0, "audio": 0}
+    assert found["mm_processor_kwargs"] == {"max_pixels": 784}
+
+
+def test_an_engine_of_a_model_of_text_takes_none() -> None:
+    assert "limit_mm_per_prompt" not in images_of(STUDENT)

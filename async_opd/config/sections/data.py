@@ -47,6 +47,9 @@ class DataConfig(Section):
     ``image`` in messages are places too. Empty: images come before the first user message."""
     max_image_pixels: PositiveInt = 1 << 25
     """Most pixels of an image (width x height); a row with a larger one is refused."""
+    max_images: PositiveInt = 8
+    """Most images of a row; one with more is refused. Engines of models that see take as many in a
+    prompt."""
     route_by: str = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"
