@@ -168,7 +168,22 @@ def llava(folder: Path, seed: int = 0) -> Path:
         chat_template=template,
         num_additional_image_tokens=1,
     )
-    return _saved(transformers.LlavaForConditionalGeneration, config, processor, folder, seed)
+    _saved(transformers.LlavaForConditionalGeneration, config, processor, folder, seed)
+    return _as_on_the_hub(folder)
+
+
+def _as_on_the_hub(folder: Path) -> Path:
+    """The weights of LLaVA's tower by the hub's names, the only ones that vLLM 0.32 loads.
+
+    transformers 5.19 reads both, and gives a new model names without ``vision_model``.
+    """
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(folder / "model.safetensors")
+    tower = "vision_tower."
+    named = {name.replace(tower, f"{tower}vision_model."): one for name, one in weights.items()}
+    save_file(named, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 FAMILIES: dict[str, Callable[[Path], Path]] = {

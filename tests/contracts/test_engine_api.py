@@ -71,8 +71,10 @@ def test_pauses_have_the_modes_that_we_ask_for() -> None:
             assert given["mode"] in get_args(PauseMode)
 
 
-@pytest.mark.parametrize("tensor_parallel", [1, 2])
-def test_engines_on_gpus_are_made_of_arguments_that_exist(tensor_parallel: int) -> None:
+@pytest.mark.parametrize(("tensor_parallel", "images"), [(1, 0), (2, 0), (1, 3)])
+def test_engines_on_gpus_are_made_of_arguments_that_exist(
+    tensor_parallel: int, images: int
+) -> None:
     from vllm import AsyncEngineArgs
 
     kwargs = engine_kwargs(
@@ -83,6 +85,8 @@ def test_engines_on_gpus_are_made_of_arguments_that_exist(tensor_parallel: int) 
         seed=0,
         trust_remote_code=False,
         sleeps=True,
+        images=images,
+        processor_kwargs={"max_pixels": 784},
     )
     own = {"worker_cls": "w", "weight_transfer_config": None, "max_logprobs": 3}
     more = {"logprobs_mode": "processed_logprobs", "gpu_memory_utilization": 0.5}
