@@ -1,4 +1,4 @@
-"""Images as encoded bytes: what they decode to.
+"""Images as encoded bytes: the cache that fetches them by content hash, and what they decode to.
 
-Engines, ranks and the view all get the pixels of ``decode``. Imports nothing of the project.
+Engines, ranks and the view all get the pixels of ``decode``. Imports ``core``.
 """
