@@ -14,6 +14,9 @@ FILES = (".parquet", ".jsonl", ".json")
 PLACEHOLDER = "data/train.jsonl"
 """The file that is named where the framework names no data that can be read here."""
 
+FROZEN = "vision"
+"""What ``train.freeze`` calls the tower that sees."""
+
 
 def importable(key: str, value: Any) -> Any:
     """The value, or nothing if this version has no such key."""

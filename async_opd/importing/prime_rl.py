@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from async_opd.importing.common import PLACEHOLDER, batches, log_to
+from async_opd.importing.common import FROZEN, PLACEHOLDER, batches, importable, log_to
 from async_opd.importing.draft import Draft
 from async_opd.importing.entries import Meaningless
 
@@ -156,6 +156,9 @@ def _optimizer(draft: Draft) -> None:
     again = [draft.take(f"trainer.model.ac.{name}") for name in ("freq", "mode", "targets")]
     if any(one is not None for one in again):
         draft.ours["train.gradient_checkpointing"] = "full"
+    for place in ("model.vlm", "trainer.model.vlm"):
+        if draft.below(place) and draft.take(f"{place}.freeze_vision_encoder", default=True):
+            draft.put("train.freeze", importable("train.freeze", FROZEN))
     moments = draft.take("trainer.model.optim_cpu_offload")
     if draft.take("trainer.model.fsdp_cpu_offload"):
         draft.ours["train.offload"] = "parameters"

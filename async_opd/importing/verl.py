@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from async_opd.importing.common import (
+    FROZEN,
     batches,
     epochs,
     evaluation_every,
@@ -57,6 +58,7 @@ def together(draft: Draft) -> None:
     _loss(draft)
     _reward(draft)
     _lora(draft)
+    _images(draft)
     _evaluation(draft, sync)
     log_to(draft, draft.take("trainer.logger", default=["console", "wandb"]))
     draft.put("data.answer", "reward_model.ground_truth")
@@ -245,6 +247,21 @@ def _lora(draft: Draft) -> None:
     if rank > 0:
         draft.ours.update({"train.lora.rank": rank, "train.lora.alpha": alpha})
         draft.put("train.lora.targets", targets)
+
+
+def _images(draft: Draft) -> None:
+    """Settings of the student's image processor, and whether its tower is trained."""
+    key = "data.mm_processor_kwargs"
+    whole = draft.take(key)
+    given = dict(whole) if isinstance(whole, dict) else {}
+    given |= {name: draft.take(f"{key}.{name}") for name in draft.below(key)}
+    if given:
+        draft.put("student.processor_kwargs", importable("student.processor_kwargs", given))
+        draft.differs.append(
+            f"{key}: a teacher that sees has processor_kwargs of its own, which are not written"
+        )
+    if draft.take(f"{ACTOR}.freeze_vision_tower", default=False) is True:
+        draft.put("train.freeze", importable("train.freeze", FROZEN))
 
 
 def _evaluation(draft: Draft, sync: int) -> None:

@@ -66,6 +66,8 @@ TABLE: Table = {
     "trainer.model.cp": To("train.context_parallel", default=1),
     "trainer.model.dp_replicate": To("train.replicate", default=1),
     "trainer.model.*offload": Together("train.offload"),
+    "*model.vlm.freeze_vision_encoder": Together("train.freeze"),
+    "*model.vlm.*": Meaningless("the student's class says where its tower is"),
     "trainer.model.*": Meaningless("the student is sharded by FSDP2"),
     "deployment.num_train_gpus": To("train.ranks", default=1),
     "deployment.num_infer_gpus": Together("rollout.replicas"),

@@ -16,6 +16,7 @@ REDUCTIONS = {
 PACKED = Meaningless("micro-batches are filled with tokens and packed without padding")
 OFFLOADED = Meaningless("engines on the trainer's GPUs and the trainer take turns by themselves")
 NO_REFERENCE = Meaningless("there is no reference model: the teachers take its place")
+NO_FILMS = Meaningless("rows with films or sounds are refused")
 
 TABLE: Table = {
     f"{MODEL}.path": To("student.model"),
@@ -31,6 +32,10 @@ TABLE: Table = {
     "data.prompt_key": To("data.prompt", default="prompt"),
     "data.max_prompt_length": To("data.max_prompt_tokens", default=512),
     "data.max_response_length": To("rollout.max_tokens", default=512),
+    "data.image_key": To("data.images", default="images"),
+    "data.mm_processor_kwargs*": Together("student.processor_kwargs"),
+    f"{ROLLOUT}.limit_images": To("data.max_images"),
+    f"{ACTOR}.freeze_vision_tower": Together("train.freeze"),
     "data.shuffle": To("data.shuffle", default=True),
     "data.seed": To("seed"),
     "data.train_batch_size": Together("train.batch_size, async.sync_steps"),
@@ -130,6 +135,10 @@ TABLE: Table = {
     f"{ROLLOUT}.enable_prefix_caching": Meaningless("vLLM decides"),
     f"{ROLLOUT}.load_format": Meaningless("weights are read from safetensors"),
     f"{ROLLOUT}.val_kwargs.top_k": Meaningless("evaluation samples from all tokens of its nucleus"),
+    "data.image_patch_size": Meaningless("the model's own processor has it"),
+    "data.video_key": NO_FILMS,
+    "data.audio_key": NO_FILMS,
+    "*.engine_kwargs.vllm.mm_processor_cache_gb": Meaningless("images are processed once a prompt"),
     "data.return_*": Meaningless("rows are read once, as they are"),
     "data.*num_workers": Meaningless("rows are read once, as they are"),
     "data.filter_overlong_prompts_workers": Meaningless("rows are read once, as they are"),
