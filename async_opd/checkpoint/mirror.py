@@ -48,6 +48,10 @@ REMEDY = "look at the store, its quota and credentials; async_opd run --resume t
 _Manifest = TypeAdapter(dict[str, WrittenFile])
 
 
+class DamagedCheckpointError(OSError):
+    """A checkpoint's files are not those that its manifest names."""
+
+
 class Mirror(Sink):
     """A sink that is told of checkpoints, and copies them in a thread.
 
@@ -75,6 +79,7 @@ class Mirror(Sink):
         self._ending, self._ended = False, False
         self._began: float | None = None  # when the sync began that is under way
         self._notes: deque[str] = deque(maxlen=WAITING)
+        self._damaged: dict[int, object] = {}  # its manifest's checksum, by step
         self._failing = ""
         self._worker: BackgroundWorker[None] = BackgroundWorker("mirror", self._work, WAITING)
 
@@ -172,7 +177,7 @@ class Mirror(Sink):
         if not ending:
             self._copies.remove(END)
         for step in reversed(self._store.steps()):
-            self._upload(step)
+            self._upload_unless_damaged(step)
         # Copies go once the newest step is there. A run directory without any (its disk may be
         # gone) removes none; one that has gone back removes those of the way that it has left.
         now = self._store.steps()
@@ -195,6 +200,24 @@ class Mirror(Sink):
             self._claimed = True
         self._copies.refuse_other(self._me)
 
+    def _upload_unless_damaged(self, step: int) -> None:
+        """Uploads a checkpoint; a damaged one that is not the newest is left out, with a warning.
+
+        A resume takes the newest one that is whole. The next sync may find a damaged one renewed.
+        """
+        manifest = self._run_dir / FOLDER / name_of(step) / MANIFEST
+        seen = checksum(manifest) if manifest.is_file() else None
+        if seen is not None and self._damaged.get(step) == seen:
+            return
+        try:
+            self._upload(step)
+        except DamagedCheckpointError as error:
+            if step == max(self._store.steps(), default=step):
+                raise
+            self._damaged[step] = seen
+            self.metrics["mirror/failures"] += 1
+            self._notes.append(f"mirror: {self._copies.place} gets no copy of step {step}: {error}")
+
     def _upload(self, step: int) -> None:
         """Uploads a checkpoint that is not there yet, with the run's other files."""
         began, within = time.monotonic(), f"{FOLDER}/{name_of(step)}"
@@ -214,7 +237,9 @@ class Mirror(Sink):
                     raise FileNotFoundError(str(manifest))
                 for name, file in _manifest(before).items():
                     if sent[f"{within}/{name}"] != file:
-                        raise OSError(f"{within}/{name} is not as its {MANIFEST} says")
+                        raise DamagedCheckpointError(
+                            f"{within}/{name} is not as its {MANIFEST} says"
+                        )
 
             files = {name: self._run_dir / name for name in names}
             self._copies.refuse_other(self._me)
@@ -231,4 +256,6 @@ def _manifest(content: bytes) -> Files:
     try:
         return _Manifest.validate_json(content)
     except ValidationError as error:
-        raise OSError(f"a {MANIFEST} has {error.error_count()} invalid values") from error
+        raise DamagedCheckpointError(
+            f"a {MANIFEST} has {error.error_count()} invalid values"
+        ) from error

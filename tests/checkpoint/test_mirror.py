@@ -470,6 +470,48 @@ def test_a_completed_run_without_its_end_at_the_url_has_failed(tmp_path: Path) -
     assert "tries left: 0" in (run.folder / "run.log").read_text()
 
 
+def damaged(run: LocalRun, step: int) -> None:
+    (run.store.folder / f"step_{step}" / "trainer.safetensors").write_bytes(b"other bytes")
+
+
+def test_an_older_checkpoint_that_is_damaged_keeps_no_newer_one_from_the_url(
+    tmp_path: Path,
+) -> None:
+    run, said = LocalRun(tmp_path / "run"), list[tuple[str, str]]()
+    run.train(2)
+    run.train(4)
+    damaged(run, 2)
+    mirror = run.mirror()
+    mirror.notify = lambda text, level: said.append((level, text))
+    assert mirror.close(summary("completed")) is None
+    complete = RunCopies.at(URL).complete
+    assert (complete("step_2"), complete("step_4") is None) == (None, False)
+    assert [text for level, text in said if level == "warning"] == [
+        f"mirror: {URL} gets no copy of step 2: checkpoints/step_2/trainer.safetensors is not as "
+        "its manifest.json says"
+    ]
+
+
+def test_a_damaged_older_checkpoint_is_uploaded_once(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    run.train(4)
+    damaged(run, 2)
+    mirror = run.mirror()
+    mirror._work([None])
+    with patch.object(RemoteFile, "upload", side_effect=AssertionError("uploaded again")):
+        mirror._work([None])
+    assert mirror.metrics["mirror/failures"] == 1
+
+
+def test_a_run_whose_newest_checkpoint_is_damaged_has_no_complete_copy(tmp_path: Path) -> None:
+    run = LocalRun(tmp_path / "run")
+    run.train(2)
+    damaged(run, 2)
+    with pytest.raises(StageError, match=r"is not as its manifest.json says"):
+        run.mirror().close(summary("completed"))
+
+
 def test_an_upload_that_hangs_is_waited_for_within_a_bound(tmp_path: Path) -> None:
     run, answer, said = LocalRun(tmp_path / "run"), threading.Event(), list[str]()
     run.train(2)
