@@ -30,13 +30,14 @@ from async_opd.queue.sizes import in_mib
 class _Part:
     """Facts about the rows of a part of the data, collected while they are read.
 
-    Rows with ``images`` are ``pictured``. Rows without an answer are ``unanswered``; those of them
-    that no task grades are ``ungradable``.
+    Rows with ``images`` are ``pictured``; ``shown`` are their data sources. Rows without an answer
+    are ``unanswered``; those of them that no task grades are ``ungradable``.
     """
 
     routes: set[str] = field(default_factory=set)
     pictured: Tally = field(default_factory=Tally)
     images: set[Media] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
     unanswered: Tally = field(default_factory=Tally)
     ungradable: Tally = field(default_factory=Tally)
     tasks: set[str] = field(default_factory=set)
@@ -48,6 +49,7 @@ class _Part:
         if row.images:
             self.pictured.add(row.uid)
             self.images.update(row.images)
+            self.shown.add(row.data_source)
         if row.task is not None:
             self.tasks.add(row.task.name)
         if row.answer is None:

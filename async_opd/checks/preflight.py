@@ -15,6 +15,7 @@ from async_opd.checks.cold_start import cold_start_rows, given_answers
 from async_opd.checks.data import DataChecks, Rows, checked
 from async_opd.checks.findings import Findings
 from async_opd.checks.gpu_memory import faults
+from async_opd.checks.images.families import check_families
 from async_opd.checks.memory_fit import faults_of_memory, near, this_machine
 from async_opd.checks.mixtures import check_routing
 from async_opd.checks.models import ModelChecks
@@ -114,6 +115,9 @@ def preflight(config: RunConfig, where: str, gpus: int | None = None) -> Inputs:
     longest = _prompts(config, models, data, "eval", evaluation)
     _payload(config, found, gpus, limit)
     cold_start = cold_start_rows(data)
+    shown = {source for part in data.parts.values() for source in part.shown}
+    device = resolve_device(config, gpus)
+    check_families(config, device, models.files, models.partial, shown, found)
     _prompts(config, models, data, "cold_start", cold_start)
     if "student.model" in models.files:
         given_answers(data, cold_start or train, Room("", 0, models.rows))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from async_opd.models.tokenizer import Text, eos_ids, read_json
+from async_opd.models.tokenizer import Text, eos_ids, read_json, text_settings
 
 HUB_ID = re.compile(r"^[\w.-]{1,96}/[\w.-]{1,96}$")
 
@@ -142,7 +142,7 @@ class ModelFiles:
         return bool(own == others)
 
     def _number(self, name: str) -> int | None:
-        value = self.config.get(name)
+        value = text_settings(self.config).get(name)
         return value if isinstance(value, int) and value > 0 else None
 
 

@@ -43,7 +43,7 @@ class ImageProcessor:
         self._processor = processor
         name = type(processor).__name__
         token = getattr(processor, "image_token", None)
-        if not isinstance(token, str) or not hasattr(processor, "image_processor"):
+        if not isinstance(token, str):
             raise ProcessorError(f"{name} has no token for images", "take another model")
         found = processor.tokenizer.convert_tokens_to_ids(token)
         if found is None or found == processor.tokenizer.unk_token_id:
@@ -61,9 +61,10 @@ class ImageProcessor:
         trust_remote_code: bool = False,
         processor_kwargs: Mapping[str, Any] | None = None,
     ) -> Self:
-        """The processor of a model's directory. ProcessorError if it cannot be loaded.
+        """The processor of a model's directory.
 
         ``processor_kwargs`` replace settings of the image processor, such as ``max_pixels``.
+        ProcessorError if it cannot be loaded, or has no such setting.
         """
         from transformers import AutoProcessor
         from transformers.processing_utils import ProcessorMixin
@@ -76,9 +77,14 @@ class ImageProcessor:
             shown = f"{type(error).__name__}: {error}".partition("\n")[0][:300]
             remedy = "save the model's processor there, and install async-opd[vision]"
             raise ProcessorError(f"{model} has no processor that loads: {shown}", remedy) from error
-        if not isinstance(processor, ProcessorMixin):
+        if not isinstance(processor, ProcessorMixin) or not hasattr(processor, "image_processor"):
             found = f"{model} has only a {type(processor).__name__}"
             raise ProcessorError(found, "save preprocessor_config.json or processor_config.json")
+        kind = processor.image_processor
+        known = kind.valid_kwargs.__annotations__
+        if unknown := [name for name in processor_kwargs or {} if name not in known]:
+            message = f"{type(kind).__name__} of {model} has no setting {', '.join(unknown)}"
+            raise ProcessorError(message, f"one of {', '.join(sorted(known))}")
         return cls(processor)
 
     def expand(self, ids: Int32, images: Sequence[bytes]) -> Int32:

@@ -39,6 +39,16 @@ def rows(tmp_path: Path, *entries: Any) -> str:
     return f"data.train=[{file}]"
 
 
+def pictured_row() -> dict[str, Any]:
+    """A row with an image of its own."""
+    from base64 import b64encode
+
+    from tests.data.pictures import RED
+
+    image = f"data:image/png;base64,{b64encode(RED).decode()}"
+    return {"prompt": "<image>sort 2=", "data_source": "sort", "images": [image]}
+
+
 def model(tmp_path: Path, name: str, **settings: Any) -> Path:
     """A copy of one of the quickstart's models, with other settings in its config.json."""
     path = tmp_path / name

@@ -101,7 +101,7 @@ def test_rows_with_bad_images_or_sounds_are_named(
 def test_rows_with_images_are_refused_and_counted(tmp_path: Path) -> None:
     other = [{"role": "user", "content": [{"type": "image", "path": "red.png"}]}]
     both = [pictured(tmp_path), pictured(tmp_path, prompt=other, images=None)]
-    (problem,) = found(rows(tmp_path, *GOOD, *both))
+    (problem,) = [one for one in found(rows(tmp_path, *GOOD, *both)) if one.key.startswith("data.")]
     assert (problem.key, problem.message) == (
         "data.train",
         f"2 rows have images, the first is 0:2 (1 different ones of {len(RED)} B, the largest of 8 "

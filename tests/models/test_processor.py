@@ -14,8 +14,6 @@ from async_opd.models.processor import ImageProcessor, ProcessorError
 from tests.data.pictures import picture
 from tests.vision_models import FAMILIES, SIZE
 
-pytest.importorskip("torchvision")
-
 WIDE, TALL = picture(100, 60), picture(30, 200, "blue")
 TEXT = "ab"
 
@@ -106,6 +104,11 @@ def test_settings_of_the_config_replace_the_models_own(tmp_path: Path) -> None:
     assert small.tokens(Media("", 1, 1000, 600)) <= 2
     ids = np.array([small.placeholder_id], np.int32)
     assert len(small.expand(ids, [picture(1000, 600)])) <= 2
+
+
+def test_a_setting_that_no_processor_reads_is_refused(model: Path) -> None:
+    with pytest.raises(ProcessorError, match=r"has no setting max_pixel: one of .*size"):
+        ImageProcessor.load(str(model), processor_kwargs={"max_pixel": 784})
 
 
 def test_a_model_of_text_has_no_image_processor(quickstart: str) -> None:

@@ -19,7 +19,6 @@ from async_opd.models.processor import ImageProcessor
 from async_opd.waiting.race import gather_or_cancel
 from tests.vision_models import FAMILIES, TOKENS
 
-pytest.importorskip("torchvision")
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.usefixtures("engines_fork"),

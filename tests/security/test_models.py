@@ -141,6 +141,13 @@ def test_what_decides_whose_code_runs_is_refused_at_any_depth(
         assert " here: " in said.err
 
 
+@pytest.mark.parametrize("section", ["student", "teachers.sort"])
+def test_settings_of_a_processor_trust_no_code(tmp_path: Path, section: str) -> None:
+    said = checked(tmp_path, f"{section}.processor_kwargs={{trust_remote_code: true}}")
+    assert said.code == 2
+    assert "no trust_remote_code here" in said.err
+
+
 def test_an_engine_reads_safetensors_whatever_stands_in_extra() -> None:
     extra = {"load_format": "pt", "trust_remote_code": True, "max_logprobs": 5}
     engine = EngineConfig.model_construct(**{**EngineConfig().model_dump(), "extra": extra})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Section(BaseModel):
@@ -34,6 +34,13 @@ class ModelSection(Section):
     processor_kwargs: dict[str, Any] = Field(default={})
     """Settings of the model's image processor in place of its own, such as ``max_pixels``, for
     engines and ranks. See docs/vision.md."""
+
+    @field_validator("processor_kwargs")
+    @classmethod
+    def _trust_no_code(cls, value: dict[str, Any]) -> dict[str, Any]:
+        if "trust_remote_code" in str(value):
+            raise ValueError("no trust_remote_code here: it is a key of the section itself")
+        return value
 
 
 class Rendering(Section):

@@ -1,0 +1,174 @@
+"""Models that get images have to see, and to be of a family whose images are computed alike."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from async_opd.checks.findings import Findings
+from async_opd.checks.images.families import check_families
+from async_opd.config.run_config import RunConfig
+from async_opd.core.errors import Problem
+from async_opd.models.engine_args import Device
+from async_opd.models.families import NOT_ON_CPU
+from async_opd.models.model_files import ModelFiles
+from tests.checks.inputs import change, found, pictured_row, rows
+
+STUDENT, TEACHER = "student.model", "teachers.see.model"
+SEES = {"model_type": "qwen3_vl", "vision_config": {"model_type": "qwen3_vl_vision"}}
+TEXT = {"model_type": "qwen3"}
+
+
+def files(folder: Path, settings: dict[str, Any]) -> ModelFiles:
+    """A model's files with a processor's settings."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    change(folder / "config.json", settings)
+    (folder / "preprocessor_config.json").write_text("{}")
+    return ModelFiles(folder, settings, {}, 8, (2,))
+
+
+def problems(
+    tmp_path: Path,
+    student: dict[str, Any],
+    teacher: dict[str, Any] | None = None,
+    sources: Set[str] = frozenset({"pictures"}),
+    device: Device = "cpu",
+    **kwargs: Any,
+) -> list[Problem]:
+    """What is found of a run whose rows of ``sources`` have images; ``kwargs``: of the student."""
+    config = RunConfig.model_validate(
+        {
+            "student": {"model": "s", **kwargs},
+            "teachers": {
+                "see": {"model": "v", "sources": ["pictures"]},
+                "read": {"model": "t", "sources": ["texts"]},
+            },
+            "data": {"train": "none.jsonl"},
+        }
+    )
+    models = {
+        STUDENT: files(tmp_path / "s", student),
+        TEACHER: files(tmp_path / "v", teacher or SEES),
+        "teachers.read.model": files(tmp_path / "t", TEXT),
+    }
+    collected = Findings("c.yaml")
+    check_families(config, device, models, frozenset(), sources, collected)
+    return collected.problems
+
+
+@pytest.fixture(autouse=True)
+def trainable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the trainer takes them is not asked here."""
+    monkeypatch.setattr(ModelFiles, "untrainable", "")
+
+
+def test_a_teacher_of_text_may_stand_beside_a_student_that_sees(tmp_path: Path) -> None:
+    assert problems(tmp_path, SEES) == []
+
+
+def test_every_model_of_text_that_gets_images_is_named(tmp_path: Path) -> None:
+    student, teacher = problems(tmp_path, TEXT, TEXT)
+    assert (student.key, teacher.key) == (STUDENT, TEACHER)
+    assert "rows of pictures have images" in teacher.message
+    assert "no vision_config" in teacher.message
+
+
+def test_a_teacher_of_text_that_gets_one_source_with_images_is_refused(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, SEES, sources={"pictures", "texts"})
+    assert problem.key == "teachers.read.model"
+    assert "rows of texts have images" in problem.message
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "mllama", "internvl"])
+def test_a_family_that_was_not_compared_is_refused_with_those_that_were(
+    tmp_path: Path, kind: str
+) -> None:
+    student, teacher = problems(tmp_path, SEES | {"model_type": kind}, {**SEES, "model_type": kind})
+    assert f"is a {kind}: vLLM and transformers were not compared" in student.message
+    assert student.remedy == teacher.remedy == "possible: llava, qwen2_5_vl, qwen3_vl"
+
+
+def test_gemma_3_is_refused_on_a_cpu_with_the_reason(tmp_path: Path) -> None:
+    gemma = SEES | {"model_type": "gemma3"}
+    (problem,) = problems(tmp_path, SEES, gemma)
+    assert (problem.key, NOT_ON_CPU["gemma3"] in problem.message) == (TEACHER, True)
+
+
+def test_gemma_3_teaches_on_a_gpu_and_is_not_trained(tmp_path: Path) -> None:
+    gemma = SEES | {"model_type": "gemma3"}
+    (problem,) = problems(tmp_path, gemma, gemma, device="cuda")
+    assert (problem.key, "the trainer's rows are causal" in problem.message) == (STUDENT, True)
+
+
+def test_a_llava_with_another_tower_is_refused(tmp_path: Path) -> None:
+    pixtral = {"model_type": "llava", "vision_config": {"model_type": "pixtral"}}
+    (problem,) = problems(tmp_path, SEES, pixtral)
+    assert "is a llava with a pixtral: only one with a clip_vision_model" in problem.message
+
+
+def test_a_student_that_sees_is_checked_without_images_too(tmp_path: Path) -> None:
+    (problem,) = problems(tmp_path, SEES | {"model_type": "mllama"}, TEXT, sources=set())
+    assert problem.key == STUDENT
+
+
+def test_a_model_that_sees_needs_its_processors_settings(tmp_path: Path) -> None:
+    config = RunConfig.model_validate(
+        {"student": {"model": "s"}, "teachers": {"t": {"model": "t"}}, "data": {"train": "x"}}
+    )
+    student, collected = files(tmp_path / "s", SEES), Findings("c.yaml")
+    (student.path / "preprocessor_config.json").unlink()
+    given = (config, "cpu", {STUDENT: student})
+    check_families(*given, {STUDENT}, set(), collected)
+    assert collected.problems == []
+    check_families(*given, set(), set(), collected)
+    assert "none of preprocessor_config.json, proc" in collected.problems[0].message
+
+
+def test_a_llava_whose_tower_vllm_does_not_load_is_refused(tmp_path: Path) -> None:
+    llava = {"model_type": "llava", "vision_config": {"model_type": "clip_vision_model"}}
+    weights = {"vision_tower.embeddings.class_embedding": np.zeros(2, np.float32)}
+    assert problems(tmp_path, SEES, llava) == []
+    save_file(weights, tmp_path / "v" / "model.safetensors")
+    config = RunConfig.model_validate(
+        {"student": {"model": "s"}, "teachers": {"see": {"model": "v"}}, "data": {"train": "x"}}
+    )
+    collected, read = Findings("c.yaml"), ModelFiles(tmp_path / "v", llava, {}, 8, (2,))
+    check_families(config, "cpu", {TEACHER: read}, set(), {"x"}, collected)
+    (problem,) = collected.problems
+    assert "vision_tower.embeddings.class_embedding, which vLLM does not load" in problem.message
+
+
+def test_settings_of_a_processor_that_nothing_reads_are_refused(tmp_path: Path) -> None:
+    found = problems(tmp_path, TEXT, TEXT, set(), processor_kwargs={"max_pixels": 1})
+    (problem,) = found
+    assert (problem.key, "max_pixels" in problem.message) == ("student.processor_kwargs", True)
+
+
+def test_models_that_see_need_the_extra_vision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "torchvision" else real(name)
+    )
+    (problem,) = problems(tmp_path, SEES)
+    assert (problem.where, problem.remedy) == ("this Python", "pip install 'async-opd[vision]'")
+
+
+def test_models_of_text_need_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert problems(tmp_path, TEXT, TEXT, sources=set()) == []
+
+
+def test_a_runs_rows_say_which_models_get_images(tmp_path: Path) -> None:
+    said = {problem.key: problem.message for problem in found(rows(tmp_path, pictured_row()))}
+    assert "rows of sort have images" in said["student.model"]
+    assert "rows of sort have images" in said["teachers.sort.model"]
+    assert "teachers.reverse.model" not in said
