@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageDraw
 
-SIZE = 64
-"""Width and height of a picture in pixels: whole patches of Qwen3-VL (16 pixels, merged by 2)."""
+SIZE = 32
+"""Width and height of a picture in pixels: four by four patches of the models in tiny.py."""
 MOST_DOTS = 6
-SHAPES = ("circle", "square")
+SHAPES = ("circle", "square", "triangle", "cross")
 DIGITS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg")
 """The lit segments of each digit, as on a clock; a is the top one, then clockwise, g the middle."""
 SEGMENTS: Mapping[str, tuple[int, int, int, int]] = {
@@ -34,7 +34,7 @@ def _empty() -> tuple[Image.Image, ImageDraw.ImageDraw]:
 
 def _color(rng: np.random.Generator) -> tuple[int, int, int]:
     """A color that is far from white."""
-    red, green, blue = (int(value) for value in rng.integers(0, 160, 3))
+    red, green, blue = (int(value) for value in rng.integers(0, 120, 3))
     return red, green, blue
 
 
@@ -42,42 +42,58 @@ def count(rng: np.random.Generator) -> Drawing:
     """One to six dots that do not touch, and their number."""
     picture, draw = _empty()
     number = int(rng.integers(1, MOST_DOTS + 1))
-    cells = rng.choice(9, number, replace=False)  # of three by three, 20 pixels wide
+    cells = rng.choice(9, number, replace=False)  # of three by three, 10 pixels wide
     for cell in cells:
-        radius = int(rng.integers(4, 7))
-        x, y = (2 + 20 * int(at) + int(rng.integers(7, 13)) for at in divmod(int(cell), 3))
+        radius = int(rng.integers(2, 4))
+        x, y = (1 + 10 * int(at) + int(rng.integers(4, 7)) for at in divmod(int(cell), 3))
         draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=_color(rng))
     return picture, str(number)
 
 
+def _draw_shape(
+    draw: ImageDraw.ImageDraw, shape: str, left: int, top: int, width: int, fill: Any
+) -> None:
+    """Draw a filled shape that touches all sides of a square of this width."""
+    right, bottom, third = left + width, top + width, round(width / 3)
+    if shape == "circle":
+        draw.ellipse((left, top, right, bottom), fill=fill)
+    elif shape == "square":
+        draw.rectangle((left, top, right, bottom), fill=fill)
+    elif shape == "triangle":
+        draw.polygon([(left, bottom), ((left + right) / 2, top), (right, bottom)], fill=fill)
+    else:
+        draw.rectangle((left + third, top, right - third, bottom), fill=fill)
+        draw.rectangle((left, top + third, right, bottom - third), fill=fill)
+
+
 def larger(rng: np.random.Generator) -> Drawing:
-    """A circle and a square side by side, of clearly different sizes, and the larger one's name."""
+    """Two different shapes side by side, of clearly different sizes, and the larger one's name."""
     picture, draw = _empty()
-    widths = [int(rng.integers(8, 15)), int(rng.integers(20, 29))]
-    shapes = [SHAPES[at] for at in rng.permutation(2)]
-    places = [int(at) for at in rng.permutation([16, 48])]
-    for shape, width, x in zip(shapes, widths, places, strict=True):
-        y = SIZE // 2 + int(rng.integers(-12, 13))
-        box = (x - width // 2, y - width // 2, x - width // 2 + width, y - width // 2 + width)
-        (draw.ellipse if shape == "circle" else draw.rectangle)(box, fill=_color(rng))
-    return picture, shapes[1]
+    small, large = (SHAPES[at] for at in rng.choice(len(SHAPES), 2, replace=False))
+    widths = [int(rng.integers(4, 7)), int(rng.integers(11, 14))]
+    middles = rng.permutation([8, 24])
+    for shape, width, x in zip((small, large), widths, middles, strict=True):
+        y = SIZE // 2 + int(rng.integers(-6, 7))
+        _draw_shape(draw, shape, int(x) - width // 2, y - width // 2, width, _color(rng))
+    return picture, large
 
 
 def digit(rng: np.random.Generator) -> Drawing:
-    """A digit of seven segments somewhere in the picture, and the digit."""
+    """A digit of seven segments near the middle of the picture, and the digit."""
     picture, draw = _empty()
-    number, side = int(rng.integers(10)), int(rng.integers(14, 23))
-    left, top = int(rng.integers(4, SIZE - side - 4)), int(rng.integers(4, SIZE - 2 * side - 4))
+    number, side = int(rng.integers(10)), int(rng.integers(10, 13))
+    left = (SIZE - side) // 2 + int(rng.integers(-3, 4))
+    top = (SIZE - 2 * side) // 2 + int(rng.integers(-2, 3))
     color = _color(rng)
     for name in DIGITS[number]:
         x0, y0, x1, y1 = (side * at for at in SEGMENTS[name])
-        draw.line((left + x0, top + y0, left + x1, top + y1), fill=color, width=4)
+        draw.line((left + x0, top + y0, left + x1, top + y1), fill=color, width=2)
     return picture, str(number)
 
 
 TASKS: Mapping[str, tuple[str, Callable[[np.random.Generator], Drawing]]] = {
     "count": ("How many dots?", count),
-    "larger": ("Which is larger, circle or square?", larger),
+    "larger": ("Which is larger?", larger),
     "digit": ("Which digit?", digit),
 }
 """The question and the drawing of each task, which is also its rows' data source."""

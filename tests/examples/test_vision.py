@@ -21,6 +21,7 @@ from async_opd.data.files import FileSource
 from async_opd.data.stored_rows import StoredRows, read_source
 
 VISION = Path(__file__).parents[2] / "examples" / "vision"
+PICTURED = ("count", "larger", "digit")
 Ink = NDArray[np.bool_]
 
 
@@ -32,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, StoredRows]:
     command = [sys.executable, str(VISION / "make.py"), "--out", str(out), *sizes]
     subprocess.run(command, check=True, timeout=100, capture_output=True)
     names = ("train", "eval")
-    sources = {name: FileSource(path=str(out / f"{name}.parquet")) for name in names}
+    sources = {name: FileSource(path=str(out / "data" / f"{name}.parquet")) for name in names}
     return {name: read_source(one, 0, DataConfig(train=[])) for name, one in sources.items()}
 
 
@@ -60,9 +61,13 @@ def shapes(picture: Ink) -> list[Ink]:
 
 
 def larger_shape(picture: Ink) -> str:
-    """A square fills its bounds, a circle three quarters of them."""
-    largest = max(shapes(picture), key=lambda one: int(one.sum()))
-    return "square" if largest.mean() > 0.95 else "circle"
+    """By the share of its bounds that a shape fills; a triangle has a tip, a cross an arm."""
+    largest = max(shapes(picture), key=lambda one: one.size)
+    if largest.mean() > 0.95:
+        return "square"
+    if largest.mean() > 0.7:
+        return "circle"
+    return "triangle" if largest[0].sum() < 3 else "cross"
 
 
 def lit(picture: Ink) -> set[str]:
@@ -79,8 +84,8 @@ def lit(picture: Ink) -> set[str]:
     lit = set()
     for name, (y, x) in middles.items():
         row, column = top + round(y * side), left + round(x * side)
-        around = picture[max(row - 3, 0) : row + 4, max(column - 3, 0) : column + 4]
-        if around.mean() > 0.3:
+        around = picture[max(row - 2, 0) : row + 3, max(column - 2, 0) : column + 3]
+        if around.mean() > 0.25:
             lit.add(name)
     return lit
 
@@ -96,7 +101,7 @@ def seen(row: Row) -> str:
     return str([*segments, "abcdfg"].index("".join(sorted(lit(picture)))))
 
 
-@pytest.mark.parametrize("task", ["count", "larger", "digit"])
+@pytest.mark.parametrize("task", PICTURED)
 def test_pictures_show_their_answers(made: dict[str, StoredRows], task: str) -> None:
     rows = [row for part in made.values() for row in part if row.data_source == task]
     assert len(rows) == 64
@@ -104,21 +109,37 @@ def test_pictures_show_their_answers(made: dict[str, StoredRows], task: str) -> 
 
 
 def test_each_task_has_all_of_its_answers(made: dict[str, StoredRows]) -> None:
-    answers = {(row.data_source, row.answer) for row in made["train"]}
-    assert Counter(task for task, _ in answers) == {"count": 6, "larger": 2, "digit": 10}
+    answers = {(row.data_source, row.answer) for row in made["train"] if row.images}
+    assert Counter(task for task, _ in answers) == {"count": 6, "larger": 4, "digit": 10}
 
 
 def test_no_picture_is_evaluated_on_that_is_trained_on(made: dict[str, StoredRows]) -> None:
-    train, evaluation = ({row.images[0].sha256 for row in made[part]} for part in made)
+    train, evaluation = (
+        {row.images[0].sha256 for row in made[part] if row.images} for part in ("train", "eval")
+    )
     assert (len(train), len(evaluation), len(train & evaluation)) == (144, 48, 0)
 
 
+def test_the_text_task_has_rows_without_pictures_of_which_none_is_in_both_files(
+    made: dict[str, StoredRows],
+) -> None:
+    train, evaluation = (
+        {str(row.prompt) for row in made[part] if row.data_source == "sort"}
+        for part in ("train", "eval")
+    )
+    assert (len(train), len(evaluation), len(train & evaluation)) == (48, 16, 0)
+    rows = [row for row in made["train"] if row.data_source == "sort"]
+    assert not any(row.images for row in rows)
+    digits = [str(row.prompt).removeprefix("sort ").removesuffix("=") for row in rows]
+    assert [row.answer for row in rows] == ["".join(sorted(one)) for one in digits]
+
+
 def test_a_row_asks_about_its_picture(made: dict[str, StoredRows]) -> None:
-    row = made["train"][0]
+    row = next(row for row in made["train"] if row.images)
     (message,) = row.prompt
     assert isinstance(message, dict)
     picture, question = message["content"]
     assert picture == {"type": "image", "image": row.images[0].sha256}
     assert question["text"].endswith("?")
-    assert row.images[0][2:] == (64, 64)
+    assert row.images[0][2:] == (32, 32)
     json.dumps(row.fields)  # the bytes are not in them
