@@ -26,6 +26,8 @@ PACKAGES = {
     "nccl": ("nvidia-nccl-cu13", "nvidia-nccl-cu12"),
 }
 """The distributions of each package, of which one is installed; on a CPU there is no NCCL."""
+OF_IMAGES = ("pillow", "torchvision", "transformers")
+"""What makes pixels of images: with other versions, or without torchvision, other pixels."""
 OURS = ("async_opd", "rollouter", "teachers", "trainer")
 AGREED = (
     "NCCL_CUMEM_ENABLE",
@@ -60,6 +62,8 @@ class Probe:
     """Sizes of the files of each model's folder, by its path."""
     interface: str | None = None
     """``cluster.interface``."""
+    sees: bool = False
+    """A model of the run computes images."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
         folders[probe.run_dir] = _run_dir_fault(probe)
     return NodeReport(
         node,
-        versions(),
+        versions(probe.sees),
         {name: os.environ[name] for name in AGREED if name in os.environ},
         _shm_mib(),
         {path: fault for path, fault in folders.items() if fault},
@@ -94,11 +98,15 @@ def report(node: str, probe: Probe, gpus: bool) -> NodeReport:
     )
 
 
-def versions() -> dict[str, str]:
-    """The versions of what a run imports; async_opd's has a digest of its source files."""
+def versions(sees: bool = False) -> dict[str, str]:
+    """The versions of what a run imports; async_opd's has a digest of its source files.
+
+    ``sees``: with those of what makes pixels of images.
+    """
     found = {"python": platform.python_version()}
     for package, distributions in PACKAGES.items():
         found[package] = next(filter(None, map(_installed, distributions)), NOTHING)
+    found |= {name: _installed(name) or NOTHING for name in OF_IMAGES if sees}
     found["async_opd"] = f"{_installed('async_opd') or NOTHING} with source {_source_digest()}"
     return found
 

@@ -39,7 +39,7 @@ ORDER = (
 )
 TOPIC_OF_KEY = {
     r".*(template|system_prompt|response_prefix)": "templates",
-    r"student|teachers\..*\.(model|revision|trust_remote_code)": "models",
+    r"student|teachers\..*\.(model|revision|trust_remote_code|processor_kwargs)": "models",
     r"data|eval|reward|cold_start|grading": "data",
     r"cluster|.*\.(placement|replicas|tensor_parallel)$": "devices",
     r"(rollout|train)$": "memory",

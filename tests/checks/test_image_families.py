@@ -159,7 +159,8 @@ def test_models_that_see_need_the_extra_vision(
         importlib.util, "find_spec", lambda name: None if name == "torchvision" else real(name)
     )
     (problem,) = problems(tmp_path, SEES)
-    assert (problem.where, problem.remedy) == ("this Python", "pip install 'async-opd[vision]'")
+    assert "need torchvision, which this Python lacks" in problem.message
+    assert (problem.key, problem.remedy) == (STUDENT, "pip install 'async-opd[vision]'")
 
 
 def test_models_of_text_need_no_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

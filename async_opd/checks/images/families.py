@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 STUDENT = "student.model"
 PACKAGES = {"PIL": "Pillow", "torchvision": "torchvision"}
 """What transformers' image processors and vLLM's models that see import."""
+INSTALL = "pip install 'async-opd[vision]'"
 
 
 def check_families(
@@ -53,7 +54,7 @@ def check_families(
     missing = [name for module, name in PACKAGES.items() if not importlib.util.find_spec(module)]
     if missing and (asked or STUDENT in seeing):
         needs = f"models that see need {' and '.join(missing)}, which this Python lacks"
-        found.add("environment", needs, "pip install 'async-opd[vision]'", "this Python")
+        found.add(min(seeing & {STUDENT, *asked}, default=STUDENT), needs, INSTALL)
 
 
 def _family(key: str, files: ModelFiles, device: Device, partial: bool, found: Findings) -> None:
