@@ -16,6 +16,7 @@ from typing import Literal
 
 from async_opd.config.device_defaults import Recomputation
 from async_opd.memory.activations import Precision, layer_bytes, layer_gradients, products_bytes
+from async_opd.memory.tower import kept_of_tower, layer_of_tower
 from async_opd.models.model_size import ModelSize
 
 MIB = 1 << 20
@@ -106,21 +107,33 @@ def loss(step: Step) -> Terms:
     return {
         "activations": _activations_before_head(step),
         "logits": _logits(step),
+        **_seen(step),
         **({"gathered parameters": gathered} if step.sharded else _casts(step)),
     }
 
 
 def backward(step: Step) -> Terms:
     """In the backward pass: of the head, a layer, or an embedding that is the head too."""
-    phases = [_head_backward(step), _layer_backward(step)]
+    phases = [_head_backward(step) | _seen(step), _layer_backward(step) | _seen(step)]
     if step.sharded:
-        phases.append(_layer_backward(step, inner=True))
+        phases.append(_layer_backward(step, inner=True) | _seen(step))
     elif (
         step.size.tied and not step.frozen
     ):  # its gradients as head and as embedding, and their sum
         table = 12 * step.size.vocabulary * step.size.hidden
         phases.append({"activations": kept_activations(step, 0), "head's gradient": table})
+    if _seen(step):
+        phases.append(_seen(step, backward=True))
     return max(phases, key=lambda terms: sum(terms.values()))
+
+
+def _seen(step: Step, backward: bool = False) -> Terms:
+    """What a trained tower keeps of images; ``backward``: in its own pass, with a layer of it."""
+    tower = step.size.tower
+    if tower is None or step.frozen:
+        return {}
+    of = (tower, step.precision, step.recompute, step.tokens)
+    return {"images": kept_of_tower(*of) + (layer_of_tower(*of) if backward else 0)}
 
 
 def _activations_before_head(step: Step) -> int:

@@ -29,9 +29,42 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 TABLES = re.compile(r"(^|\.)(embed_tokens|wte|embed_in|word_embeddings|lm_head|embed_out)\.weight$")
 FIRST_LAYER = re.compile(r"(^|\.)(layers|h|blocks)\.0\.")
+SEES = re.compile(r"(^|\.)(visual|vision_tower|vision_model|multi_modal_projector)\.")
+"""Names of a tower's tensors, and of what projects its states into the decoder's."""
 
 Tensor = tuple[str, tuple[int, ...], str]
 """Name, shape and stored type."""
+
+
+@dataclass(frozen=True)
+class Tower:
+    """What sees, with ``entries`` of which its projector has some.
+
+    ``hidden`` and ``inner`` are the widths of its ``layers``. A patch is ``patch`` numbers;
+    ``merged`` patches are a token of the decoder.
+    """
+
+    entries: int
+    hidden: int
+    inner: int
+    layers: int
+    patch: int
+    merged: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], entries: int) -> Tower | None:
+        """By a config.json; None for a model that does not see. TypeError, ValueError."""
+        given = config.get("vision_config")
+        if not isinstance(given, Mapping) or not entries:
+            return None
+        hidden, side = _number(given, "hidden_size"), _number(given, "patch_size") or 14
+        patch = 3 * side * side * max(_number(given, "temporal_patch_size"), 1)
+        merged = max(_number(given, "spatial_merge_size"), 1) ** 2
+        if tokens := _number(config, "mm_tokens_per_image"):
+            merged = max((_number(given, "image_size") // side) ** 2 // tokens, 1)
+        inner = _number(given, "intermediate_size") or 4 * hidden
+        layers = _number(given, "depth", "num_hidden_layers")
+        return cls(entries, hidden, inner, layers, patch, merged)
 
 
 @dataclass(frozen=True)
@@ -44,7 +77,7 @@ class ModelSize:
     together: both are one matrix if it is tied. ``norms`` of the hidden width are in a layer,
     ``query_norms``: queries and keys are normalized too. ``gated``: the feed-forward part has two
     input matrices. ``active`` of ``experts`` compute a token; both 0 without a mixture.
-    ``recomputable``: transformers can recompute the layers.
+    ``recomputable``: transformers can recompute the layers. ``tower``: what sees, if anything does.
     """
 
     floats: int
@@ -63,6 +96,7 @@ class ModelSize:
     experts: int = 0
     active: int = 0
     recomputable: bool = True
+    tower: Tower | None = None
 
     @classmethod
     def read(cls, model: str | Path) -> ModelSize:
@@ -84,6 +118,8 @@ class ModelSize:
             for _, shape, kind in tensors
             if kind not in FLOATS
         )
+        seeing = sum(math.prod(shape) for name, shape, _ in tensors if SEES.search(name))
+        tensors = [one for one in tensors if not SEES.search(one[0])]
         first = {FIRST_LAYER.split(name)[-1] for name, *_ in tensors if FIRST_LAYER.search(name)}
         given = text_settings(config)
         hidden = _number(given, "hidden_size", "n_embd")
@@ -114,12 +150,14 @@ class ModelSize:
             experts=experts,
             active=_number(given, "num_experts_per_tok") if experts else 0,
             recomputable=given.get("model_type") not in NOT_RECOMPUTED,
+            tower=Tower.of(config, seeing),
         )
 
     @property
     def block(self) -> int:
         """Entries of one layer of the decoder."""
-        return (self.floats - self.embeddings * self.hidden) // max(self.layers, 1)
+        tower = self.tower.entries if self.tower else 0
+        return (self.floats - tower - self.embeddings * self.hidden) // max(self.layers, 1)
 
     @property
     def tied(self) -> bool:
