@@ -32,7 +32,7 @@ class ModelSection(Section):
     trust_remote_code: bool = False
     """Runs code that comes with the model. Only for models you trust."""
     processor_kwargs: dict[str, Any] = Field(default={})
-    """Settings of the model's image processor in place of its own, such as ``max_pixels``, for
+    """Settings of the model's image processor in place of its own, such as ``size``, for
     engines and ranks. See docs/vision.md."""
 
     @field_validator("processor_kwargs")
