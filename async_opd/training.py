@@ -169,6 +169,7 @@ def _prompts(job: Job, text: Text, readers: Mapping[str, Reader]) -> PromptStrea
         limit=job.inputs.max_prompt_tokens,
         readers=readers,
         truncate=config.data.overlong == "truncate_left",
+        sized=text.image_tokens,
     )
 
 
@@ -190,6 +191,7 @@ def cold_start_of(job: Job, text: Text) -> ColdStart | None:
         limit=job.inputs.max_prompt_tokens,
         readers=teacher_readers(config, text) if settings.answers == "teacher" else None,
         truncate=config.data.overlong == "truncate_left",
+        sized=text.image_tokens,
     )
     turn, ends = text.turn_end(), text.response_ends()
     return ColdStart(

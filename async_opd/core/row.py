@@ -14,7 +14,6 @@ AnswerIn = Literal["whole", "####", "boxed"]
 BOX = "\\boxed{"
 MEDIA = {"image", "image_url", "images", "audio", "audios", "video", "videos"}
 """Fields of rows, and keys of parts of messages, that are more than text."""
-IMAGES_NOT_BUILT = "images are read and checked; training on them is not built yet"
 
 
 @dataclass(frozen=True)
@@ -97,3 +96,12 @@ def kinds_of(prompt: PromptText) -> Iterator[str]:
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content")
         yield from map(kind_of, content if isinstance(content, list) else ())
+
+
+def images_of(prompt: PromptText) -> Iterator[str]:
+    """The SHA-256 of the images that a row's prompt shows, in order."""
+    for message in prompt if isinstance(prompt, list) else ():
+        content = message.get("content")
+        for part in content if isinstance(content, list) else ():
+            if kind_of(part) in ("image", "image_url"):
+                yield str(part.get("image"))

@@ -22,7 +22,7 @@ import numpy as np
 
 from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, SourceError
-from async_opd.core.row import PromptText, Row, value_at
+from async_opd.core.row import Media, PromptText, Row, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.mixture import Mixture
@@ -30,6 +30,8 @@ from async_opd.data.streamed_rows import StreamedRows, number_of
 
 Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]
+Sized = Callable[[Media], int]
+"""The most tokens that a model computes for an image."""
 
 
 def to_prompt(
@@ -41,37 +43,50 @@ def to_prompt(
     limit: int | None = None,
     readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
     truncate: bool = False,
+    sized: Sized | None = None,
 ) -> Prompt:
     """Tokenizes and routes a row; the prompt's uid has the row's and the epoch.
 
     The prompt has the row, without its images' bytes, if its rollouts are ``graded``.
     ``readers`` are of the teachers that read another prompt (``async_opd.data.teacher_prompts``).
-    ``truncate`` cuts off what is before the last ``limit`` tokens. RolloutFault if the row has no
-    teacher, or not 1 to ``limit`` tokens.
+    ``truncate`` cuts off what is before the last ``limit`` tokens of a prompt without images.
+    ``sized`` is the number of tokens of an image, which has one placeholder in the prompt.
+    RolloutFault if the row has no teacher, or not 1 to ``limit`` tokens.
     """
     teacher = _teacher(row, route)
-    ids = _encoded(row, lambda row: encode(row.prompt), limit, truncate)
+    bounds = (limit, truncate, sized)
+    ids = _encoded(row, lambda row: encode(row.prompt), *bounds)
     reader = (readers or {}).get(teacher)
-    teacher_ids = None if reader is None else _encoded(row, reader, limit, truncate)
+    teacher_ids = None if reader is None else _encoded(row, reader, *bounds)
     graded_row = replace(row, encoded={}) if graded else None
     own = (_uid(row, epoch), row.data_source, teacher, ids)
     return Prompt(*own, graded_row, teacher_ids, row.images, row.encoded)
 
 
 def _encoded(
-    row: Row, read: Callable[[Row], list[int]], limit: int | None, truncate: bool
+    row: Row,
+    read: Callable[[Row], list[int]],
+    limit: int | None,
+    truncate: bool,
+    sized: Sized | None,
 ) -> Int32:
     try:
         ids = np.asarray(read(row), dtype=np.int32)
-        ids = ids[-limit:] if truncate and limit else ids
+        ids = ids[-limit:] if truncate and limit and not row.images else ids
+        length = len(ids) + (added(row, sized) if limit and sized else 0)
     except Exception as error:  # a chat template can raise anything
         cause = f"row {row.uid} cannot be tokenized: {type(error).__name__}: {error}"
         raise RolloutFault("prompt", cause, "correct the prompt or the chat template") from error
-    if not 1 <= len(ids) <= (limit or len(ids)):
+    if not 1 <= length <= (limit or length):
         bound = "" if limit is None else f", at most {limit} fit"
-        cause = f"row {row.uid} has {len(ids)} tokens{bound}"
+        cause = f"row {row.uid} has {length} tokens{bound}"
         raise RolloutFault("prompt", cause, "shorten or remove it")
     return ids
+
+
+def added(row: Row, sized: Sized) -> int:
+    """How many more tokens the row's images have than placeholders."""
+    return sum(sized(image) - 1 for image in row.images)
 
 
 def _uid(row: Row, epoch: int) -> Uid:
@@ -158,8 +173,9 @@ class PromptStream:
         limit: int | None = None,
         readers: Mapping[str, Callable[[Row], list[int]]] | None = None,
         truncate: bool = False,
+        sized: Sized | None = None,
     ) -> None:
-        """``limit``: bound of a prompt's tokens. ``readers``, ``truncate``: see ``to_prompt``.
+        """``limit``: bound of a prompt's tokens. The rest of the options: see ``to_prompt``.
 
         ``weights`` of the sources, or a new mixture of them.
         """
@@ -170,7 +186,7 @@ class PromptStream:
         self._mixture = weights if isinstance(weights, Mixture) else Mixture([(0, weights)])
         self._encode, self._route = encode, route
         self._seed, self._shuffle, self._graded = seed, shuffle, graded
-        self._readers, self._truncate = readers, truncate
+        self._readers, self._truncate, self._sized = readers, truncate, sized
         for _ in range(cursor):
             self._mixture.advance()
 
@@ -241,5 +257,5 @@ class PromptStream:
         return DeadLetter(header, reason, "prompt")
 
     def _encoded(self, row: Row, epoch: int) -> Prompt:
-        options = (self._graded, self._limit, self._readers, self._truncate)
+        options = (self._graded, self._limit, self._readers, self._truncate, self._sized)
         return to_prompt(row, self._encode, self._route, epoch, *options)

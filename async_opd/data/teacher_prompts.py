@@ -11,7 +11,7 @@ from functools import partial
 from itertools import takewhile
 
 from async_opd.config.run_config import RunConfig
-from async_opd.core.row import Row
+from async_opd.core.row import Row, images_of
 from async_opd.data.prompts import filled
 from async_opd.models.model_files import is_hub_id
 from async_opd.models.tokenizer import Text
@@ -38,7 +38,11 @@ def teacher_readers(config: RunConfig, text: Text) -> dict[str, Reader]:
 
 
 def _read(text: Text, template: str | None, row: Row) -> list[int]:
-    return text.encode(row.prompt if template is None else filled(template, row))
+    prompt = row.prompt if template is None else filled(template, row)
+    shown, own = list(images_of(prompt)), [image.sha256 for image in row.images]
+    if shown != own:
+        raise ValueError(f"the teacher's prompt shows {len(shown)} images, not the row's {len(own)}")
+    return text.encode(prompt)
 
 
 @dataclass(frozen=True)

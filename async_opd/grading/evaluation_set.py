@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -52,8 +53,9 @@ def evaluation_of(
                 readers=readers,
                 limit=limit if config.data.overlong == "truncate_left" else None,
                 truncate=True,
+                sized=text.image_tokens,
             )
-            rows[prompt.uid] = row
+            rows[prompt.uid] = replace(row, encoded={})  # a grader is sent no images
             prompts.append(prompt)
     if not prompts:
         return None

@@ -17,7 +17,7 @@ from datetime import datetime
 from functools import cached_property
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
@@ -35,7 +35,9 @@ RESERVED = ("messages", "add_generation_prompt", *SPECIAL_TOKENS)
 DATED = "strftime_now"
 """The function of templates that gives the present date."""
 THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning|seed:think)>|\[THINK\]")
-PROBE = [{"role": "user", "content": "6 * 7"}]
+PROBED = "6 * 7"
+PROBE = [{"role": "user", "content": PROBED}]
+PARTS_PROBE = [{"role": "user", "content": [{"type": "text", "text": PROBED}]}]
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,8 @@ class ChatTemplate:
 
         It is that of a probe. ValueError if the template refuses it.
         """
-        begun, whole = self._rendered(PROBE, False), self._rendered(PROBE, True)
+        probe = self._shaped(PROBE)
+        begun, whole = self._rendered(probe, False), self._rendered(probe, True)
         equal = takewhile(lambda pair: pair[0] == pair[1], zip(begun, whole, strict=False))
         added = whole[sum(1 for _ in equal) :]
         thought = THOUGHT.search(added)
@@ -113,7 +116,7 @@ class ChatTemplate:
 
         ValueError if the template refuses them.
         """
-        text = self._rendered(messages, generate)
+        text = self._rendered(self._shaped(messages), generate)
         if not generate or self.prefix is None:
             return text
         if not text.endswith(self.opening):
@@ -122,6 +125,25 @@ class ChatTemplate:
                 "beginning of a response cannot be replaced"
             )
         return text[: len(text) - len(self.opening)] + self.prefix
+
+    @cached_property
+    def content(self) -> Literal["any", "text", "parts"]:
+        """What contents of messages the template shows the text of: a text, parts, or any."""
+        text, parts = self._shows(PROBE), self._shows(PARTS_PROBE)
+        return "any" if text == parts else "text" if text else "parts"
+
+    def _shows(self, probe: list[dict[str, Any]]) -> bool:
+        try:
+            text = self._rendered(probe, False)
+        except Exception:  # a broken template fails again, and is reported, with a prompt
+            return False
+        return PROBED in text and not re.search("[\"']text[\"']", text)  # a list as it is
+
+    def _shaped(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with contents that the template shows, as far as they are texts."""
+        if self.content == "any":
+            return messages
+        return list(map(_as_text if self.content == "text" else _as_parts, messages))
 
     @cached_property
     def _compiled(self) -> Template:
@@ -177,6 +199,23 @@ def read_json(file: Path) -> dict[str, Any]:
     if too_deep(value):
         raise ValueError(f"{file} is nested too deeply: more than {MAX_DEPTH} values")
     return value if isinstance(value, dict) else {}
+
+
+def _as_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose text is a part."""
+    content = message.get("content")
+    text = isinstance(content, str)
+    return {**message, "content": [{"type": "text", "text": content}]} if text else message
+
+
+def _as_text(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose parts are one text, if all of them are texts."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    texts = [part.get("text") for part in parts if isinstance(part, dict)]
+    if not parts or len(texts) < len(parts) or not all(isinstance(one, str) for one in texts):
+        return message
+    return {**message, "content": "".join(map(str, texts))}
 
 
 def _content(token: Any) -> str | None:

@@ -6,6 +6,7 @@ The driver loads it once. Tests compare it with transformers' AutoTokenizer.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -14,14 +15,21 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tokenizers import Tokenizer
 
-from async_opd.core.row import IMAGES_NOT_BUILT, PromptText, kinds_of
-from async_opd.models.chat_template import ChatTemplate, aligned_prefix
+from async_opd.core.row import PromptText, kinds_of
+from async_opd.models.chat_template import PARTS_PROBE, ChatTemplate, aligned_prefix
 from async_opd.models.chat_template import read_json as read_json
 from async_opd.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from async_opd.config.run_config import RunConfig
     from async_opd.config.sections.section import Rendering
+
+PLACEHOLDERS = ("image_token_id", "image_token_index", "boi_token_id", "boi_token_index")
+"""Settings of a config.json: one of them is the token that a template writes for an image."""
+NO_IMAGES = f"its config.json has none of {', '.join(PLACEHOLDERS)}"
+NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi)\w*_token_(id|index)")
+"""Settings of a config.json whose tokens stand for more than text."""
+IMAGE_PROBE = [{"role": "user", "content": [{"type": "image"}, *PARTS_PROBE[0]["content"]]}]
 
 
 class Text:
@@ -91,11 +99,28 @@ class Text:
     def encode(self, prompt: PromptText) -> list[int]:
         """Token ids of a prompt.
 
-        ValueError for chat messages without a chat template or with images, and for a special token
-        in the text that the tokenizer cannot read as text.
+        They have one placeholder an image. ValueError for chat messages without a chat template,
+        for a special token in the text that the tokenizer cannot read as text, for other media than
+        images, and where images and placeholders differ in number.
         """
-        if any(kind != "text" for kind in kinds_of(prompt)):
-            raise ValueError(IMAGES_NOT_BUILT)
+        kinds = [kind for kind in kinds_of(prompt) if kind != "text"]
+        if others := {*kinds} - {"image", "image_url"}:
+            raise ValueError(f"the prompt has parts of type {min(others)}: only images are read")
+        if self.placeholder is None:
+            if kinds:
+                raise ValueError(f"the prompt has images, and {self._dir} reads none: {NO_IMAGES}")
+            return self._ids(prompt)
+        ids = self._ids(prompt)
+        if (places := ids.count(self.placeholder)) != len(kinds):
+            token = self._tokenizer.id_to_token(self.placeholder)
+            raise ValueError(
+                f"the prompt has {len(kinds)} images, and {token!r} {places} times: the chat "
+                "template has to write it once for each image, and no text may have it"
+            )
+        return ids
+
+    def _ids(self, prompt: PromptText) -> list[int]:
+        """Token ids of a prompt whose parts are texts and images."""
         if isinstance(prompt, str) and (self._mode == "never" or self.template is None):
             if self._mode == "always":
                 raise ValueError(f"data.chat_template is always, but {self._dir} has none")
@@ -182,8 +207,27 @@ class Text:
         return self.chat.text
 
     @cached_property
+    def placeholder(self) -> int | None:
+        """The token that stands for an image in a prompt; None: the model reads no images.
+
+        ValueError, OSError.
+        """
+        config = self._config
+        found: list[int] = [one for name in PLACEHOLDERS if isinstance(one := config.get(name), int)]
+        if len(found) < 2 or self.template is None:
+            return found[0] if found else None
+        written = self.plain(self.chat.render(IMAGE_PROBE))
+        return next((one for one in found if written.count(one) == 1), found[0])
+
+    @cached_property
+    def _config(self) -> dict[str, Any]:
+        return read_json(self._dir / "config.json")
+
+    @cached_property
     def _special(self) -> SpecialTokens:
-        return SpecialTokens(self._tokenizer, self.chat.named.values())
+        tokens = [self._config[name] for name in self._config if NOT_TEXT.fullmatch(name)]
+        texts = [self._tokenizer.id_to_token(one) for one in tokens if isinstance(one, int)]
+        return SpecialTokens(self._tokenizer, [*self.chat.named.values(), *filter(None, texts)])
 
 
 def chat_of(section: Rendering, folder: Path, date: str | None = None) -> ChatTemplate:

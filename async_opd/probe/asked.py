@@ -99,7 +99,14 @@ def _fits(
     """Whether the prompt can be made, and is not longer than a run takes."""
     limit = inputs.max_prompt_tokens
     try:
-        to_prompt(row, text.encode, config.teacher_of, limit=limit, readers=readers)
+        to_prompt(
+            row,
+            text.encode,
+            config.teacher_of,
+            limit=limit,
+            readers=readers,
+            sized=text.image_tokens,
+        )
     except RolloutFault:
         return False
     return True

@@ -331,7 +331,7 @@ def stream(path: Path, window: int) -> list[Prompt | DeadLetter]:
     return PromptStream([rows], [1], encode, lambda _: "t", seed=0, shuffle=False).next(3)
 
 
-def test_a_streamed_row_with_images_is_a_dead_letter_until_a_model_gets_them(
+def test_a_streamed_row_with_images_is_a_dead_letter_of_a_student_that_reads_none(
     tmp_path: Path,
 ) -> None:
     parquet.write_table(columns({"bytes": BLUE[:45], "path": None}), tmp_path / "a.parquet")
@@ -340,12 +340,12 @@ def test_a_streamed_row_with_images_is_a_dead_letter_until_a_model_gets_them(
     assert isinstance(broken, DeadLetter)
     assert "an image that cannot be read" in broken.reason
     assert isinstance(pictured, DeadLetter)
-    assert "training on them is not built yet" in pictured.reason
+    assert "the prompt has images, and" in pictured.reason
 
 
 @pytest.mark.parametrize("part", [image(RED), {"image_url": {"url": "a.png"}}])
-def test_the_tokenizer_refuses_a_prompt_with_images(part: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="training on them is not built yet"):
+def test_the_tokenizer_of_a_text_model_refuses_images(part: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="the prompt has images, and .* reads none"):
         Text(STUDENT).encode([{"role": "user", "content": [part]}])
 
 
