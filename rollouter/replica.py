@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 from vllm import AsyncEngineArgs, SamplingParams
 from vllm.config.weight_transfer import WeightTransferConfig
@@ -21,7 +22,6 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateRequest,
 )
 from vllm.exceptions import VLLMClientError
-from vllm.inputs import TokensPrompt
 from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -32,7 +32,10 @@ from async_opd.core.reports import Progress, StageReport
 from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.stages import Queue, SamplingSpec
 from async_opd.core.uid import Uid
+from async_opd.media.cache import MediaCache
+from async_opd.media.engine_prompts import EnginePrompt
 from async_opd.models.engine_args import fitted, sleep_level
+from async_opd.models.processor import prompts_of
 from async_opd.observability.activity import Activity
 from async_opd.observability.trace_events import GRADE
 from async_opd.processes.exit_watch import ExitWatch
@@ -67,7 +70,9 @@ COUNTERS = ("tokens", "request_s", "paused_s")
 class StudentReplica:
     """A vLLM engine with the student's weights of one version."""
 
-    def __init__(self, spec: StudentEngineSpec, queue: Queue) -> None:
+    def __init__(
+        self, spec: StudentEngineSpec, queue: Queue, media: MediaCache | None = None
+    ) -> None:
         register()
         self._transport = transport(spec.transfer_backend)
         memory = current_platform.get_device_total_memory
@@ -97,6 +102,7 @@ class StudentReplica:
 
         watcher = load_watcher(observe, self._compute)
         self._engine = AsyncLLM.from_engine_args(args, stat_loggers=[watcher])
+        self._prompts, self._never = prompts_of(self._engine, "student", media)
         self._exit_watch = ExitWatch(spec.name, sentinels(self._engine))
         self._version = self._requests = self._syncs = 0
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
@@ -148,41 +154,41 @@ class StudentReplica:
         self._requests += 1
         name = f"{uid}#{self._requests}"  # an evaluation's prompt may have the uid of another
         top_k = self._spec.top_k if trains else 0
-        asked = self._spec.request(uid, sampling, top_k)
+        asked = self._spec.request(uid, sampling, top_k) | self._never
         params = SamplingParams(**asked, output_kind=RequestOutputKind.FINAL_ONLY)
-        max_tokens = len(prompt.token_ids) + sampling.max_tokens
+        shown = await self._prompts.of(prompt)
+        max_tokens = len(shown.prompt.token_ids) + sampling.max_tokens
         self._pending_tokens += max_tokens
         try:
             async with self._gate:
                 await self._unpaused.wait()
                 async with self._rollouts if trains else Gate():
-                    rollout = await self._answer(name, prompt, uid, params, top_k, trains)
+                    rollout = await self._answer(name, shown, uid, params, top_k, trains)
         finally:
             self._pending_tokens -= max_tokens
         return rollout or await self._sample(prompt, uid, sampling, trains)
 
     async def _answer(
-        self, name: str, prompt: Prompt, uid: Uid, params: SamplingParams, top_k: int, trains: bool
+        self, name: str, shown: EnginePrompt, uid: Uid, params: SamplingParams, k: int, trains: bool
     ) -> Rollout | None:
         """The engine's answer; None if a sync overtook its request: the caller repeats it.
 
         ``version`` is read when the request is sent. A sync may follow before the engine begins,
-        and the cached prefix is then of older weights than the first sampled token.
+        and what is cached of the prompt is then of older weights than the first sampled token.
         """
         version = self._version
-        request = TokensPrompt(
-            prompt_token_ids=prompt.token_ids.tolist(), cache_salt=f"s{self._syncs}"
-        )
+        request: Any = shown.request(f"s{self._syncs}")
         with self._activity.busy() as begun:
             outputs = self._engine.generate(request, params, name, lora_request=self._adapter)
             async for output in outputs:
                 if output.finished:
-                    rollout = rollout_of(uid, prompt, output.outputs[0], top_k)
+                    rollout = rollout_of(uid, shown.prompt, output.outputs[0], k)
                     self._counters["tokens"] += len(rollout.response_ids)
                     if trains:  # an evaluation's prompt may have the uid of another
                         self._activity.sampled(uid, begun)
                     newer = any(span.version > version for span in rollout.version_spans[:1])
-                    return None if newer and output.num_cached_tokens else rollout
+                    cached = output.num_cached_tokens or shown.rendered
+                    return None if newer and cached else rollout
         raise StageError(self._spec.name, f"the engine ended {uid} without a final output")
 
     # ── weight sync ────────────────────────────────────────────────────────────────────────────
@@ -240,13 +246,11 @@ class StudentReplica:
 
     async def finish(self, version: int) -> None:
         """Sets the version of the new weights. WeightSyncError if the engine reports another."""
-        finishing = self._engine.finish_weight_update(weight_version=str(version))
-        await self._exit_watch.within(finishing)
+        await self._exit_watch.within(self._engine.finish_weight_update(str(version)))
         await self._load_adapter()
         found = await self._exit_watch.within(self._engine.get_weight_version())
         if found != str(version):
-            cause = f"the engine reports version {found} after the sync to {version}"
-            raise WeightSyncError(self._spec.name, cause)
+            raise WeightSyncError(self._spec.name, f"after the sync to {version} it has {found}")
         self._version, self._mixed = version, ""
         self._syncs += 1
 

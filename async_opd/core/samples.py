@@ -199,8 +199,10 @@ class Rollout:
     def seen_by_teacher(self) -> Rollout:
         """The rollout with the teacher's prompt and the same tokens after it."""
         prompt = self.prompt.seen_by_teacher
-        if prompt is self.prompt:
-            return self
+        return self if prompt is self.prompt else self.after(prompt)
+
+    def after(self, prompt: Prompt) -> Rollout:
+        """The rollout with the same tokens after another prompt."""
         old = len(self.prompt.token_ids)
         lengths = [(span.origin, span.end - span.start) for span in self.spans if span.start >= old]
         spans = spans_of([(PROMPT, len(prompt.token_ids)), *lengths])

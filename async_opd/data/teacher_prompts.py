@@ -41,7 +41,9 @@ def _read(text: Text, template: str | None, row: Row) -> list[int]:
     prompt = row.prompt if template is None else filled(template, row)
     shown, own = list(images_of(prompt)), [image.sha256 for image in row.images]
     if shown != own:
-        raise ValueError(f"the teacher's prompt shows {len(shown)} images, not the row's {len(own)}")
+        raise ValueError(
+            f"the teacher's prompt shows {len(shown)} images, not the row's {len(own)}"
+        )
     return text.encode(prompt)
 
 

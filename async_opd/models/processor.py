@@ -7,6 +7,7 @@ families here: each image's tokens are those that the processor puts in place of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
@@ -14,7 +15,9 @@ import numpy as np
 
 from async_opd.core.arrays import Int32
 from async_opd.core.row import Media
+from async_opd.media.cache import MediaCache
 from async_opd.media.decode import decode
+from async_opd.media.engine_prompts import EnginePrompts
 
 if TYPE_CHECKING:
     import torch
@@ -144,6 +147,20 @@ class ImageProcessor:
         return self._processor(
             text=[text], images=images, add_special_tokens=False, return_tensors="pt"
         )
+
+
+def prompts_of(
+    engine: Any, stage: str, media: MediaCache | None
+) -> tuple[EnginePrompts, dict[str, Any]]:
+    """The prompts of a vLLM engine, and arguments of its requests, which exclude unsampled tokens.
+
+    ``engine``: an ``AsyncLLM``. It has its processor loaded if it takes images.
+    """
+    if not engine.model_config.is_multimodal_model:
+        return EnginePrompts(stage, engine.renderer, None, media), {}
+    processor = ImageProcessor(engine.renderer.get_mm_processor().info.get_hf_processor())
+    prompts = EnginePrompts(stage, engine.renderer, processor.placeholder_id, media)
+    return prompts, {"logit_bias": dict.fromkeys(processor.unsampled_ids, -math.inf)}
 
 
 def _unsampled(processor: Any, placeholder: int) -> tuple[int, ...]:

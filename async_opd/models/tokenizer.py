@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from tokenizers import Tokenizer
 
-from async_opd.core.row import PromptText, kinds_of
+from async_opd.core.row import Media, PromptText, kinds_of
 from async_opd.models.chat_template import PARTS_PROBE, ChatTemplate, aligned_prefix
 from async_opd.models.chat_template import read_json as read_json
+from async_opd.models.processor import ImageProcessor
 from async_opd.models.special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -41,12 +42,14 @@ class Text:
         chat_template: Literal["auto", "always", "never"] = "auto",
         special_tokens: Literal["text", "parse"] = "text",
         chat: ChatTemplate | None = None,
+        processor: Callable[[], ImageProcessor] | None = None,
     ) -> None:
         """``special_tokens``: the config's key ``data.special_tokens``. ValueError.
 
-        ``chat``: the template of prompts, by default the model's own.
+        ``chat``: the template of prompts, by default the model's own. ``processor`` loads the
+        model's image processor, which only lengths of prompts with images need.
         """
-        self._dir = Path(model_dir)
+        self._dir, self._load_processor = Path(model_dir), processor
         self.chat = chat or ChatTemplate(self._dir)
         file = self._dir / "tokenizer.json"
         try:
@@ -62,7 +65,13 @@ class Text:
         """The student's tokenizer, with the settings of the run's data. ValueError."""
         data, folder = config.data, Path(config.student.model)
         chat = chat_of(config.student, folder, data.template_date)
-        return cls(folder, data.chat_template, data.special_tokens, chat)
+        processor = partial(
+            ImageProcessor.load,
+            config.student.model,
+            trust_remote_code=config.student.trust_remote_code,
+            processor_kwargs=config.student.processor_kwargs,
+        )
+        return cls(folder, data.chat_template, data.special_tokens, chat, processor)
 
     def of_teacher(self, config: RunConfig, name: str) -> Self:
         """How a teacher reads prompts, with this tokenizer, which is the student's.
@@ -206,6 +215,15 @@ class Text:
         """The chat template, if there is one."""
         return self.chat.text
 
+    def image_tokens(self, image: Media) -> int:
+        """The most tokens that the model computes for an image. ProcessorError."""
+        return self._processor.tokens(image)
+
+    @cached_property
+    def _processor(self) -> ImageProcessor:
+        load = self._load_processor or partial(ImageProcessor.load, str(self._dir))
+        return load()
+
     @cached_property
     def placeholder(self) -> int | None:
         """The token that stands for an image in a prompt; None: the model reads no images.
@@ -213,7 +231,9 @@ class Text:
         ValueError, OSError.
         """
         config = self._config
-        found: list[int] = [one for name in PLACEHOLDERS if isinstance(one := config.get(name), int)]
+        found: list[int] = [
+            one for name in PLACEHOLDERS if isinstance(one := config.get(name), int)
+        ]
         if len(found) < 2 or self.template is None:
             return found[0] if found else None
         written = self.plain(self.chat.render(IMAGE_PROBE))

@@ -345,7 +345,7 @@ def test_a_streamed_row_with_images_is_a_dead_letter_of_a_student_that_reads_non
 
 @pytest.mark.parametrize("part", [image(RED), {"image_url": {"url": "a.png"}}])
 def test_the_tokenizer_of_a_text_model_refuses_images(part: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="the prompt has images, and .* reads none"):
+    with pytest.raises(ValueError, match=r"the prompt has images, and .* reads none"):
         Text(STUDENT).encode([{"role": "user", "content": [part]}])
 
 
