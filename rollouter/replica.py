@@ -108,9 +108,8 @@ class StudentReplica:
         self._counters = dict.fromkeys(COUNTERS, 0.0)  # since the last report
         self._pause_started = self._total_paused_s = 0.0  # all pauses since the start
         self._mixed = ""  # why it has weights of two versions, if it does
-        self._unpaused, self._syncing = asyncio.Event(), asyncio.Event()
+        self._unpaused, self._syncing, self._gate = asyncio.Event(), asyncio.Event(), Gate()
         self._unpaused.set()
-        self._gate = Gate()
 
     async def ready(self) -> int:
         """Waits until the engine answers, then names the weights version 0. Returns its workers."""

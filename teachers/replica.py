@@ -9,9 +9,8 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 
-from vllm import AsyncEngineArgs, SamplingParams
+from vllm import AsyncEngineArgs
 from vllm.platforms import current_platform
-from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from async_opd.core.batch import Batch
@@ -19,6 +18,7 @@ from async_opd.core.reports import StageReport
 from async_opd.core.samples import FinishReason, Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import Uid, rollout_uid
+from async_opd.media.cache import MediaCache
 from async_opd.models.engine_args import fitted, sleep_level
 from async_opd.waiting.race import gather_or_cancel
 from teachers.meter import ScoringMeter
@@ -29,12 +29,12 @@ from teachers.spec import TeacherEngineSpec
 class TeacherReplica:
     """A vLLM engine with a teacher's weights."""
 
-    def __init__(self, spec: TeacherEngineSpec) -> None:
+    def __init__(self, spec: TeacherEngineSpec, media: MediaCache | None = None) -> None:
         self._spec = spec
         worker = {"worker_cls": "teachers.scoring_worker.ScoringWorker"}
         kwargs = fitted(spec.kwargs, spec.beside, current_platform.get_device_total_memory)
         self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**kwargs | worker))
-        self._scoring = RequestScoring(spec, self._engine)
+        self._scoring = RequestScoring(spec, self._engine, media)
         self._meter = ScoringMeter(spec.name)
         self._requests = 0
         self._unpaused = asyncio.Event()
@@ -75,16 +75,11 @@ class TeacherReplica:
         )
 
     async def _sample(self, prompt: Prompt, uid: Uid, sampling: SamplingSpec) -> Rollout:
-        params = SamplingParams(
-            **asdict(replace(sampling, n=1)),
-            stop_token_ids=list(self._spec.eos_ids),
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        seen = prompt.seen_by_teacher.token_ids.tolist()
+        asked = asdict(replace(sampling, n=1)) | {"stop_token_ids": list(self._spec.eos_ids)}
         await self._unpaused.wait()
         with self._meter.activity.busy():
-            output = await self._scoring.final_output(seen, params, self._next_id(uid))
+            seen, request_id = prompt.seen_by_teacher, self._next_id(uid)
+            output = await self._scoring.answer(seen, asked, request_id)
         found = output.outputs[0]
         finish: FinishReason = "stop" if found.finish_reason == "stop" else "length"
         return Rollout.answer(uid, prompt, found.token_ids, finish)

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from vllm import SamplingParams
-from vllm.inputs import TokensPrompt
 from vllm.outputs import RequestOutput
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -30,7 +29,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from async_opd.core.arrays import Float32, Int32
 from async_opd.core.bounded import BoundedDict
 from async_opd.core.errors import StageError
-from async_opd.core.samples import Rollout
+from async_opd.core.row import Media
+from async_opd.core.samples import Prompt, Rollout
 from async_opd.core.scores import (
     CandidateLogprobs,
     HiddenStates,
@@ -40,6 +40,9 @@ from async_opd.core.scores import (
     TopK,
 )
 from async_opd.core.sequence import Range
+from async_opd.media.cache import MediaCache
+from async_opd.media.engine_prompts import EnginePrompt
+from async_opd.models.processor import prompts_of
 from teachers.rows import RowRequest, logprobs_of
 from teachers.spec import TeacherEngineSpec
 
@@ -59,9 +62,12 @@ DTYPE_NAMES: dict[torch.dtype, StateDtype] = {
 class RequestScoring:
     """Scores rollouts on one engine."""
 
-    def __init__(self, spec: TeacherEngineSpec, engine: AsyncLLM) -> None:
+    def __init__(
+        self, spec: TeacherEngineSpec, engine: AsyncLLM, media: MediaCache | None = None
+    ) -> None:
         self._spec = spec
         self._engine = engine
+        self._prompts, self._never = prompts_of(engine, spec.name, media)
         model = engine.vllm_config.model_config
         self._hidden = int(model.get_hidden_size())
         self._dtype = DTYPE_NAMES[model.dtype]
@@ -69,12 +75,19 @@ class RequestScoring:
         self._seen_prefixes: BoundedDict[int, None] = BoundedDict(MAX_SEEN_PREFIXES)
 
     async def score(self, rollout: Rollout, request_id: str) -> Scores:
-        """The rollout's scores, empty for an empty response. The engine must not know the id."""
+        """The rollout's scores, empty for an empty response. The engine must not know the id.
+
+        The prompt's images are expanded as the engine does it. Raises what EnginePrompts.of raises.
+        """
+        shown = await self._prompts.of(rollout.prompt)
+        rollout = rollout.after(shown.prompt) if shown.rendered else rollout
         ids = self._ids(rollout)
         wanted = self._wanted(rollout.rows, ids)
-        return self._scores(ids, wanted, await self._rows(rollout, wanted, request_id))
+        return self._scores(ids, wanted, await self._rows(rollout, shown, wanted, request_id))
 
-    async def _rows(self, rollout: Rollout, wanted: RowRequest, request_id: str) -> NDArray[Any]:
+    async def _rows(
+        self, rollout: Rollout, shown: EnginePrompt, wanted: RowRequest, request_id: str
+    ) -> NDArray[Any]:
         """The wanted rows as the worker returned them: [rows, width] scores or [rows, H] states.
 
         Rollouts of one group share the prefill of their prompt through the prefix cache. Where the
@@ -86,10 +99,11 @@ class RequestScoring:
             dtype = self._dtype.replace("bfloat16", "int16") if wanted.states else "int32"
             return np.zeros(expected, dtype)
         ids = rollout.token_ids[: wanted.end]
-        cached, tokens = self._may_read_cache(ids, wanted.ranges[0][0]), ids.tolist()
-        found = await self._ask(tokens, wanted, request_id, cached=cached)
+        cached = self._may_read_cache(ids, shown.prompt.media, wanted.ranges[0][0])
+        request = shown.request("", ids[len(shown.prompt.token_ids) :].tolist())
+        found = await self._ask(request, wanted, request_id, cached=cached)
         if cached and (found is None or len(found) == 0):
-            found = await self._ask(tokens, wanted, f"{request_id}~", cached=False)
+            found = await self._ask(request, wanted, f"{request_id}~", cached=False)
         if found is None or found.shape != expected:
             shape = None if found is None else found.shape
             cause = f"the engine returned scores of shape {shape}, not {expected}, for {request_id}"
@@ -119,7 +133,7 @@ class RequestScoring:
             temperature=self._spec.temperature,
         )
 
-    def _may_read_cache(self, tokens: Int32, first: int) -> bool:
+    def _may_read_cache(self, tokens: Int32, media: tuple[Media, ...], first: int) -> bool:
         """Whether no cached block can hold row ``first`` or a later one.
 
         The prefix cache holds whole blocks. It has the block of row ``first`` if another sequence
@@ -128,13 +142,13 @@ class RequestScoring:
         end = (first // self._block + 1) * self._block
         if len(tokens) < end:
             return True
-        head = hash(tokens[:end].tobytes())
+        head = hash((tokens[:end].tobytes(), media))
         known = head in self._seen_prefixes
         self._seen_prefixes[head] = None
         return not known
 
     async def _ask(
-        self, tokens: list[int], wanted: RowRequest, request_id: str, *, cached: bool
+        self, request: Any, wanted: RowRequest, request_id: str, *, cached: bool
     ) -> NDArray[Any] | None:
         params = SamplingParams(
             max_tokens=1,
@@ -144,15 +158,24 @@ class RequestScoring:
             skip_reading_prefix_cache=not cached,
             extra_args=wanted.arguments(),
         )
-        output = await self.final_output(tokens, params, request_id)
+        output = await self._final_output(request, params, request_id)
         found: NDArray[Any] | None = output.prompt_token_id_logprobs
         return found
 
-    async def final_output(
-        self, tokens: list[int], params: SamplingParams, request_id: str
+    async def answer(
+        self, prompt: Prompt, sampling: dict[str, Any], request_id: str
+    ) -> RequestOutput:
+        """The engine's own answer to a prompt; ``sampling`` are vLLM's parameters."""
+        request: Any = (await self._prompts.of(prompt)).request("")
+        params = SamplingParams(
+            **sampling | self._never, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+        )
+        return await self._final_output(request, params, request_id)
+
+    async def _final_output(
+        self, request: Any, params: SamplingParams, request_id: str
     ) -> RequestOutput:
         """The engine's finished output of a request. StageError if it ends without one."""
-        request = TokensPrompt(prompt_token_ids=tokens)
         async for output in self._engine.generate(request, params, request_id):
             if output.finished:
                 return output

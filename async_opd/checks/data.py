@@ -13,8 +13,9 @@ from async_opd.checks.room import Room, Tally
 from async_opd.config.registry import PromptSource
 from async_opd.config.run_config import RunConfig
 from async_opd.core.errors import SourceError
-from async_opd.core.row import IMAGES_NOT_BUILT, Media, Row
+from async_opd.core.row import Media, Row
 from async_opd.data.mixture import passes
+from async_opd.data.prompts import added
 from async_opd.data.stored_rows import KeptRows, read_source
 from async_opd.data.streamed_rows import StreamedRows, number_of
 from async_opd.data.teacher_prompts import Reader, teacher_readers
@@ -22,6 +23,7 @@ from async_opd.grading.accuracy import metric_names
 from async_opd.grading.grader_pool import GraderSpec, loading_fault
 from async_opd.grading.graders import is_function, load_grader
 from async_opd.grading.verifiers import REMEDY, evaluates
+from async_opd.models.model_files import sees
 from async_opd.models.tokenizer import Text
 from async_opd.queue.sizes import in_mib
 
@@ -177,19 +179,25 @@ class DataChecks:
                 self.found.add(f"teachers.{name}", f"gets no prompts: {has}", remedy)
 
     def images(self, part: str) -> None:
-        """Checks that no row has images, since no model gets them yet; says which there are."""
+        """Notes the images of a part's rows; none may be in a cold start."""
         key, pictured, images = key_of(part), self.parts[part].pictured, self.parts[part].images
         if not pictured.count:
             return
         largest = max(images, key=lambda one: one.width * one.height)
         size = in_mib(sum(one.nbytes for one in images))
-        self.found.add(
-            key,
+        shown = (
             f"{pictured.count} rows have images, the first is {pictured.first} ({len(images)} "
-            f"different ones of {size}, the largest of {largest.width} x {largest.height} pixels): "
-            f"{IMAGES_NOT_BUILT}",
-            "take out these rows: a prompt without its images is another prompt",
+            f"different ones of {size}, the largest of {largest.width} x {largest.height} pixels)"
         )
+        if part == "cold_start" or (part == "train" and self._starts_cold_with_train):
+            message = f"{shown}: given answers pass no engine, which expands prompts with images"
+            self.found.add("cold_start", message, "name other rows in cold_start.data")
+        else:
+            self.found.notes.append(f"{key}: {shown}")
+
+    @property
+    def _starts_cold_with_train(self) -> bool:
+        return self.config.cold_start is not None and not self.config.cold_start.data
 
     def answers(self, part: str, grader: str) -> None:
         """Checks that graded rows have answers, unless their grader needs none."""
@@ -306,18 +314,24 @@ class DataChecks:
         """Token ids of each row's prompt, and of its teacher's if the teacher reads another.
 
         ``spelled`` counts prompts that spell special tokens, as data does whose chat template is
-        applied already. Rows with images are left out: ``images`` refuses them.
+        applied already. In place of an image are as many placeholders as it has tokens at most.
+        Rows with images are left out if the student sees none, which is a problem of its own.
         """
         for row in rows:
-            if row.images:
+            if row.images and not sees(self.config.student.model):
                 continue
             token = text.spelled(row.prompt)
             if token is not None:
                 spelled.add(f"row {number_of(row) + 1} with {token!r}")
-            yield row, text.encode(row.prompt)
             read = readers.get(self.config.teacher_of(row.data_source) or "")
-            if read is not None:
-                yield row, read(row)
+            try:
+                prompts = [text.encode(row.prompt), *([] if read is None else [read(row)])]
+                more = [text.placeholder or 0] * (added(row, text.image_tokens))
+            except ValueError as error:
+                if not row.images:
+                    raise
+                raise ValueError(f"row {number_of(row) + 1}: {error}") from error
+            yield from ((row, ids + more) for ids in prompts)
 
 
 def key_of(part: str) -> str:

@@ -22,7 +22,7 @@ import numpy as np
 
 from async_opd.core.arrays import Int32
 from async_opd.core.errors import RolloutFault, SourceError
-from async_opd.core.row import Media, PromptText, Row, value_at
+from async_opd.core.row import Media, PromptText, Row, images_of, value_at
 from async_opd.core.samples import NO_TEACHER, NO_VERSION, DeadLetter, Header, Prompt
 from async_opd.core.uid import Uid
 from async_opd.data.mixture import Mixture
@@ -30,6 +30,8 @@ from async_opd.data.streamed_rows import StreamedRows, number_of
 
 Encode = Callable[[PromptText], list[int]]
 Route = Callable[[str], str | None]
+IMAGE = "\ufdd1"
+"""A noncharacter around an image's SHA-256 in a text; Unicode reserves it for programs."""
 Sized = Callable[[Media], int]
 """The most tokens that a model computes for an image."""
 
@@ -111,7 +113,8 @@ def filled(template: str, row: Row) -> PromptText:
     if len(parts) == 1 and parts[0][0] == "" and whole is not None:
         return whole
     try:
-        return _Dotted().vformat(template, (), row.fields)
+        text = _Dotted().vformat(template, (), row.fields)
+        return _with_images(text) if row.images else text
     except (LookupError, AttributeError) as error:
         has = ", ".join(row.fields)
         message = f"prompt_template needs {error}, row {row.uid} has {has}"
@@ -123,7 +126,33 @@ class _Dotted(Formatter):
 
     def get_field(self, name: str, args: Sequence[Any], fields: Mapping[str, Any]) -> Any:
         found = value_at(fields, name)
-        return super().get_field(name, args, fields) if found is None else (found, name)
+        if found is None:
+            return super().get_field(name, args, fields)
+        return _marked(found), name
+
+
+def _marked(value: Any) -> Any:
+    """Of a single message with images its text, with a mark for each image; else the value."""
+    message = value[0] if isinstance(value, list) and len(value) == 1 else None
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list) or not any(images_of(value)):
+        return value
+    texts = (
+        f"{IMAGE}{part['image']}{IMAGE}" if "image" in part else str(part.get("text", ""))
+        for part in content
+        if isinstance(part, dict)
+    )
+    return "".join(texts)
+
+
+def _with_images(text: str) -> PromptText:
+    """A text whose marks are images, as a user's message; without one it stays a text."""
+    texts = text.split(IMAGE)
+    if len(texts) == 1:
+        return text
+    kinds = ("text", "image")  # in turn
+    parts = [{"type": kinds[at % 2], kinds[at % 2]: one} for at, one in enumerate(texts) if one]
+    return [{"role": "user", "content": parts}]
 
 
 class _Epochs:

@@ -1,0 +1,229 @@
+"""A real student engine that sees: groups with images, log-probabilities, new weights."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytest_asyncio
+
+from async_opd.core.batch import Batch, unpack
+from async_opd.core.row import Media
+from async_opd.core.samples import DeadLetter, Group, Prompt, Rollout
+from async_opd.core.stages import SamplingSpec
+from async_opd.media.cache import MediaCache
+from tests.vision_models import EOS, qwen3_vl
+from tests.vision_prompts import PROMPTS, Fetches, Reference, prompt_of, vision_kwargs
+
+pytest.importorskip("torchvision")
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.usefixtures("engines_fork"),
+    pytest.mark.asyncio(loop_scope="module"),
+]
+
+N = 4
+BOUND = 1e-3
+TOWER = "visual"
+
+
+@dataclass
+class Seen:
+    """What the engine made."""
+
+    reference: Reference
+    fetches: Fetches
+    rendered: int
+    rollouts: list[Rollout]
+    lost: dict[str, str]
+    answers: list[Rollout]
+    before: list[float] = field(default_factory=list)
+    after: list[float] = field(default_factory=list)
+
+
+def differences(reference: Reference, rollouts: list[Rollout]) -> list[float]:
+    """Of each rollout the largest difference from transformers."""
+    found = []
+    for rollout in rollouts:
+        table = reference.logprobs(rollout, reference.processor.unsampled_ids)
+        own = table[np.arange(len(table)), rollout.response_ids]
+        found.append(float(np.abs(own - rollout.rollout_logprobs).max(initial=0.0)))
+    return found
+
+
+class World:
+    """A replica, its queue, and the weights in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        from async_opd.queue.message_queue import MessageQueue
+        from async_opd.weight_sync.coordinator import BroadcastSync
+        from rollouter.replica import StudentReplica
+        from rollouter.spec import StudentEngineSpec
+        from rollouter.stage import RollouterStage
+        from rollouter.transports.gloo import GlooSender
+        from tests.rollouter.test_student_engine import Sender
+        from trainer.publisher import Publisher
+
+        self.reference = Reference(folder)
+        self.queue = MessageQueue(("prompts", "rollouts/see", "dead"), 1000, 1 << 30, 60.0)
+        self.fetches = Fetches()
+        spec = StudentEngineSpec(
+            "student/0", vision_kwargs(folder), SamplingSpec(8, 1.0, 1.0, N), (EOS,), "gloo"
+        )
+        self.replica = StudentReplica(spec, self.queue, MediaCache(self.fetches, 1 << 20))
+        model = self.reference.model
+        publisher = Publisher(
+            lambda: iter([(n, p.detach().clone()) for n, p in model.named_parameters()]),
+            lambda: GlooSender("127.0.0.1", 30.0, 100_000),
+        )
+        members = RollouterStage({"student/0": self.replica}, self.queue).members
+        self.sync = BroadcastSync(Sender(publisher), members, [1], on_sync="keep", timeout_s=60.0)
+        renderer = self.replica._engine.renderer
+        render, self.rendered = renderer.render_cmpl_async, 0
+
+        async def counted(*args: Any, **options: Any) -> Any:
+            self.rendered += 1
+            return await render(*args, **options)
+
+        renderer.render_cmpl_async = counted
+
+    def prompt(self, name: str) -> Prompt:
+        return prompt_of(name, self.reference.processor.placeholder_id)
+
+    async def rollouts(self) -> list[Rollout]:
+        """A group of each prompt, of text and of images at the same time."""
+        groups = [Group(self.prompt(name), tuple(range(N))) for name in PROMPTS]
+        await self.queue.put("prompts", Batch.pack(groups))
+        count = N * len(groups)
+        lease = await self.queue.get("rollouts/see", count, count)
+        await self.queue.ack("rollouts/see", lease.id)
+        return unpack(Rollout, lease.batches)
+
+    async def lost(self) -> dict[str, str]:
+        """What becomes of prompts that no engine may compute."""
+        one = self.prompt("one")
+        absent = Media("0" * 64, 10, 8, 8)
+        bad = [
+            replace(one, uid="without", media=()),
+            replace(one, uid="too many", media=one.media * 2),
+            replace(one, uid="absent", media=(absent,)),
+            replace(
+                one, uid="three", media=one.media * 3, token_ids=np.repeat(one.token_ids[:1], 3)
+            ),
+        ]
+        await self.queue.put("prompts", Batch.pack(Group(p, (0,)) for p in bad))
+        lease = await self.queue.get("dead", len(bad), len(bad))
+        return {one.header.uid: one.reason for one in unpack(DeadLetter, lease.batches)}
+
+    async def push(self, version: int) -> None:
+        await self.sync.snapshot(version)
+        await self.sync.push()
+
+    def move_the_tower(self) -> None:
+        """Changes the weights of the tower alone, enough that log-probabilities change."""
+        import torch
+
+        torch.manual_seed(0)
+        with torch.no_grad():
+            for name, parameter in self.reference.model.named_parameters():
+                if TOWER in name:
+                    parameter.add_(torch.randn_like(parameter) * 0.1)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def seen(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Seen]:
+    world = World(qwen3_vl(tmp_path_factory.mktemp("student")))
+    try:
+        yield await scenario(world)
+    finally:
+        await world.replica.shutdown()
+
+
+async def scenario(w: World) -> Seen:
+    await w.replica.ready()
+    await w.sync.connect()
+    worker = asyncio.create_task(w.replica.run())
+    async with asyncio.timeout(120):
+        rollouts = await w.rollouts()
+        found = Seen(w.reference, w.fetches, w.rendered, rollouts, {}, [])
+        found.before = differences(w.reference, rollouts)
+        found.lost = await w.lost()
+        found.answers = await w.replica.generate(
+            [w.prompt(name) for name in PROMPTS], SamplingSpec(8, 0.0, 1.0, 1)
+        )
+        w.move_the_tower()
+        await w.push(1)
+        found.after = differences(w.reference, await w.rollouts())
+    worker.cancel()
+    return found
+
+
+async def test_a_group_with_images_is_answered_as_often_as_asked(seen: Seen) -> None:
+    uids = sorted(f"{name}/{index}" for name in PROMPTS for index in range(N))
+    assert sorted(rollout.uid for rollout in seen.rollouts) == uids
+
+
+async def test_a_rollouts_prompt_has_the_ids_of_the_processor_and_the_short_ones_beside(
+    seen: Seen,
+) -> None:
+    placeholder = seen.reference.processor.placeholder_id
+    for rollout in seen.rollouts:
+        short = prompt_of(rollout.prompt.uid, placeholder)
+        assert rollout.prompt.token_ids.tolist() == seen.reference.expanded(short).tolist()
+        if short.media:
+            assert rollout.seen_by_teacher.prompt.token_ids.tolist() == short.token_ids.tolist()
+            assert rollout.seen_by_teacher.continuation is rollout.continuation
+
+
+async def test_log_probabilities_of_rollouts_agree_with_transformers(seen: Seen) -> None:
+    assert max(seen.before) < BOUND
+
+
+async def test_after_a_sync_of_the_tower_nothing_of_the_old_one_is_computed(seen: Seen) -> None:
+    assert max(seen.after) < BOUND
+
+
+async def test_no_rollout_has_a_token_that_stands_for_an_image(seen: Seen) -> None:
+    never = seen.reference.processor.unsampled_ids
+    assert not any(np.isin(rollout.response_ids, never).any() for rollout in seen.rollouts)
+
+
+async def test_a_prompt_is_rendered_once_and_an_image_fetched_once(seen: Seen) -> None:
+    assert seen.rendered == sum(bool(images) for _, images in PROMPTS.values())
+    fetched = [one for hashes in seen.fetches.asked for one in hashes if one != "0" * 64]
+    assert len(fetched) == len(set(fetched)) == 2
+
+
+@pytest.mark.parametrize(
+    ("uid", "said"),
+    [
+        ("without", "has 1 placeholders for 0 images"),
+        ("too many", "has 1 placeholders for 2 images"),
+        ("absent", "is not held by the queue"),
+        ("three", "At most 2 image(s)"),
+    ],
+)
+async def test_a_prompt_whose_images_cannot_be_computed_is_a_dead_letter(
+    seen: Seen, uid: str, said: str
+) -> None:
+    assert said in seen.lost[f"{uid}/0"]
+
+
+async def test_an_evaluation_answers_prompts_with_images_in_order(seen: Seen) -> None:
+    assert [one.prompt.uid for one in seen.answers] == list(PROMPTS)
+    assert max(differences_greedy(seen)) == 0
+
+
+def differences_greedy(seen: Seen) -> list[int]:
+    """Of each greedy answer before the sync: tokens of a prompt that are not the processor's."""
+    placeholder = seen.reference.processor.placeholder_id
+    return [
+        len(one.prompt.token_ids)
+        - len(seen.reference.expanded(prompt_of(one.prompt.uid, placeholder)))
+        for one in seen.answers
+    ]
