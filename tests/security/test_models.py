@@ -130,6 +130,7 @@ def test_code_of_another_repository_is_refused_where_code_runs(
         {"model": "somebody/else"},
         {"hf_config_path": "somebody/else"},
         {"revision": "main"},
+        {"mm_processor_kwargs": {"size": {"longest_edge": 784}}},
     ],
 )
 def test_what_decides_whose_code_runs_is_refused_at_any_depth(

@@ -47,6 +47,11 @@ class EngineConfig(Section):
         names = {_normalized(name) for name in value}
         if owned := sorted(OWNED & names):
             raise ValueError(f"no {owned[0]} here: the model is named in its own section")
+        if "mm_processor_kwargs" in names:
+            raise ValueError(
+                "no mm_processor_kwargs here: the trainer needs them too, by the key "
+                "processor_kwargs of the student's or the teacher's section"
+            )
         if fixed := sorted(FIXED & names):
             raise ValueError(f"no {fixed[0]} here: scores and weight syncs need the run's own")
         return value
