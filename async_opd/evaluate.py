@@ -160,6 +160,7 @@ def evaluate(
     from async_opd.memory.pools import EVAL
     from async_opd.models.hub import localize
     from async_opd.models.tokenizer import Text
+    from async_opd.pictures.folder import MEDIA, Thumbnails
 
     config, alone = localize(config, where), localize(alone, where)
     config = fetched_data(config, where)
@@ -187,7 +188,9 @@ def evaluate(
     with private_files():
         make_folder(out)
         readers = {} if teacher is None else teacher_readers(config, text)
-        made = evaluation_of(alone, rows, text, out, readers, inputs.max_eval_prompt_tokens)
+        pictures = Thumbnails(out / MEDIA, int(alone.log.thumbnails_mib * (1 << 20)))
+        limit = inputs.max_eval_prompt_tokens
+        made = evaluation_of(alone, rows, text, out, readers, limit, pictures)
         if made is None:
             message = f"data.eval has no prompts for teacher {teacher}"
             raise ConfigError([Problem(where, "data.eval", message, "add some")])

@@ -33,7 +33,12 @@ from async_opd.job import Job
 from async_opd.models.model_size import ModelSize
 from async_opd.models.tokenizer import Text
 from async_opd.observability.stall import teachers_s
+from async_opd.pictures.folder import MEDIA, Thumbnails
+from async_opd.pictures.recorded_prompts import RecordedPrompts
 from async_opd.pipeline import Pipeline
+
+THUMBNAILS_S = 5.0
+"""Seconds that the end of the training waits for thumbnails that are being written."""
 
 
 @dataclass
@@ -48,10 +53,18 @@ class Training:
         """Makes the first pipeline; see ``_pipeline``."""
         job = self.job
         folder = job.run_dir / EVALS
+        most = int(job.config.log.thumbnails_mib * (1 << 20))
+        self._thumbnails = Thumbnails(job.run_dir / MEDIA, most)
         self._readers = teacher_readers(job.config, self.text)
         rows, config = job.inputs.eval, job.config
         self._evaluation = evaluation_of(
-            config, rows, self.text, folder, self._readers, job.inputs.max_eval_prompt_tokens
+            config,
+            rows,
+            self.text,
+            folder,
+            self._readers,
+            job.inputs.max_eval_prompt_tokens,
+            self._thumbnails,
         )
         self._checkpointer = _checkpointer(self.job, self.stages)
         self.pipeline = self._pipeline()
@@ -62,6 +75,7 @@ class Training:
             while not await self._run_until_rewound():
                 pass
         finally:
+            self._thumbnails.close(THUMBNAILS_S)
             if self._evaluation is not None:
                 self._evaluation.close()
 
@@ -98,7 +112,14 @@ class Training:
         Far into a streamed source that may take long: not for the driver's event loop.
         """
         job = self.job
-        prompts = _prompts(job, self.text, self._readers)
+        prompts = RecordedPrompts(
+            _prompts(job, self.text, self._readers),
+            self._thumbnails,
+            seed=job.config.seed,
+            share=job.config.log.microscope.share,
+            n=job.config.rollout.n,
+            notify=job.log.message,
+        )
         made = Pipeline(
             job.config,
             self.stages,

@@ -18,6 +18,7 @@ from async_opd.microscope.folder import MICROSCOPE, RecordWriter
 from async_opd.models.engine_args import Device, engine_dtype
 from async_opd.models.rope import Positions, max_model_len
 from async_opd.models.tokenizer import Text
+from async_opd.pictures.shown_text import ShownText
 from async_opd.weight_sync.freshness import LENGTHS, held_rows
 from trainer.batches.token_weights import TokenWeighting
 from trainer.layers.compiled import compile_layers
@@ -77,7 +78,7 @@ def recorder_of(config: RunConfig, rank: int) -> Recorder | None:
         seed=config.seed,
         share=settings.share,
         top_k=settings.top_k,
-        speller=lambda: Text(config.student.model),
+        speller=lambda: ShownText.of(Text(config.student.model), config.student.model),
     )
     recorder.first = rank % config.train.context_parallel == 0
     return recorder

@@ -22,10 +22,11 @@ from async_opd.files.safe_open import make_folder, read_text, remove_tree
 from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope.folder import MICROSCOPE
 from async_opd.observability.run_log import DEAD_LETTERS, METRICS, RUN_LOG, SUMMARY
+from async_opd.pictures.folder import MEDIA
 
 RUN_OUTPUTS = (
     *(SUMMARY, METRICS, LEDGER, DEAD_LETTERS, RUN_LOG, ROLL_BACKS),
-    *("model", "best", EVALS, MICROSCOPE, KEPT),
+    *("model", "best", EVALS, MICROSCOPE, MEDIA, KEPT),
 )
 """The files of a run directory that exist once a run has begun."""
 PARTIAL = ".mirror.partial"

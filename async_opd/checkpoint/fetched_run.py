@@ -29,7 +29,7 @@ def record(name: str) -> bool:
 
 def record_and_weights(name: str) -> bool:
     """Whether a file of a copy is needed to write its student: all but records of samples."""
-    return name.partition("/")[0] not in ("evals", "microscope", TEACHERS)
+    return name.partition("/")[0] not in ("evals", "microscope", "media", TEACHERS)
 
 
 @contextmanager

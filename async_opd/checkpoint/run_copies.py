@@ -1,7 +1,7 @@
 """Copies of a run directory at a URL; each is a run directory by itself, complete or not one.
 
     URL/step_40/   metrics.jsonl, ledger.jsonl, config.yaml, …, checkpoints/step_40/…, files.json
-    URL/end/       the same without a checkpoint, with model/, best/, evals/, microscope/
+    URL/end/       the same without a checkpoint, with model/, best/, evals/, microscope/, media/
 
 ``files.json`` has the size and SHA-256 of every other file, and is written last: without it, or
 with another content than these, nothing is taken for a copy. Nothing in a copy is unpickled.
@@ -27,7 +27,7 @@ MAX_LISTING_BYTES, MAX_WRITER_BYTES = 64 << 20, 64
 AT_ONCE = 4
 """Files of a copy that are transferred at the same time."""
 TEACHERS = "teachers"
-RESULTS = ("model", "best", "evals", "microscope")
+RESULTS = ("model", "best", "evals", "microscope", "media")
 """Folders that only the copy of the end has."""
 _SUFFIXES = (".json", ".jsonl", ".yaml", ".log")
 _LOCAL = {"trace.json", "live.json", "dashboard.json"}

@@ -15,6 +15,7 @@ from async_opd.core.row import Row
 from async_opd.data.teacher_prompts import seen_prompts
 from async_opd.doctor.finding import Finding
 from async_opd.models.tokenizer import Text
+from async_opd.pictures.shown_text import ShownText
 
 TOPIC = "lengths"
 MEASURED = 2000
@@ -23,7 +24,10 @@ MEASURED = 2000
 
 @dataclass(frozen=True)
 class ShownPrompt:
-    """A prompt as a model reads it; ``text`` is that of its tokens joined, special ones too."""
+    """A prompt as a model reads it; ``text`` is that of its tokens joined, special ones too.
+
+    An image is ``<image 640x480>`` there.
+    """
 
     uid: str
     data_source: str
@@ -45,12 +49,13 @@ def sampled(config: RunConfig, sources: Sequence[Sequence[Row]], count: int) -> 
 def shown(config: RunConfig, text: Text, rows: Sequence[Row]) -> list[ShownPrompt]:
     """The rows' prompts as the student and their teachers read them; equal ones once."""
     found: dict[ShownPrompt, None] = {}
+    shows = ShownText.of(text, config.student.model)
     for row in rows:
         seen = seen_prompts(config, text, row)
         equal = len(seen) > 1 and seen[0].ids == seen[1].ids
         for one in seen[:1] if equal else seen:
             reader = " and ".join(other.reader for other in seen) if equal else one.reader
-            joined = "".join(one.pieces)
+            joined = shows.pieces(one.ids, one.pieces, row.images)
             found[ShownPrompt(str(row.uid), row.data_source, reader, len(one.ids), joined)] = None
     return list(found)
 

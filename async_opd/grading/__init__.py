@@ -1,5 +1,5 @@
 """Graders, the processes that they run in, and evaluation, which uses them.
 
 Imports ``accounting`` (the step of an evaluation), ``data`` and ``models`` (its prompts and their
-text), ``processes``, ``config``, ``files``, ``waiting`` and ``core``.
+text), ``pictures``, ``processes``, ``config``, ``files``, ``waiting`` and ``core``.
 """

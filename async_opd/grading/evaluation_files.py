@@ -12,19 +12,23 @@ from __future__ import annotations
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
 
 from async_opd.core.errors import StageError
+from async_opd.core.row import Media
 from async_opd.files.safe_open import make_folder, write_atomically
 from async_opd.grading.evaluation import Answer, EvaluationResult
+from async_opd.pictures.folder import Thumbnails
 
 EVALS = "evals"
 """The folder of a run directory."""
 TEACHERS = "teachers"
 """The name of the evaluation of the teachers."""
+THUMBNAILS = 0.5
+"""Share of all thumbnails' bytes that evaluations may take."""
 _STEP = re.compile(r"step_\d{1,15}")
 
 
@@ -38,6 +42,7 @@ class EvaluationFiles:
     """The folder ``evals/``. A file has at most ``most`` bytes, all of them at most ``in_all``.
 
     ``decode`` makes text of tokens. ``redacted`` hides secrets that a grader's error may quote.
+    ``thumbnails`` gets the images of answers that are written, whose ``encoded`` bytes are here.
     """
 
     folder: Path
@@ -45,6 +50,8 @@ class EvaluationFiles:
     in_all: int
     decode: Callable[[list[int]], str]
     redacted: Callable[[str], str] = lambda text: text
+    thumbnails: Thumbnails | None = None
+    encoded: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
     def write(self, name: str, result: EvaluationResult) -> int:
         """Writes the answers that fit, of the data sources by turns; returns how many do not.
@@ -54,12 +61,13 @@ class EvaluationFiles:
         """
         if not self.most:
             return 0
-        lines, size = list[str](), 0
+        lines, size, images = list[str](), 0, dict[Media, None]()
         for answer in _by_turns(result.answers):
             line = json.dumps(self._line(answer)) + "\n"  # ASCII: as many bytes as characters
             if size + len(line) <= self.most:
                 lines.append(line)
                 size += len(line)
+                images |= dict.fromkeys(_images(answer))
             elif size > self.most - self.most // 8:
                 break
         path = self.folder / f"{name}.jsonl"
@@ -71,6 +79,8 @@ class EvaluationFiles:
             cause = f"{path} cannot be written: {error.strerror or error}"
             remedy = "make room on its disk, or set eval.samples_mib to 0"
             raise StageError("evaluation", cause, remedy) from error
+        if self.thumbnails is not None:
+            self.thumbnails.keep(images, self.encoded, THUMBNAILS)
         return len(result.answers) - len(lines)
 
     def _make_room(self, newest: Path) -> None:
@@ -83,7 +93,7 @@ class EvaluationFiles:
 
     def _line(self, answer: Answer) -> dict[str, object]:
         rollout, grade = answer.rollout, answer.grade
-        return {
+        line: dict[str, object] = {
             "uid": rollout.uid,
             "data_source": rollout.prompt.data_source,
             "prompt": self.decode(rollout.prompt.token_ids.tolist()),
@@ -94,6 +104,12 @@ class EvaluationFiles:
             "ungraded": None if answer.lost is None else self.redacted(answer.lost.reason),
             "versions": [[one.version, one.start, one.end] for one in rollout.version_spans],
         }
+        images = [image._asdict() for image in _images(answer)]
+        return line | ({"images": images} if images else {})
+
+
+def _images(answer: Answer) -> tuple[Media, ...]:
+    return answer.rollout.prompt.media + answer.rollout.media
 
 
 def _by_turns(answers: Sequence[Answer]) -> Iterator[Answer]:

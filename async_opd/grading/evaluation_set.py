@@ -25,6 +25,8 @@ from async_opd.grading.evaluation_files import EvaluationFiles
 from async_opd.grading.grader_pool import Graders, GraderSpec
 from async_opd.grading.graders import Grade
 from async_opd.models.tokenizer import Text
+from async_opd.pictures.folder import Thumbnails
+from async_opd.pictures.shown_text import ShownText
 
 
 def evaluation_of(
@@ -34,11 +36,13 @@ def evaluation_of(
     folder: Path,
     readers: Mapping[str, Reader] | None = None,
     limit: int | None = None,
+    thumbnails: Thumbnails | None = None,
 ) -> Evaluation | None:
     """The evaluation of the first ``eval.max_prompts`` rows per data source; None without rows.
 
     ``folder`` gets the answers. ``readers``: those of ``teacher_readers``. ``limit``: most tokens
-    of a prompt, where ``data.overlong`` is ``truncate_left``.
+    of a prompt, where ``data.overlong`` is ``truncate_left``. ``thumbnails`` gets the images of
+    answers that are kept.
     """
     settings, taken = config.eval, Counter[str]()
     rows: dict[Uid, Row] = {}
@@ -72,7 +76,9 @@ def evaluation_of(
     most, in_all = (
         int(mib * (1 << 20)) for mib in (settings.samples_mib, settings.samples_total_mib)
     )
-    files = EvaluationFiles(folder, most, in_all, text.decode, redacted)
+    encoded = {sha256: image for one in prompts for sha256, image in one.encoded.items()}
+    decode = ShownText.of(text, config.student.model).decode
+    files = EvaluationFiles(folder, most, in_all, decode, redacted, thumbnails, encoded)
     return Evaluation(
         tuple(prompts),
         sampling_of(config),

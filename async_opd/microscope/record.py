@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from async_opd.core.errors import AsyncOPDError
+from async_opd.core.row import Media
 
 Column = NDArray[Any]
 
@@ -72,7 +73,7 @@ class SampleRecord:
 
     ``version`` is the trainer's weight version in the step. ``weight`` is that of each token in the
     distillation loss (denominators are in it), ``reward_weight`` in the reward's. ``skipped`` is
-    why the step changed no weights, else ''. ``prompt`` is text.
+    why the step changed no weights, else ''. ``prompt`` is text, ``images`` are the sample's.
     """
 
     uid: str
@@ -88,6 +89,7 @@ class SampleRecord:
     advantage: float | None = None
     reward: float | None = None
     skipped: str = ""
+    images: tuple[Media, ...] = ()
     columns: Mapping[str, Column] = field(default_factory=dict)
     texts: Mapping[int, str] = field(default_factory=dict, repr=False)
 
@@ -131,6 +133,7 @@ def to_bytes(samples: Sequence[SampleRecord]) -> bytes:
     heads = []
     for one in samples:
         head = {**vars(one), "columns": None, "texts": None, "tokens": len(one)}
+        head["images"] = [image._asdict() for image in one.images] or None
         heads.append({key: value for key, value in head.items() if value is not None})
     texts = {str(token): text for token, text in samples[0].texts.items()}
     head_bytes = json.dumps({"samples": heads, "texts": texts}).encode()
@@ -151,7 +154,8 @@ def from_bytes(content: bytes) -> list[SampleRecord]:
         for one in head["samples"]:
             end = start + int(one.pop("tokens"))
             own = {name: column[start:end] for name, column in columns.items()}
-            samples.append(SampleRecord(**one, columns=own, texts=texts))
+            images = tuple(Media(**image) for image in one.pop("images", ()))
+            samples.append(SampleRecord(**one, images=images, columns=own, texts=texts))
             start = end
     except Exception as error:  # of a torn file numpy, zipfile and zlib raise many kinds
         raise RecordError(f"no file of records: {type(error).__name__}: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import stat
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,10 @@ from async_opd.core.samples import DeadLetter
 from async_opd.grading.evaluation import Answer, EvaluationResult
 from async_opd.grading.evaluation_files import EVALS, EvaluationFiles, forget_others
 from async_opd.grading.graders import Grade
+from async_opd.pictures.folder import MEDIA, Thumbnails
 from tests.conftest import make_rollout
+from tests.data.pictures import BLUE, RED
+from tests.pictures.test_folder import media
 
 
 def files(folder: Path, most: int = 1 << 20, in_all: int = 1 << 30) -> EvaluationFiles:
@@ -46,6 +50,32 @@ def test_a_line_has_texts_grade_and_versions_of_an_answer(tmp_path: Path) -> Non
             "versions": [[3, 0, 4]],
         }
     ]
+
+
+def with_image(encoded: bytes, uid: str = "p/0") -> Answer:
+    rollout = make_rollout(uid)
+    prompt = replace(rollout.prompt, media=(media(encoded),))
+    return Answer(replace(rollout, prompt=prompt), Grade(1.0))
+
+
+def test_a_line_names_the_images_of_its_prompt_whose_thumbnails_are_written(tmp_path: Path) -> None:
+    encoded = {media(one).sha256: one for one in (RED, BLUE)}
+    kept = Thumbnails(tmp_path / MEDIA, 1 << 20)
+    own = replace(files(tmp_path), thumbnails=kept, encoded=encoded)
+    own.write("step_4", EvaluationResult({}, (with_image(RED), *result(("q/0",)).answers)))
+    first, second = lines(tmp_path / EVALS / "step_4.jsonl")
+    assert first["images"] == [
+        {"sha256": media(RED).sha256, "nbytes": len(RED), "width": 8, "height": 4}
+    ]
+    assert "images" not in second
+    assert [path.stem for path in (tmp_path / MEDIA).iterdir()] == [media(RED).sha256]
+
+
+def test_an_answer_that_is_left_out_has_no_thumbnail(tmp_path: Path) -> None:
+    kept = Thumbnails(tmp_path / MEDIA, 1 << 20)
+    own = replace(files(tmp_path, 40), thumbnails=kept, encoded={media(RED).sha256: RED})
+    assert own.write("step_4", EvaluationResult({}, (with_image(RED),))) == 1
+    assert not (tmp_path / MEDIA).exists()
 
 
 def test_an_answer_that_could_not_be_graded_has_the_reason(tmp_path: Path) -> None:

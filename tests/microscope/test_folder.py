@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from async_opd.core.row import Media
 from async_opd.core.uid import Uid
 from async_opd.microscope.folder import (
     MICROSCOPE,
@@ -30,6 +31,12 @@ def test_samples_are_read_as_they_were_written() -> None:
         assert other.texts == TEXTS
         for name, column in one.columns.items():
             assert np.array_equal(column, other[name]), name
+
+
+def test_the_images_of_a_sample_are_in_its_record() -> None:
+    images = (Media("a" * 64, 900, 640, 480), Media("b" * 64, 80, 32, 16))
+    found = from_bytes(to_bytes([record("p/0", images=images), record("q/0")]))
+    assert [one.images for one in found] == [images, ()]
 
 
 def test_the_shares_of_a_sample_on_several_ranks_are_one_record(tmp_path: Path) -> None:

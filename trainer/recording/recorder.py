@@ -266,5 +266,6 @@ def _sample(
         advantage=weight.advantage,
         reward=rollout.reward,
         skipped=skipped,
+        images=rollout.prompt.media + rollout.media,
         columns=columns,
     )

@@ -55,6 +55,9 @@ class LogConfig(Section):
     have no metrics of pools and queues. 0: a report with each step, which costs CPU time of every
     replica where steps are quick."""
     microscope: MicroscopeConfig = MicroscopeConfig()
+    thumbnails_mib: float = Field(default=64, ge=0)
+    """Maximum of ``media/``: small pictures of the images that samples in ``evals/`` and
+    ``microscope/`` have; those of evaluations take at most half of it. 0: none."""
     replay: bool = False
     """Keeps the batches of all steps since the oldest checkpoint that is kept, in ``replay/``, so
     that ``async_opd replay`` can compute a step again. Training waits for digests of the weights
