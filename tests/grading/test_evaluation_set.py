@@ -34,7 +34,7 @@ async def test_the_event_loop_goes_on_between_the_answers_that_are_graded(tmp_pa
     async def answers(prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         return [make_rollout(f"{prompt.uid}/0", "a") for prompt in prompts]
 
-    text: Any = SimpleNamespace(decode=decode, encode=lambda prompt: [1])
+    text: Any = SimpleNamespace(decode=decode, encode=lambda prompt: [1], image_tokens=None)
     rows = [Row(uid, "a", uid, "4", {}) for uid in ("p", "q", "r")]
     evaluation = evaluation_of(RunConfig.model_validate(CONFIG), [rows], text, tmp_path)
     assert evaluation is not None
