@@ -33,11 +33,11 @@ from async_opd.checkpoint.checkpointer import Checkpointer
 from async_opd.checkpoint.store import Checkpoint
 from async_opd.cold_start import ColdStart
 from async_opd.config.run_config import RunConfig
-from async_opd.core.batch import Batch, unpack
+from async_opd.core.batch import unpack
 from async_opd.core.errors import CheckpointError, first_cause
 from async_opd.core.reports import StepReport
 from async_opd.core.samples import DeadLetter, Group
-from async_opd.core.stages import DEAD, PROMPTS, STALE, Log, Stages
+from async_opd.core.stages import DEAD, STALE, Log, Stages
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.evaluation_runs import EvaluationRuns
 from async_opd.grading.evaluation_schedule import Evaluations
@@ -119,8 +119,7 @@ class Pipeline:
                     await self._first_weights()
                     if self.config.eval.before:
                         await self.evaluations.measure("eval_initial", 0)
-                    if self.evaluation is not None and self.config.eval.teachers:
-                        asked = self.evaluation
+                    if (asked := self.evaluation) is not None and self.config.eval.teachers:
                         least_s = teachers_s(self.config, asked.prompts, asked.sampling)
                         await self.evaluations.measure_teachers(least_s)
                     if self.cold_start is not None and self.checkpointer is not None:
@@ -184,6 +183,7 @@ class Pipeline:
         await self.stages.sync.snapshot(start.cut.version, again=True)
         await self._bounded("the first weight sync", self.stages.sync.push())
         self._issued = True
+        await self.run_state.images.hold_all(self.stages.queue)
         groups = [
             *self.run_state.ledger.unfinished_groups(finished),
             *self.run_state.supply.complete(),
@@ -199,8 +199,7 @@ class Pipeline:
         The trainer has others after a cold start, replicas where the run has begun before.
         """
         if self.cold_start is not None:
-            stages = self.stages.trainer, self.stages.scorer
-            await self.cold_start.run(*stages, self._bounded)
+            await self.cold_start.run(self.stages.trainer, self.stages.scorer, self._bounded)
             self._past_cold_start = True
         if self.again or self.cold_start is not None:
             await self.stages.sync.snapshot(0, again=True)
@@ -208,10 +207,10 @@ class Pipeline:
 
     async def _admit(self) -> None:
         """Prompts ──► the queue, as the staleness budget allows; replicas take what they can."""
-        group = self.config.rollout.n
+        n, admission = self.config.rollout.n, self.run_state.admission
         while True:
-            groups = await self.run_state.admission.admit(group, at_most_groups=64)
-            await self._issue(self.run_state.supply.groups(groups))
+            groups = self.run_state.supply.groups(await admission.admit(n, at_most_groups=64))
+            await self._issue(groups, waits=True)
 
     async def _reissue(self) -> None:
         """Ledger ──► prompts: samples all unfinished groups again, after the queue was restarted.
@@ -220,6 +219,7 @@ class Pipeline:
         Before a resumed run has pushed its weights, nothing was issued: ``_resume`` does it then.
         """
         if self._issued:
+            await self.run_state.images.hold_all(self.stages.queue)
             await self._issue(self.run_state.ledger.unfinished_groups(()))
 
     async def _requeue_stale(self) -> None:
@@ -254,11 +254,10 @@ class Pipeline:
             return []
         return self.run_state.supply.replace(letter)
 
-    async def _issue(self, groups: Sequence[Group]) -> None:
-        """Groups ──► prompts, a message at a time."""
+    async def _issue(self, groups: Sequence[Group], waits: bool = False) -> None:
+        """Groups ──► prompts, after their images; ``waits`` for room for these."""
         self.log.busy({ADMISSION: admitted(groups, self.metering.clock())})
-        for batch in Batch.packed(groups):
-            await self.stages.queue.put(PROMPTS, batch)
+        await self.run_state.images.put(self.stages.queue, groups, waits)
 
     async def _train(self) -> None:
         """Scored batches ──► Trainer; a snapshot every ``sync_steps`` steps and after the last."""
@@ -269,6 +268,7 @@ class Pipeline:
             report = await self._bounded("a batch of scored samples", self.stages.trainer.step())
             self.run_state.settle(report)
             self._unlogged.append(report)
+            await self.run_state.images.release(self.stages.queue)
             synced = self._step % self.config.async_.sync_steps == 0 or self._step == steps
             if synced:
                 with self.metering.timed("sync/trainer_wait_s"):

@@ -16,6 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from async_opd.core.batch import Batch
+from async_opd.core.errors import RolloutFault
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import DeadLetter, Prompt, Rollout
 from async_opd.core.stages import SamplingSpec
@@ -82,7 +83,7 @@ class TeacherPool:
 
     async def _score(self, batch: Batch, tries: int) -> ScoreResult:
         whole = tries if len(batch) == 1 else math.ceil(tries / 2)
-        work = partial(score_checked, self._name, batch)
+        work = partial(_score_or_fault, partial(score_checked, self._name, batch))
         outcome = await self._tries(whole, "score", tokens_of(batch), _group(batch), work)
         if isinstance(outcome, Batch):
             self.slots.probe_batch = batch.split(1)[0]
@@ -90,6 +91,8 @@ class TeacherPool:
         if len(batch) == 1:
             self._totals["dead_letters"] += 1
             reason = f"no replica could score it in {self._health.tries} tries: {one_line(outcome)}"
+            if isinstance(outcome, RolloutFault):
+                reason = outcome.cause
             return ScoreResult(lost=(DeadLetter(batch.headers[0], reason),))
         self._totals["retries"] += 1
         left = tries - whole
@@ -157,6 +160,16 @@ class TeacherPool:
         waits = merged.waits_for if len(members.serving) else "a replica that serves"
         waits = "its scoring phase" if self.slots.asleep else waits
         return replace(merged, counters=counters, gauges=gauges, waits_for=waits)
+
+
+async def _score_or_fault(
+    work: Callable[[ScoringReplica], Coroutine[Any, Any, Batch]], replica: ScoringReplica
+) -> Batch | RolloutFault:
+    """The fault of a rollout is a result: its replica works on, and no other would do better."""
+    try:
+        return await work(replica)
+    except RolloutFault as fault:
+        return fault
 
 
 def _group(batch: Batch) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import EndpointHealth, HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import StageError, StageTimeout
+from async_opd.core.errors import RolloutFault, StageError, StageTimeout
 from async_opd.core.reports import StageReport
 from async_opd.processes.events import State
 from async_opd.processes.members import Member, MemberSet, Policy
@@ -134,6 +134,8 @@ class ReplicaSlots:
         if failure is None and self.probe_batch is not None:
             work = score_checked(self.name, self.probe_batch, member.value)
             failure = await self._error(self._bound(tokens_of(self.probe_batch)), "a probe", work)
+            if isinstance(failure, RolloutFault):  # its image is gone by now: the replica answers
+                self.probe_batch = failure = None
         self._refuse_if_stale(member)  # ``load`` may have set newer weights meanwhile
         return failure
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import random
 import threading
@@ -22,6 +23,7 @@ from async_opd.config.run_config import RunConfig
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError, StageTimeout
 from async_opd.core.reports import Captured, Events, Progress, StageReport, StepReport, SyncReport
+from async_opd.core.row import Media
 from async_opd.core.samples import DeadLetter, Header, Prompt, Rollout, Sample, VersionSpan
 from async_opd.core.scores import SampledLogprobs
 from async_opd.core.stages import DEAD, PROMPTS, SamplingSpec, topics
@@ -29,6 +31,7 @@ from async_opd.core.written_file import WrittenFile
 from async_opd.files.durable import written_file
 from async_opd.grading.evaluation import Evaluation
 from async_opd.grading.graders import GradeError
+from async_opd.media.cache import MediaCache
 from async_opd.observability.metric_catalogue import unknown
 from async_opd.pipeline import Pipeline
 from async_opd.queue.message_queue import MessageQueue
@@ -42,6 +45,8 @@ from trainer.batcher import Batcher
 from trainer.saving.sample_file import SCORED_FILE, read_scored, write_scored
 
 TEACHERS = ("a", "b")
+IMAGE_CACHE = 64
+"""Bytes that the cache of a consumer keeps: one image."""
 
 
 class Pace:
@@ -63,6 +68,7 @@ class FakeStudent:
         self.version = 0
         self.pace = pace
         self.worker = RolloutWorker(name, queue, Slots(4, n), self._sample)
+        self.media = MediaCache(queue.media, IMAGE_CACHE)
         self.fail_at: int | None = None
         self.started: list[tuple[str, int]] = []
         self.tokens = 0
@@ -79,6 +85,7 @@ class FakeStudent:
         self.started.append((uid, self.version))
         version = self.version
         await self.pace.wait()
+        await seen(self.media, prompt, uid)
         return self._rollout(prompt, int(uid.rpartition("/")[2]), version)
 
     def _rollout(self, prompt: Prompt, index: int, version: int) -> Rollout:
@@ -133,8 +140,9 @@ class MortalQueue:
 
 
 class FakeTeacher:
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, pace: Pace, queue: Any) -> None:
         self.pace = pace
+        self.media = MediaCache(queue.media, IMAGE_CACHE)
         self.fail = False
         self.poison: set[str] = set()
 
@@ -144,11 +152,10 @@ class FakeTeacher:
             raise StageError("teacher a/0", "its process died")
         if bad := self.poison & {header.uid for header in batch.headers}:
             raise StageError("teacher a/0", f"cannot score {bad}")
-        return Batch.pack(
-            Sample(rollout, SampledLogprobs(rollout.rollout_logprobs))
-            for rollout in batch.unpack()
-            if isinstance(rollout, Rollout)
-        )
+        rollouts = [rollout for rollout in batch.unpack() if isinstance(rollout, Rollout)]
+        for rollout in rollouts:
+            await seen(self.media, rollout.prompt, rollout.uid)
+        return Batch.pack(Sample(one, SampledLogprobs(one.rollout_logprobs)) for one in rollouts)
 
     async def generate(self, prompts: Sequence[Prompt], sampling: SamplingSpec) -> list[Rollout]:
         return []
@@ -167,6 +174,7 @@ class FakeTrainer:
 
     def __init__(self, batcher: Batcher, pace: Pace) -> None:
         self.batcher, self.pace = batcher, pace
+        self.media = MediaCache(batcher.queue.media, IMAGE_CACHE)
         self.version = self.steps = 0
         self.staleness: list[int] = []
         self.metrics = {"loss/total": 1.0}
@@ -181,6 +189,8 @@ class FakeTrainer:
             await asyncio.Event().wait()
         taken = await self.batcher.take(self.version)
         await self.pace.wait()
+        for sample in taken.samples:
+            await seen(self.media, sample.rollout.prompt, sample.rollout.uid)
         staleness = tuple(header.staleness(self.version) for header in taken.headers)
         self.staleness += staleness
         self.trained += [(sample.rollout.uid, self.version) for sample in taken.samples]
@@ -279,7 +289,16 @@ class FakeLog:
         self.dead.append(lost.header.uid)
 
 
+async def seen(cache: MediaCache, prompt: Prompt, uid: str) -> None:
+    """What an engine or a rank does with the images of a prompt; a message has none of them."""
+    assert not prompt.encoded
+    got = await cache.get(prompt.media, of=uid)
+    assert [hashlib.sha256(one).hexdigest() for one in got] == [m.sha256 for m in prompt.media]
+
+
 class FakePrompts:
+    """Every third prompt has no image, the others one or two; some have the same as another."""
+
     def __init__(self, cursor: int = 0) -> None:
         self.cursor = cursor
 
@@ -294,8 +313,13 @@ class FakePrompts:
         return {}
 
     def find(self, uid: str) -> Prompt:
-        teacher = TEACHERS[int(uid[1:]) % 2]
-        return Prompt(uid, teacher, teacher, np.zeros(2, np.int32))
+        number = int(uid[1:])
+        teacher = TEACHERS[number % 2]
+        encoded = [bytes([one % 8]) * 64 for one in range(number, number + number % 3)]
+        media = tuple(Media(hashlib.sha256(one).hexdigest(), 64, 8, 8) for one in encoded)
+        by_hash = {m.sha256: one for m, one in zip(media, encoded, strict=True)}
+        ids = np.zeros(2, np.int32)
+        return Prompt(uid, teacher, teacher, ids, media=media, encoded=by_hash)
 
 
 @dataclass
@@ -355,7 +379,7 @@ def world(
         lambda: MessageQueue(topics(TEACHERS), 64, 1 << 20, 60.0, kept=(PROMPTS,))
     )
     students = [FakeStudent(f"student/{i}", queue, n, pace) for i in range(replicas)]
-    teachers = {name: FakeTeacher(pace) for name in TEACHERS}
+    teachers = {name: FakeTeacher(pace, queue) for name in TEACHERS}
     batcher = Batcher(
         queue, batch_size=batch_size, max_version_lag=max_lag, group_size=n if groups else 1
     )
@@ -398,6 +422,31 @@ async def test_every_admitted_sample_is_trained_when_the_run_ends() -> None:
         "dead_lettered": 0,
         "requeued": 0,
     }
+
+
+async def test_images_are_held_while_prompts_are_in_flight_and_none_when_the_run_has_ended() -> (
+    None
+):
+    run = world()
+    await run.pipeline.run()
+    stats = await run.queue.media_stats()
+    assert stats.added_bytes > 0
+    assert (stats.images, stats.nbytes) == (0, 0)
+    assert run.pipeline.run_state.images.held_bytes == 0
+
+
+async def test_an_image_is_put_once_for_all_rollouts_of_its_prompt() -> None:
+    run = world(steps=1, batch_size=4, n=4, s=0.0, k=1)  # p0 has no image, p1 has one
+    keep, put = run.queue.keep_media, list[str]()
+
+    async def counted(owned: Any, complete: bool = False, encoded: Any = None) -> Any:
+        put.extend(encoded or ())
+        return await keep(owned, complete, encoded)
+
+    run.queue.keep_media = counted
+    run.pipeline.prompts.next(1)
+    await run.pipeline.run()
+    assert put == [FakePrompts().find("p1").media[0].sha256]
 
 
 class SlowDisk:

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 
 from async_opd.accounting.journal import Journal
-from async_opd.core.errors import StageError
+from async_opd.core.errors import ConfigError, Problem, StageError
 from async_opd.core.samples import NO_VERSION, Group, Header, Prompt
 from async_opd.core.uid import Uid, member_of, prompt_uid, rollout_uid
 
 
 @dataclass(frozen=True)
 class LedgerState:
-    """The ledger at one moment, for a checkpoint: only uids; prompts are looked up by theirs."""
+    """The ledger at one moment, for a checkpoint: only uids; prompts are looked up by theirs.
+
+    ``images`` are the SHA-256 of the images of each prompt in flight that has any.
+    """
 
     in_flight: tuple[Uid, ...] = ()
     trained: int = 0
     requeued: int = 0
     dead_lettered: tuple[Uid, ...] = ()
+    images: dict[Uid, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Ledger:
@@ -106,11 +110,20 @@ class Ledger:
     def state(self) -> LedgerState:
         """The state now, for a checkpoint."""
         dead = tuple(sorted(self._dead))
-        return LedgerState(tuple(self._in_flight), self._trained, self._requeued, dead)
+        images = {
+            prompt.uid: tuple(media.sha256 for media in prompt.media)
+            for prompt in self._in_flight.values()
+            if prompt.media
+        }
+        return LedgerState(tuple(self._in_flight), self._trained, self._requeued, dead, images)
 
     def restore(self, state: LedgerState, find: Callable[[Uid], Prompt]) -> None:
-        """Takes over the state of a checkpoint; ``find(uid)`` looks up a prompt."""
+        """Takes over the state of a checkpoint; ``find(uid)`` looks up a prompt.
+
+        ConfigError for prompts whose images are others than those that were in flight.
+        """
         prompts = {uid: find(uid) for uid in dict.fromkeys(map(prompt_uid, state.in_flight))}
+        _refuse_other_images(state, prompts)
         self._in_flight |= {uid: prompts[prompt_uid(uid)] for uid in state.in_flight}
         self._trained, self._requeued = state.trained, state.requeued
         self._dead = set(state.dead_lettered)
@@ -137,6 +150,15 @@ class Ledger:
             )
         return prompt
 
+    def __len__(self) -> int:
+        """Samples in flight."""
+        return len(self._in_flight)
+
+    @property
+    def prompts_in_flight(self) -> frozenset[Uid]:
+        """Uids of the prompts that have a rollout in flight."""
+        return frozenset(map(prompt_uid, self._in_flight))
+
     @property
     def counts(self) -> dict[str, int]:
         """Samples in each state; ``requeued`` is no state but counts samples that ran again."""
@@ -146,6 +168,20 @@ class Ledger:
             "dead_lettered": len(self._dead),
             "requeued": self._requeued,
         }
+
+
+def _refuse_other_images(state: LedgerState, prompts: Mapping[Uid, Prompt]) -> None:
+    problems = []
+    for uid, prompt in prompts.items():
+        was, now = state.images.get(uid, ()), tuple(media.sha256 for media in prompt.media)
+        if was != now:
+            message = (
+                f"prompt {uid} was sampled with images {list(was)}, its row now has {list(now)}"
+            )
+            remedy = "restore the images: rollouts of this prompt are in flight"
+            problems.append(Problem("--resume", "data.train", message, remedy))
+    if problems:
+        raise ConfigError(problems)
 
 
 BUG = "this is a bug of async_opd; please report it with the run's log"

@@ -3,6 +3,7 @@
 admission   the budget of samples that may start    ledger        the fate of each rollout
 supply      the groups to sample                    dead letters  counts against their limits
 guardrail   the limits of truncated, growing and repetitive responses
+images      those that the queue holds for prompts in flight
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from async_opd.accounting.admission import Admission
 from async_opd.accounting.dead_letters import DeadLetters, DeadLettersState
 from async_opd.accounting.guardrail import Guardrail, GuardrailState
+from async_opd.accounting.images import ImagesInFlight
 from async_opd.accounting.journal import Journal
 from async_opd.accounting.ledger import Ledger, LedgerState
 from async_opd.accounting.replacements import PromptSupply, ReplayablePrompts
@@ -62,6 +64,9 @@ class RunState:
             steps=config.train.steps,
         )
         self.ledger = Ledger(config.rollout.n, journal)
+        self.images = ImagesInFlight(
+            self.ledger, config.train.batch_size, config.queue.max_image_mib << 20
+        )
         self.dead_letters = DeadLetters(
             {name: teacher.max_dead_letter_share for name, teacher in config.teachers.items()}
         )
@@ -132,4 +137,5 @@ class RunState:
             **self._prompts.metrics,
             **self.dead_letters.metrics,
             **self.waste.metrics,
+            **self.images.metrics,
         }

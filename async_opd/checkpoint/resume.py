@@ -36,6 +36,7 @@ MAY_CHANGE = (
         "log.*",
         "eval.*",
         "data.eval",
+        "data.image_cache_mib",
         "guardrail.*",
     ),
     "grading.*",
@@ -64,7 +65,7 @@ def identity(config: RunConfig, train: Sequence[Sequence[Row]]) -> str:
 
 
 def digest_of(sources: Sequence[Sequence[Row]]) -> str:
-    """SHA-256 of the prompts and answers of all rows."""
+    """SHA-256 of all rows' prompts, which name images by their own SHA-256, and answers."""
     digest = hashlib.sha256()
     for rows in sources:
         for row in rows:
@@ -98,7 +99,7 @@ def refuse_changes(before: str, now: str) -> None:
         for key in _differing(was, is_)
     ]
     if not problems and data != new["data"]:
-        message = "the files hold other rows than those the run began with"
+        message = "the files hold other rows, or other images, than those the run began with"
         problems = [Problem("--resume", "data.train", message, "restore the files")]
     if problems:
         raise ConfigError(problems)

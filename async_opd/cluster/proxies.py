@@ -81,6 +81,10 @@ class QueueProxy(Proxy):
     headers = remote(MessageQueue.headers)
     contents = remote(MessageQueue.contents)
     release = remote(MessageQueue.release, again=True)
+    keep_media = remote(MessageQueue.keep_media, again=True)
+    media = remote(MessageQueue.media, again=True)
+    drop_media = remote(MessageQueue.drop_media, again=True)
+    media_stats = remote(MessageQueue.media_stats, again=True)
     stats = remote(MessageQueue.stats, again=True)
     events = remote(MessageQueue.events, NO_TIMEOUT, again=True)
 

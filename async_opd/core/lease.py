@@ -47,3 +47,13 @@ class TopicStats:
     expired: int
     waiting_producers: int
     waiting_consumers: int
+
+
+@dataclass(frozen=True)
+class MediaStats:
+    """Images that the queue holds now, and bytes that came in and went out since its start."""
+
+    images: int = 0
+    nbytes: int = 0
+    added_bytes: int = 0
+    fetched_bytes: int = 0

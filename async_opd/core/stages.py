@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from async_opd.core.batch import Batch
-from async_opd.core.lease import Ack, Lease, TopicStats
+from async_opd.core.lease import Ack, Lease, MediaStats, TopicStats
 from async_opd.core.level import Level
 from async_opd.core.reports import (
     Captured,
@@ -96,6 +96,35 @@ class Queue(Protocol):
 
     async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """The topic's samples of these uids, leased or ready; they stay there."""
+        ...
+
+    async def keep_media(
+        self,
+        owned: Mapping[str, Sequence[str]],
+        complete: bool = False,
+        encoded: Mapping[str, bytes] | None = None,
+    ) -> tuple[str, ...]:
+        """Each owner, such as a prompt's uid, keeps images by their SHA-256 until ``drop_media``.
+
+        Returns the hashes whose bytes the queue lacks: the next call brings them in ``encoded``.
+        ``complete``: now the images are kept of all that is in flight.
+        StageError for bytes with another SHA-256.
+        """
+        ...
+
+    async def media(self, hashes: Sequence[str]) -> dict[str, bytes]:
+        """Encoded bytes by SHA-256, without images that nobody keeps (``MediaCache`` fetches so).
+
+        It waits a while for those that the driver has still to put again after a restart of the
+        queue.
+        """
+        ...
+
+    async def drop_media(self, owners: Sequence[str]) -> None:
+        """These owners need their images no more."""
+
+    async def media_stats(self) -> MediaStats:
+        """Counts of the images."""
         ...
 
     async def release(self, topic: str, consumer: str) -> int:

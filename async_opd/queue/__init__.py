@@ -1,5 +1,4 @@
-"""The message queue between the stages: topics, leases, and how large their messages are.
+"""The message queue between the stages: topics, leases, images, and how large messages are.
 
-Imports ``models``, ``processes``, ``config``, ``waiting`` and
-``core``.
+Imports ``models``, ``processes``, ``config``, ``waiting``, ``media`` and ``core``.
 """

@@ -1,5 +1,7 @@
 """The message queue between the stages: all topics of a run (``async_opd.queue.topic``), by name.
 
+It also holds the images of what is in flight (``async_opd.queue.held_media``).
+
 Plain asyncio in one event loop; ``async_opd.cluster.singleton_actors`` puts it into a Ray actor.
 """
 
@@ -10,11 +12,12 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from async_opd.core.batch import MESSAGE_BYTES, Batch
 from async_opd.core.errors import LeaseExpired, NotLeased
-from async_opd.core.lease import Ack, Lease, TopicStats
+from async_opd.core.lease import Ack, Lease, MediaStats, TopicStats
 from async_opd.core.reports import Events
 from async_opd.core.samples import Header
 from async_opd.core.uid import Uid
 from async_opd.processes.event_log import EventLog
+from async_opd.queue.held_media import HeldMedia
 from async_opd.queue.topic import Topic
 from async_opd.waiting.deadline import Timer, loop_timer
 
@@ -35,6 +38,7 @@ class MessageQueue:
         """Leases of topics in ``kept`` do not expire: they end by ``ack`` or ``release``."""
         self._lease_s = lease_s
         self._event_log = EventLog()
+        self._media = HeldMedia(timer)
         self._topics = {
             name: Topic(
                 max_samples,
@@ -100,6 +104,27 @@ class MessageQueue:
     async def contents(self, topic: str, uids: Collection[Uid]) -> tuple[Batch, ...]:
         """See Topic.contents."""
         return self._topics[topic].contents(uids)
+
+    async def keep_media(
+        self,
+        owned: Mapping[str, Sequence[str]],
+        complete: bool = False,
+        encoded: Mapping[str, bytes] | None = None,
+    ) -> tuple[str, ...]:
+        """See HeldMedia.keep."""
+        return self._media.keep(owned, complete, encoded)
+
+    async def media(self, hashes: Sequence[str]) -> dict[str, bytes]:
+        """See HeldMedia.get."""
+        return await self._media.get(hashes)
+
+    async def drop_media(self, owners: Sequence[str]) -> None:
+        """See HeldMedia.drop."""
+        self._media.drop(owners)
+
+    async def media_stats(self) -> MediaStats:
+        """See HeldMedia.stats."""
+        return self._media.stats
 
     async def release(self, topic: str, consumer: str) -> int:
         """See Topic.release."""

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from async_opd.config.sections.reliability import SupervisionConfig
 from async_opd.config.sections.teachers import HealthConfig
 from async_opd.core.batch import Batch
-from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.errors import NoReplica, RolloutFault, StageError
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.scores import SampledLogprobs
@@ -79,6 +79,7 @@ class Fake:
     hangs: bool = False
     answer: Callable[[Batch], Batch] | None = None
     poison: frozenset[str] = frozenset()
+    imageless: frozenset[str] = frozenset()
     refuses: bool = False
     loaded: list[str] = field(default_factory=list)
     scored: list[tuple[str, ...]] = field(default_factory=list)
@@ -89,6 +90,8 @@ class Fake:
         await self.ready()
         if self.broken or self.poison & set(uids):
             raise StageError(self.name, "cannot score")
+        if self.imageless & set(uids):
+            raise RolloutFault("prompt", "its image is not held")
         return self.answer(batch) if self.answer else samples(batch)
 
     async def ready(self) -> int:
@@ -213,6 +216,29 @@ async def test_a_replica_that_failed_serves_again_once_it_scores_what_was_scored
         bad.broken = False
         await clock.pass_(1)
         assert [*serving, len(teacher.slots.members.serving)] == [1, 2]
+
+
+async def test_a_rollout_whose_image_is_gone_is_lost_alone_and_at_once() -> None:
+    replica = Fake(imageless=frozenset({"q/0"}))
+    async with pool(replica) as (teacher, _):
+        scored = await teacher.score(rollouts("p/0", "q/0", "r/0"))
+        assert uids(scored) == ["p/0", "r/0"]
+        assert [letter.reason for letter in scored.lost] == ["its image is not held"]
+        assert replica.scored.count(("q/0",)) == 1
+        assert len(teacher.slots.members.serving) == 1
+
+
+async def test_a_replica_whose_probe_lacks_its_image_by_now_serves_again() -> None:
+    bad, good = Fake(), Fake()
+    async with pool(bad, good, delay_s=1) as (teacher, clock):
+        for index in range(2):
+            await teacher.score(rollouts(f"p{index}/0"))
+        bad.broken = True
+        await teacher.score(rollouts("q/0"))
+        await settle()
+        bad.broken, bad.imageless = False, frozenset({"p0/0", "p1/0", "q/0"})
+        await clock.pass_(1)
+        assert len(teacher.slots.members.serving) == 2
 
 
 async def test_probes_come_later_and_later() -> None:

@@ -16,6 +16,10 @@ class QueueConfig(Section):
     """Maximum of samples in a topic, leased ones included."""
     max_mib: PositiveInt = 4096
     """Maximum size of a topic in MiB, leased samples included."""
+    max_image_mib: PositiveInt = 4096
+    """Maximum size in MiB of the images of all prompts in flight, which the queue holds beside its
+    topics, each image once. Prompts with new images wait for room, but for those that two batches
+    need."""
     lease_s: float = Field(default=600, gt=0)
     """A stage that does not renew its leases for so long loses their samples to the next one. While
     it lives it renews its leases, however long it works on them."""

@@ -50,6 +50,9 @@ class DataConfig(Section):
     max_images: PositiveInt = 8
     """Most images of a row; one with more is refused. Engines of models that see take as many in a
     prompt."""
+    image_cache_mib: PositiveInt = 1024
+    """Maximum size in MiB of the encoded images that each replica and each rank of the trainer
+    keeps after it has fetched them from the queue; the least recently used go first."""
     route_by: str = "data_source"
     """Field that routes a row to the teacher whose ``sources`` contain its value."""
     chat_template: Literal["auto", "always", "never"] = "auto"

@@ -1,0 +1,115 @@
+"""The queue holds an image once, for as long as somebody keeps it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from async_opd.core.errors import StageError
+from async_opd.queue.held_media import ABSENT_S, HeldMedia
+from tests.properties import examples
+from tests.timers import ManualTimer
+
+
+def sha(encoded: bytes) -> str:
+    return hashlib.sha256(encoded).hexdigest()
+
+
+A, B = b"a", b"bb"
+
+
+def holding(**owners: bytes) -> HeldMedia:
+    held = HeldMedia(ManualTimer())
+    owned = {owner: [sha(encoded)] for owner, encoded in owners.items()}
+    held.keep(owned, complete=True, encoded={sha(one): one for one in owners.values()})
+    return held
+
+
+def test_what_is_not_held_is_asked_for_and_once_it_is_held_no_more() -> None:
+    held = HeldMedia()
+    assert held.keep({"p": [sha(A), sha(B), sha(A)]}) == (sha(A), sha(B))
+    assert held.keep({"p": [sha(A), sha(B)]}, encoded={sha(A): A}) == (sha(B),)
+    assert held.keep({"q": [sha(A)]}) == ()
+
+
+async def test_an_image_of_two_owners_is_gone_with_the_last_of_them() -> None:
+    held = holding(p=A, q=A)
+    held.drop(["p"])
+    assert await held.get([sha(A)]) == {sha(A): A}
+    held.drop(["q", "unknown"])
+    assert await held.get([sha(A)]) == {}
+    assert held.stats.nbytes == 0
+
+
+def test_an_image_counts_once() -> None:
+    held = holding(p=A, q=A, r=B)
+    assert (held.stats.images, held.stats.nbytes, held.stats.added_bytes) == (2, 3, 3)
+
+
+def test_bytes_of_another_image_are_refused() -> None:
+    with pytest.raises(StageError, match=f"2 bytes came as image {sha(A)}, which they are not"):
+        HeldMedia().keep({"p": [sha(A)]}, encoded={sha(A): B})
+
+
+def test_bytes_that_nobody_keeps_are_not_held() -> None:
+    held = HeldMedia()
+    held.keep({}, encoded={sha(A): A})
+    assert held.stats.images == 0
+
+
+async def test_an_image_that_is_still_to_come_is_waited_for() -> None:
+    held = HeldMedia(ManualTimer())
+    held.keep({"p": [sha(A)]}, complete=True)
+    getting = asyncio.create_task(held.get([sha(A)]))
+    await asyncio.sleep(0)
+    assert not getting.done()
+    held.keep({}, encoded={sha(A): A})
+    assert await getting == {sha(A): A}
+
+
+async def test_an_image_that_does_not_come_is_left_out_after_a_time() -> None:
+    timer = ManualTimer()
+    held = HeldMedia(timer)
+    held.keep({"p": [sha(A), sha(B)]}, encoded={sha(B): B})
+    getting = asyncio.create_task(held.get([sha(A), sha(B)]))
+    await asyncio.sleep(0)
+    timer.advance(ABSENT_S)
+    assert await getting == {sha(B): B}
+
+
+async def test_before_all_in_flight_are_known_an_unknown_image_is_waited_for() -> None:
+    held = HeldMedia(ManualTimer())
+    getting = asyncio.create_task(held.get([sha(A)]))
+    await asyncio.sleep(0)
+    assert not getting.done()
+    held.keep({"q": [sha(B)]}, complete=True)
+    assert await getting == {}
+
+
+owners = st.sampled_from("pqrs")
+actions = st.lists(st.tuples(owners, st.none() | st.sets(st.integers(0, 4))), max_size=30)
+
+
+@given(actions)
+@examples(100)
+def test_held_is_what_somebody_keeps_whatever_happens(
+    done: list[tuple[str, set[int] | None]],
+) -> None:
+    encoded = [bytes([number]) * (number + 1) for number in range(5)]
+    held, model = HeldMedia(), dict[str, set[int]]()
+    for owner, numbers in done:
+        if numbers is None:
+            held.drop([owner])
+            model.pop(owner, None)
+        else:
+            lacking = held.keep({owner: [sha(encoded[one]) for one in numbers]})
+            known = set().union(*model.values())
+            assert set(lacking) == {sha(encoded[one]) for one in numbers - known}
+            held.keep({}, encoded={sha(encoded[one]): encoded[one] for one in numbers})
+            model.setdefault(owner, set()).update(numbers)
+        kept = set().union(*model.values())
+        assert (held.stats.images, held.stats.nbytes) == (len(kept), sum(one + 1 for one in kept))
