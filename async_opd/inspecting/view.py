@@ -17,9 +17,11 @@ from rich.text import Text
 from async_opd.config.run_config import RunConfig
 from async_opd.config.sections.teachers import TeacherConfig
 from async_opd.core.printable import on_one_line
+from async_opd.core.row import Media
 from async_opd.microscope.folder import records
 from async_opd.microscope.record import SampleRecord
 from async_opd.observability.terminal import terminal_on
+from async_opd.pictures.folder import MEDIA, thumbnail_file, titled
 from async_opd.report.fates import fates
 from async_opd.report.recorded_run import RecordedRun
 from async_opd.report.worst import By, alternatives, by_teacher, levels, ranked, worst_token
@@ -126,6 +128,7 @@ class View:
                 f"tokens   {one.response_tokens}, finished by {one.finish_reason}; {said}",
                 f"teacher  {_template(self.run.config, one.teacher)}",
                 *([f"skipped  {one.skipped}"] if one.skipped else []),
+                *(f"image    {self._image(image)}" for image in one.images),
                 f"prompt   {one.prompt}",
             ]
         )
@@ -134,6 +137,11 @@ class View:
             text.append(on_one_line(one.text(token)), RED[shade] if shade >= 0 else BLUE[-shade])
         self.terminal.print(text)
         self._tokens(one)
+
+    def _image(self, image: Media) -> str:
+        path = thumbnail_file(self.run.folder, image.sha256)
+        file = "no thumbnail" if path is None else f"{MEDIA}/{path.name}"
+        return f"{titled(image)}, {image.nbytes} bytes, sha256 {image.sha256}: {file}"
 
     def _tokens(self, one: SampleRecord) -> None:
         shown = ranked(one, self.by, self.rows)

@@ -27,7 +27,9 @@ from async_opd.report.page import (
 )
 from async_opd.report.recorded_run import Message, RecordedRun, left_out
 from async_opd.report.run_charts import learning, sample_lives, staleness, throughput
-from async_opd.report.token_page import token_sections
+from async_opd.report.samples.answers import answer_sections
+from async_opd.report.samples.gallery import Gallery
+from async_opd.report.samples.tokens import token_sections
 from async_opd.report.verdict import Verdict
 
 SHOWN = 200
@@ -52,12 +54,14 @@ def report(run: RecordedRun, verdict: Verdict, prediction: str) -> str:
 
 def sections(run: RecordedRun, verdict: Verdict, prediction: str) -> list[Section]:
     """All sections, in the order of the page."""
+    gallery = Gallery(run.folder)
     return [
         Section("verdict", "Verdict", _verdict(run, verdict, prediction)),
         Section("learning", "Learning", _evaluated(run), _drawn(learning(run))),
         Section("staleness", "Staleness", "", _drawn(staleness(run))),
         Section("pools", "Pools", "", _drawn([*throughput(run), *sample_lives(run.lives)])),
-        *token_sections(run),
+        *answer_sections(run, gallery),
+        *token_sections(run, gallery),
         Section("trouble", "Restarts and dead letters", _trouble(run)),
         Section("reproduce", "Config and how to reproduce", _reproduce(run)),
     ]

@@ -7,9 +7,14 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+from async_opd.core.row import Media
+from async_opd.grading.evaluation_files import EVALS
 from async_opd.microscope.folder import MICROSCOPE, RecordWriter
+from async_opd.pictures.folder import MEDIA, Thumbnails
+from tests.data.pictures import picture
 from tests.microscope.samples import TEXTS
 from tests.microscope.samples import record as tokens_of
+from tests.pictures.test_folder import media
 from tests.report.simulated import EPOCH, record
 from tests.report.test_verdict import balanced, slow_trainer
 
@@ -45,10 +50,30 @@ def write_full_run(folder: Path, seed: int = 0, factor: float = 1.6, hostile: bo
     for step in range(1, 7):
         names = dict.fromkeys(TEXTS, text) if hostile and step == 1 else TEXTS
         one = tokens_of(f"0:{step}#0/0", 24, step, step=step, prompt=text)
-        made = [replace(one, texts=names)]
+        images = (pictured(folder, step), Media("0" * 64, 9, 640, 480))[: step % 3]
+        made = [replace(one, texts=names, images=images)]
         RecordWriter(folder / MICROSCOPE, 0, 1 << 20).write(step, made)
+    (folder / EVALS).mkdir()
+    answers = [_answer(folder, f"0:{i}#0/0", text, source) for i, source in enumerate(sources)]
+    (folder / EVALS / "step_36.jsonl").write_text("".join(answers), encoding="utf-8")
     (folder / "origin.json").write_text(json.dumps([origin]), encoding="utf-8")
     return folder
+
+
+def pictured(folder: Path, seed: int) -> Media:
+    """An image whose thumbnail is in the run directory."""
+    encoded = picture(320, 200, ("teal", "navy", "olive")[seed % 3])
+    one = media(encoded)
+    Thumbnails(folder / MEDIA, 1 << 20).keep([one], {one.sha256: encoded})
+    return one
+
+
+def _answer(folder: Path, uid: str, words: str, source: str) -> str:
+    """A line of ``evals/`` of a prompt with two images, one without a thumbnail."""
+    images = [pictured(folder, len(source)), Media(words, 9, 64, 48)]
+    line = {"uid": uid, "data_source": source, "prompt": f"<image 64 tokens>{words}"}
+    line |= {"response": words, "score": 1.0}
+    return json.dumps(line | {"images": [image._asdict() for image in images]}) + "\n"
 
 
 def _evaluation(prefix: str, step: int, sources: tuple[str, ...]) -> dict[str, object]:

@@ -15,6 +15,7 @@ from async_opd.microscope.record import SampleRecord
 from async_opd.report.fates import fates
 from async_opd.report.page import Section, inert, paragraphs, text
 from async_opd.report.recorded_run import RecordedRun
+from async_opd.report.samples.gallery import Gallery
 from async_opd.report.worst import By, alternatives, levels, worst
 
 EACH, TOKENS, TOP = 3, 160, 4
@@ -28,14 +29,14 @@ _CHOICE = (
 )
 
 
-def token_sections(run: RecordedRun) -> list[Section]:
+def token_sections(run: RecordedRun, gallery: Gallery) -> list[Section]:
     """The section, of the samples with the worst tokens; none for a run without records."""
     if not files(run.folder / MICROSCOPE):
         return []
     chosen = {(one.uid, one.step): one for by in BY for one in worst(records(run.folder), by, EACH)}
     samples = list(chosen.values())
     found = fates(run, [one.uid for one in samples])
-    cards = "".join(_card(i, one, found[one.uid]) for i, one in enumerate(samples))
+    cards = "".join(_card(i, one, found[one.uid], gallery) for i, one in enumerate(samples))
     data = [[_token(one, row) for row in range(min(len(one), TOKENS))] for one in samples]
     about = (
         "The recorded responses with the largest loss, the largest gap and the oldest tokens. Red: "
@@ -45,12 +46,13 @@ def token_sections(run: RecordedRun) -> list[Section]:
     )
     html = (
         f'{paragraphs([about])}<div class="microscope">{_CHOICE}{cards}</div>'
+        f"{paragraphs(gallery.notes(), 'soft')}"
         f'<script type="application/json" id="token-data">{inert(data)}</script>'
     )
     return [Section("tokens", "Tokens", html)]
 
 
-def _card(number: int, one: SampleRecord, fate: str) -> str:
+def _card(number: int, one: SampleRecord, fate: str, gallery: Gallery) -> str:
     shades = zip(levels(one, "loss"), levels(one, "gap"), strict=True)
     spans = "".join(
         f'<span class="tok" tabindex="{-1 if row else 0}" data-loss="{loss}" data-gap="{gap}">'
@@ -65,6 +67,7 @@ def _card(number: int, one: SampleRecord, fate: str) -> str:
     known = f'<p class="soft">Fate: <a href="#trouble">{text(fate)}</a>. {text(facts)}</p>'
     return (
         f'<article class="card sample" data-sample="{number}"><h3>{text(one.uid)}</h3>{known}'
+        f"{gallery.html(one.images, one.uid)}"
         f'<p class="soft">Prompt: {text(one.prompt)}</p>'
         f'<p class="tokens" role="group" aria-label="Tokens of {text(one.uid)}">{spans}</p>'
         '<div class="panel" role="status"></div></article>'
