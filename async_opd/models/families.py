@@ -24,6 +24,8 @@ NOT_ON_CPU = {
     "them in transformers and on GPUs"
 }
 NOT_TRAINED = {"gemma3": "tokens of an image see each other, and the trainer's rows are causal"}
+WITH_PREFIX = ("gemma3", "llava")
+"""Families whose towers have weights ``vision_tower.vision_model.…`` on the hub and in vLLM."""
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 """Files of which a model that sees has at least one: the settings of its image processor."""
 
@@ -52,13 +54,13 @@ def without_processor(model: Path) -> bool:
 
 
 def renamed_tower(model: Path) -> str | None:
-    """The name of a weight of a LLaVA's tower that vLLM does not load, if it has one.
+    """The name of a weight of a tower that vLLM does not load, if the model has one.
 
     transformers 5 gives new models names without ``vision_model``, and reads both. A file that
     cannot be read has no such name.
     """
     try:
-        if read_json(model / "config.json").get("model_type") != "llava":
+        if read_json(model / "config.json").get("model_type") not in WITH_PREFIX:
             return None
         names = [*read_json(model / "model.safetensors.index.json").get("weight_map", {})]
         for file in sorted(model.glob("*.safetensors")) if not names else ():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -22,6 +23,8 @@ from async_opd.media.engine_prompts import EnginePrompts
 if TYPE_CHECKING:
     import torch
 
+PROBE = 64
+"""Width and height in pixels of an image that shows which tokens stand around an image's own."""
 UNSAMPLED = ("image", "video", "audio")
 """Kinds of placeholders that no response may have."""
 
@@ -126,11 +129,23 @@ class ImageProcessor:
         An EXIF orientation may exchange them. ProcessorError if the processor does not count.
         """
         sizes = [(media.height, media.width), (media.width, media.height)]
+        return max(self._counted(sizes)) + self._around
+
+    def _counted(self, sizes: list[tuple[int, int]]) -> list[int]:
+        """The tokens of images of these heights and widths, by the processor's own count."""
         count = getattr(self._processor, "_get_num_multimodal_tokens", None)
         if count is None:
             name = type(self._processor).__name__
             raise ProcessorError(f"{name} does not say how many tokens an image has", "another")
-        return max(int(number) for number in count(image_sizes=sizes)["num_image_tokens"])
+        return [int(number) for number in count(image_sizes=sizes)["num_image_tokens"]]
+
+    @cached_property
+    def _around(self) -> int:
+        """Tokens of an image beside those counted, such as a mark before and after them."""
+        from PIL import Image
+
+        made = self._made([Image.new("RGB", (PROBE, PROBE))])
+        return int(made["input_ids"].shape[-1]) - self._counted([(PROBE, PROBE)])[0]
 
     @property
     def _names(self) -> set[str]:
