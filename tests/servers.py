@@ -22,7 +22,7 @@ ENV = {**os.environ, **engine_env("cpu"), "TORCHDYNAMO_DISABLE": "1"}
 class VllmServer:
     """Serves a model on a port of its own; ``start`` again after ``kill`` takes the same port."""
 
-    def __init__(self, model: Path, name: str, key: str, log: Path) -> None:
+    def __init__(self, model: Path, name: str, key: str, log: Path, *more: str) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self._port = int(free.getsockname()[1])
@@ -33,7 +33,7 @@ class VllmServer:
             *("--model", str(model), "--served-model-name", name, "--api-key", key),
             *("--host", "127.0.0.1", "--port", str(self._port), "--max-logprobs", "17"),
             *("--dtype", "float32", "--enforce-eager", "--block-size", "32"),
-            *("--kv-cache-memory-bytes", str(64 << 20)),
+            *("--kv-cache-memory-bytes", str(64 << 20), *more),
         ]
         self.process: subprocess.Popen[bytes] | None = None
 

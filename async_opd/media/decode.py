@@ -5,6 +5,7 @@ It does what a vLLM server does with a data URL, so that a served teacher sees t
 
 from __future__ import annotations
 
+import base64
 import re
 from contextlib import suppress
 from io import BytesIO
@@ -68,6 +69,11 @@ def decode(encoded: bytes) -> Image:
         image.paste(over, mask=over.getchannel("A"))
         return image
     return image.convert("RGB")
+
+
+def data_url(encoded: bytes) -> str:
+    """An image as a server takes it, which sees from the bytes how they are encoded."""
+    return f"data:image/png;base64,{base64.b64encode(encoded).decode()}"
 
 
 def _shown(error: Exception) -> str:

@@ -239,6 +239,14 @@ class Text:
         written = self.plain(self.chat.render(IMAGE_PROBE))
         return next((one for one in found if written.count(one) == 1), found[0])
 
+    @property
+    def unsampled_ids(self) -> tuple[int, ...]:
+        """Tokens that stand for images, videos and sounds: no response may have one."""
+        named = [name for name in self._config if NOT_TEXT.fullmatch(name)]
+        kinds = ("image", "video", "audio")
+        found = (self._config[name] for name in named if name.startswith(kinds))
+        return tuple(one for one in found if isinstance(one, int))
+
     @cached_property
     def _config(self) -> dict[str, Any]:
         return read_json(self._dir / "config.json")

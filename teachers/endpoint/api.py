@@ -1,8 +1,9 @@
 """Requests to servers, and their JSON answers as arrays of the response positions.
 
-    api      scores from            sampled token and top-k of a position
-    vllm     /v1/completions        prompt_logprobs, one object a token of the sequence
-    sglang   /generate              input_token_logprobs, input_top_logprobs, from the first row on
+    api      scores from             sampled token and top-k of a position
+    vllm     /v1/completions         prompt_logprobs, one object a token of the sequence
+             /inference/v1/generate  the same behind images, which it takes as data URLs
+    sglang   /generate               input_token_logprobs, input_top_logprobs, from the first row on
 
 No answer is trusted: one that does not fit its request raises ValueError (msgspec's errors are of
 that kind). Every request bounds the bytes and values of its answer (``AnswerLimits``), because
@@ -23,6 +24,7 @@ from async_opd.core.samples import FinishReason, Prompt, Rollout
 from async_opd.core.scores import SampledLogprobs, Scores, TopK
 from async_opd.core.sequence import indices
 from async_opd.core.stages import SamplingSpec
+from async_opd.media.decode import data_url
 from teachers.answers import SLACK, repeated
 
 FRAME_BYTES = 1 << 20
@@ -35,6 +37,12 @@ FRAME_MARKS = 1 << 12
 """Brackets, or commas, of an answer beside its entries."""
 TEXT_MARKS = 64
 """Brackets, or commas, in the text of a position's tokens."""
+
+TOKENS_AND_IMAGES = "/inference/v1/generate"
+"""vLLM's path for token ids and images."""
+EXCLUDED = -100.0
+"""A bias that leaves a token no probability; JSON has no infinity."""
+NO_IMAGES = "SGLang's API was not compared on images: serve the teacher by vLLM"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
@@ -95,33 +103,46 @@ class _Choice(msgspec.Struct):
 
 class _Completion(msgspec.Struct):
     choices: list[_Choice]
+    prompt_logprobs: list[dict[TokenId, _Logprob] | None] | None = None
 
 
 class VllmApi:
-    """An OpenAI-compatible vLLM server."""
+    """An OpenAI-compatible vLLM server.
+
+    Its completions take no images, and its chat no token ids of a response: prompts with images go
+    to the API of ``--enable-scale-out``, which expands placeholders as its engine does.
+    """
 
     _decoder = msgspec.json.Decoder(_Completion, strict=False)  # keys are numbers in quotes
 
     def __init__(self, served_model: str) -> None:
         self._model = served_model
 
-    def score(self, rollout: Rollout, top_k: int) -> Request:
+    def score(self, rollout: Rollout, top_k: int, images: Sequence[bytes] = ()) -> Request:
         """Asks for log-probabilities of all tokens up to the last sampled one.
 
-        The server also generates one token, the fewest that it accepts.
+        ``images`` are the encoded ones of the prompt, which has a placeholder for each. The server
+        also generates one token, the fewest that it accepts.
         """
         tokens = _needed(rollout)
         body = {"prompt_logprobs": top_k, "max_tokens": 1, "temperature": 0.0}
-        return self._request(AnswerLimits.of(len(tokens), top_k), prompt=tokens, **body)
+        limits = AnswerLimits.of(len(tokens) + _most_tokens(rollout.prompt), top_k)
+        if images:
+            return self._seeing(tokens, images, limits, body)
+        return self._request(limits, prompt=tokens, **body)
 
     def scores(self, answer: bytes, rollout: Rollout, top_k: int) -> Scores:
         """Scores of the sampled positions. ValueError if the answer lacks one, or k best at it.
 
         A row lists the sampled token and the k best: k entries where it is one of them, else k + 1.
+        Behind images there are more rows than tokens asked for, which has one token an image.
         """
-        rows, expected = self._choice(answer).prompt_logprobs or [], rollout.positions[-1][1]
-        if len(rows) != expected:
+        completion, media = self._completion(answer), rollout.prompt.media
+        found = completion.prompt_logprobs if media else completion.choices[0].prompt_logprobs
+        rows, expected = found or [], rollout.positions[-1][1]
+        if len(rows) < expected or (len(rows) > expected and not media):
             raise ValueError(f"log-probabilities of {len(rows)} tokens instead of {expected}")
+        rows = rows[len(rows) - expected :]
         sampled: list[float] = []
         best: list[tuple[int, float]] = []
         sampled_at = indices(rollout.positions).tolist()
@@ -137,21 +158,31 @@ class VllmApi:
             best += sorted(entries, key=lambda entry: -entry[1]) if top_k else []
         return scores_of(sampled, [i for i, _ in best], [p for _, p in best], top_k)
 
-    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
-        """Asks for one response, as token ids."""
-        return self._request(
-            AnswerLimits.of(sampling.max_tokens + len(prompt.token_ids), 0),
-            prompt=prompt.token_ids.tolist(),
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            stop_token_ids=list(eos),
-            return_token_ids=True,
-        )
+    def sample(
+        self,
+        prompt: Prompt,
+        sampling: SamplingSpec,
+        eos: Sequence[int],
+        images: Sequence[bytes] = (),
+        never: Sequence[int] = (),
+    ) -> Request:
+        """Asks for one response, as token ids; behind images without tokens of ``never``."""
+        tokens = prompt.token_ids.tolist()
+        limits = AnswerLimits.of(sampling.max_tokens + len(tokens), 0)
+        body = {
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "stop_token_ids": list(eos),
+        }
+        if images:
+            bias = {"logit_bias": {str(one): EXCLUDED for one in never}}
+            return self._seeing(tokens, images, limits, body | bias)
+        return self._request(limits, prompt=tokens, **body, return_token_ids=True)
 
     def sampled(self, answer: bytes) -> tuple[list[int], FinishReason]:
         """The response's tokens, and why it ended."""
-        choice = self._choice(answer)
+        choice = self._completion(answer).choices[0]
         if choice.token_ids is None:
             raise ValueError("no token_ids; vLLM returns them since 0.10.2")
         return choice.token_ids, "stop" if choice.finish_reason == "stop" else "length"
@@ -159,11 +190,23 @@ class VllmApi:
     def _request(self, limits: AnswerLimits, **body: Any) -> Request:
         return Request("/v1/completions", {"model": self._model, **body}, limits)
 
-    def _choice(self, answer: bytes) -> _Choice:
-        choices = self._decoder.decode(answer).choices
-        if len(choices) != 1:
-            raise ValueError(f"{len(choices)} choices instead of 1")
-        return choices[0]
+    def _seeing(
+        self, tokens: list[int], images: Sequence[bytes], limits: AnswerLimits, sampling: Any
+    ) -> Request:
+        """A request whose tokens have one placeholder an image."""
+        body = {
+            "model": self._model,
+            "token_ids": tokens,
+            "content_parts": [{"type": "image_url", "url": data_url(one)} for one in images],
+            "sampling_params": sampling,
+        }
+        return Request(TOKENS_AND_IMAGES, body, limits)
+
+    def _completion(self, answer: bytes) -> _Completion:
+        completion = self._decoder.decode(answer)
+        if len(completion.choices) != 1:
+            raise ValueError(f"{len(completion.choices)} choices instead of 1")
+        return completion
 
 
 _Entry = tuple[float | None, TokenId, str | None]
@@ -189,11 +232,13 @@ class SglangApi:
 
     _decoder = msgspec.json.Decoder(_Generated)
 
-    def score(self, rollout: Rollout, top_k: int) -> Request:
-        """Asks for log-probabilities of the tokens from the first row on.
+    def score(self, rollout: Rollout, top_k: int, images: Sequence[bytes] = ()) -> Request:
+        """Asks for log-probabilities of the tokens from the first row on. ValueError for images.
 
         The first of them has none: the server has no row that predicts it.
         """
+        if images:
+            raise ValueError(NO_IMAGES)
         tokens = _needed(rollout)
         body = {
             "input_ids": tokens,
@@ -225,8 +270,17 @@ class SglangApi:
             raise ValueError(f"{len(best)} best tokens instead of {len(places)} times {top_k}")
         return scores_of(sampled, [e[1] for e in best], [_number(e) for e in best], top_k)
 
-    def sample(self, prompt: Prompt, sampling: SamplingSpec, eos: Sequence[int]) -> Request:
-        """Asks for one response, as token ids."""
+    def sample(
+        self,
+        prompt: Prompt,
+        sampling: SamplingSpec,
+        eos: Sequence[int],
+        images: Sequence[bytes] = (),
+        never: Sequence[int] = (),
+    ) -> Request:
+        """Asks for one response, as token ids. ValueError for images."""
+        if images:
+            raise ValueError(NO_IMAGES)
         params = {
             "max_new_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -252,6 +306,11 @@ Api = VllmApi | SglangApi
 def _needed(rollout: Rollout) -> list[int]:
     """The tokens of the sequence up to the last that the student sampled."""
     return list(rollout.token_ids[: rollout.positions[-1][1]].tolist())
+
+
+def _most_tokens(prompt: Prompt) -> int:
+    """More tokens than any processor makes of the prompt's images."""
+    return sum(8192 + image.width * image.height // 64 for image in prompt.media)
 
 
 def _number(entry: _Entry) -> float:

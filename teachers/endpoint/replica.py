@@ -20,13 +20,16 @@ import msgspec
 import numpy as np
 
 from async_opd.core.batch import Batch
-from async_opd.core.errors import StageError
+from async_opd.core.errors import RolloutFault, StageError
 from async_opd.core.reports import StageReport
 from async_opd.core.samples import Prompt, Rollout, Sample
 from async_opd.core.stages import SamplingSpec
 from async_opd.core.uid import rollout_uid
+from async_opd.media.cache import MediaCache
 from async_opd.waiting.race import gather_or_cancel
 from teachers.endpoint.api import (
+    NO_IMAGES,
+    TOKENS_AND_IMAGES,
     AnswerCounter,
     AnswerLimits,
     Request,
@@ -54,6 +57,7 @@ UNREADABLE = (ValueError, TypeError, LookupError, ArithmeticError, RecursionErro
 """Errors of decoding: msgspec's are ValueErrors, deep JSON is a RecursionError."""
 
 CHECK_API = "check teachers.*.api and the server's version"
+SCALE_OUT = "start the server with --enable-scale-out: its other APIs score no images"
 REMEDIES = {
     400: "the server's log says what it refuses; loss.top_k needs as many --max-logprobs there",
     401: "set teachers.*.api_key_env",
@@ -66,15 +70,16 @@ REMEDIES = {
 class EndpointReplica:
     """A client of one server. Pickled, it is another client of the same server."""
 
-    def __init__(self, spec: EndpointSpec) -> None:
+    def __init__(self, spec: EndpointSpec, media: MediaCache | None = None) -> None:
         self._spec = spec
+        self._media = media
         self._api = make_api(spec.api, spec.served_model)
         self._meter = ScoringMeter(spec.name)
         self._session: aiohttp.ClientSession | None = None
 
-    def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec]]:
-        """The spec alone is pickled: connections stay in their process."""
-        return EndpointReplica, (self._spec,)
+    def __reduce__(self) -> tuple[type[EndpointReplica], tuple[EndpointSpec, MediaCache | None]]:
+        """What it is made of is pickled: connections stay in their process."""
+        return EndpointReplica, (self._spec, self._media)
 
     async def ready(self) -> int:
         """Checks the server's health. Returns 1: no server tells its number of workers."""
@@ -95,7 +100,8 @@ class EndpointReplica:
         if not len(rollout.response_ids):
             return Sample(rollout, scores_of([], [], [], top_k))
         seen = rollout.seen_by_teacher
-        answer = await self._ask(self._api.score(seen, top_k))
+        images = await self._images(seen.prompt)
+        answer = await self._ask(self._api.score(seen, top_k, images))
         reading = partial(self._api.scores, answer, seen, top_k)
         scores = await self._read_offloaded(len(answer), reading)
         sample = self.read(lambda: Sample(rollout.without_teacher_inputs, scores))
@@ -107,9 +113,9 @@ class EndpointReplica:
         """The server's own answers, ``sampling.n`` to each prompt, in order."""
 
         async def sample(prompt: Prompt, index: int) -> Rollout:
-            answer = await self._ask(
-                self._api.sample(prompt.seen_by_teacher, sampling, self._spec.eos_ids)
-            )
+            seen, images = prompt.seen_by_teacher, await self._images(prompt)
+            eos, never = self._spec.eos_ids, self._spec.unsampled_ids
+            answer = await self._ask(self._api.sample(seen, sampling, eos, images, never))
             ids, finish = self.read(lambda: self._api.sampled(answer))
             self._check_sampled(ids, sampling.max_tokens)
             return Rollout.answer(rollout_uid(prompt.uid, index), prompt, ids, finish)
@@ -117,6 +123,15 @@ class EndpointReplica:
         with self._meter.activity.busy():
             asked = (sample(prompt, index) for prompt in prompts for index in range(sampling.n))
             return await gather_or_cancel(*asked)
+
+    async def _images(self, prompt: Prompt) -> list[bytes]:
+        """The encoded images of a prompt. RolloutFault if they cannot be sent."""
+        if not prompt.media:
+            return []
+        if self._spec.api == "sglang" or self._media is None:
+            lacks = NO_IMAGES if self._media else "this client has no way to get them"
+            raise RolloutFault(self._spec.name, f"prompt {prompt.uid} has images: {lacks}")
+        return await self._media.get(prompt.media, prompt.uid)
 
     def _check_sampled(self, ids: list[int], max_tokens: int) -> None:
         """StageError for more than ``max_tokens``, or for one that the student does not have."""
@@ -162,7 +177,10 @@ class EndpointReplica:
                 if response.status != 200:
                     start = (await response.content.read(MAX_SHOWN)).decode(errors="replace")
                     cause = f"{url} answered {response.status}: {' '.join(start.split())}"
-                    raise self._error(cause, REMEDIES.get(response.status, ""))
+                    remedy = REMEDIES.get(response.status, "")
+                    if response.status == 404 and path == TOKENS_AND_IMAGES:
+                        remedy = SCALE_OUT
+                    raise self._error(cause, remedy)
                 encoding = response.headers.get("Content-Encoding", "identity")
                 if encoding.lower() != "identity":
                     cause = f"{url} answered in {encoding[:MAX_SHOWN]!r}, which no request accepts"

@@ -30,6 +30,8 @@ class EndpointSpec:
     concurrency: int
     vocabulary: int | None = None
     key_env: str | None = None
+    unsampled_ids: tuple[int, ...] = ()
+    """Tokens that stand for images, which the server's own answers behind images may not have."""
 
     def key(self) -> str | None:
         """The servers' key, read from the environment of this process; no message contains it.
@@ -48,6 +50,7 @@ class EndpointSpec:
 
 def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: str) -> EndpointSpec:
     """The spec of one of a teacher's servers."""
+    text = Text.of(config)
     vocabulary = read_json(Path(config.student.model) / "config.json").get("vocab_size")
     return EndpointSpec(
         name=name,
@@ -55,8 +58,9 @@ def endpoint_spec(config: RunConfig, teacher: EndpointTeacher, name: str, url: s
         api=teacher.api,
         served_model=teacher.served_model,
         top_k=scored_top_k(config.loss),
-        eos_ids=Text.of(config).response_ends(),
+        eos_ids=text.response_ends(),
         concurrency=teacher.concurrency,
         vocabulary=vocabulary if isinstance(vocabulary, int) else None,
         key_env=teacher.api_key_env,
+        unsampled_ids=text.unsampled_ids,
     )

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from async_opd.config.sections.teachers import EndpointHealth
 from async_opd.core.batch import Batch
 from async_opd.core.errors import NoReplica, StageError
+from async_opd.core.row import Media
 from async_opd.core.samples import Rollout, Sample
 from async_opd.core.scores import SampledLogprobs, TopK
 from async_opd.core.stages import SamplingSpec
@@ -132,6 +133,35 @@ def sglang_server(body: dict[str, Any]) -> bytes:
         "input_top_logprobs": tops if k else [],
     }
     return json.dumps({"meta_info": meta}).encode()
+
+
+SEEN = replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, media=(Media("a" * 64, 3, 8, 8),)))
+
+
+def test_a_server_gets_images_as_data_urls_and_their_places_as_token_ids() -> None:
+    request = VllmApi("m").score(SEEN, 2, [b"png"])
+    assert request.path == "/inference/v1/generate"
+    assert request.body["content_parts"] == [
+        {"type": "image_url", "url": "data:image/png;base64,cG5n"}
+    ]
+    assert request.body["token_ids"] == ROLLOUT.token_ids[: ROLLOUT.positions[-1][1]].tolist()
+    assert request.body["sampling_params"]["prompt_logprobs"] == 2
+
+
+def test_scores_behind_images_are_those_of_the_last_rows() -> None:
+    rows = [None, *[{"90": entry(-3)}] * 5, *vllm_rows(ROLLOUT, 2)[1:]]
+    answer = json.dumps({"choices": [{"token_ids": [1]}], "prompt_logprobs": rows}).encode()
+    expected: Any = VllmApi("m").scores(vllm_answer(vllm_rows(ROLLOUT, 2)), ROLLOUT, 2)
+    found: Any = VllmApi("m").scores(answer, SEEN, 2)
+    np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+    np.testing.assert_array_equal(found.sampled_logprobs, expected.sampled_logprobs)
+
+
+def test_fewer_rows_than_tokens_behind_images_are_refused() -> None:
+    rows = vllm_rows(ROLLOUT, 2)[:-1]
+    answer = json.dumps({"choices": [{"token_ids": [1]}], "prompt_logprobs": rows}).encode()
+    with pytest.raises(ValueError, match="tokens instead of"):
+        VllmApi("m").scores(answer, SEEN, 2)
 
 
 SERVERS: dict[str, tuple[Api, Callable[[dict[str, Any]], bytes]]] = {
