@@ -27,6 +27,7 @@ from async_opd.config.sections.teachers import EndpointTeacher
 from async_opd.core.errors import EngineStartError
 from async_opd.memory.pools import EVAL
 from async_opd.models.engine_args import Device, engine_env, trainer_env
+from async_opd.queue.image_caches import image_caches
 from async_opd.waiting.barriers import Barriers
 from async_opd.waiting.race import gather_or_cancel
 from rollouter.spec import StudentEngineSpec
@@ -74,6 +75,7 @@ class ActorFactory:
     placements: dict[tuple[str, int], ActorPlacement] = field(default_factory=dict)
     colocated: dict[str, dict[int, TeacherProxy | StudentProxy]] = field(default_factory=dict)
     barriers: Barriers = field(default_factory=Barriers)
+    images: QueueProxy | None = None  # the queue, which has those of prompts
 
     def __post_init__(self) -> None:
         """Reads the driver's environment: teachers are rebuilt in a process with another one."""
@@ -84,6 +86,7 @@ class ActorFactory:
         """The message queue."""
         queue = QueueActor(await self.create(actor_names.QUEUE, restarts=True), self.config)
         await queue.build()
+        self.images = QueueProxy(queue.remote)
         return queue
 
     async def student(self, index: int, queue: QueueProxy, incarnation: int = 0) -> StudentProxy:
@@ -91,17 +94,18 @@ class ActorFactory:
 
         Those that only evaluate have the indices after those of the rollout replicas.
         """
-        rollouts = self.config.rollout.replicas
+        config, rollouts = self.config, self.config.rollout.replicas
         evaluates = index >= rollouts
         pool, at = (EVAL, index - rollouts) if evaluates else ("rollout", index)
         actor = actor_names.evaluator(at) if evaluates else actor_names.student(at)
-        given = (self.config, self.device, self.eos_ids, actor.name)
+        given = (config, self.device, self.eos_ids, actor.name)
         spec = StudentEngineSpec.of(*given, index, incarnation, self._beside(pool), evaluates)
+        media = image_caches(config, config.student.model, queue)
         remote = await self._start(
             actor,
             self.factories.student.path,
-            (spec, queue, *self.factories.student.extra),
-            gpus=self.config.rollout.tensor_parallel,
+            (spec, queue, *self.factories.student.extra, *media),
+            gpus=config.rollout.tensor_parallel,
             bundle=self._bundle(pool, at),
             guest="rollout" if self._pool(pool).shares is not None else "",
         )
@@ -112,13 +116,15 @@ class ActorFactory:
         config, teacher = self.config, self.config.teachers[teacher_name]
         actor = actor_names.teacher(teacher_name, index)
         if isinstance(teacher, EndpointTeacher):
-            return EndpointReplica(endpoint_spec(config, teacher, actor.name, teacher.urls[index]))
+            server = endpoint_spec(config, teacher, actor.name, teacher.urls[index])
+            return EndpointReplica(server, *image_caches(config, config.student.model, self.images))
         given = (config, self.device, self.eos_ids, actor.name)
         spec = TeacherEngineSpec.of(*given, teacher_name, self._beside(f"teachers.{teacher_name}"))
+        media = image_caches(config, config.teacher_model(teacher_name), self.images)
         remote = await self._start(
             actor,
             self.factories.teacher.path,
-            (spec, *self.factories.teacher.extra),
+            (spec, *self.factories.teacher.extra, *media),
             gpus=teacher.tensor_parallel,
             bundle=self._bundle(f"teachers.{teacher_name}", index),
             guest=f"teachers.{teacher_name}" if teacher.host is not None else "",
@@ -249,14 +255,8 @@ class ActorFactory:
             barriers=Barriers(),
         )
         rebuild = _RebuildTeacher(actor_factory)
-        scorer = ScorerActor(
-            await self.create(actor_names.SCORER, restarts=True),
-            self.config,
-            teachers,
-            queue,
-            rebuild,
-            self.device,
-        )
+        remote = await self.create(actor_names.SCORER, restarts=True)
+        scorer = ScorerActor(remote, self.config, teachers, queue, rebuild, self.device)
         await scorer.build()
         self.stages.append(scorer.remote)
         return scorer

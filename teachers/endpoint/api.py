@@ -40,8 +40,7 @@ TEXT_MARKS = 64
 
 TOKENS_AND_IMAGES = "/inference/v1/generate"
 """vLLM's path for token ids and images."""
-EXCLUDED = -100.0
-"""A bias that leaves a token no probability; JSON has no infinity."""
+EXCLUDED = -100.0  # a bias that leaves a token no probability: JSON has no infinity
 NO_IMAGES = "SGLang's API was not compared on images: serve the teacher by vLLM"
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
